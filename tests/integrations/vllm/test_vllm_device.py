@@ -44,7 +44,6 @@ from omni_kvlink.integrations.vllm import device as pool_device
 from omni_kvlink.integrations.vllm.blocks import BlockShape, bytes_of_blocks
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.step import FailedSave, StepMetadata
-from omni_kvlink.link import producer as link_producer
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.testing.rig import until
 
@@ -80,7 +79,7 @@ def device(
     if request.param == "real":
         yield RealDevice()
         return
-    monkeypatch.setenv(cuda.ENVIRONMENT, "300")
+    monkeypatch.setenv(cuda.ENVIRONMENT, fake_device.MIXED)
     made: Any = fake_device.install(library, monkeypatch)
     made.memory = torch.device("cpu")
     pools: list[tuple[int, int]] = []  # the memory that counts as the device's
@@ -91,7 +90,6 @@ def device(
 
     made.holds, made.add_pool = holds, pools.append
     monkeypatch.setattr(pool_device, "is_on_device", holds)
-    monkeypatch.setattr(link_producer, "is_on_device", holds)
     yield made
     gc.collect()  # unregister with this library, not with the next one
 
