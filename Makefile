@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
+.PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.ready
@@ -23,6 +23,11 @@ test: $(VENV)/.ready
 test-all: $(VENV)/.ready
 	KVLINK_EXAMPLES=$${KVLINK_EXAMPLES:-5} $(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" \
 		--timeout=3600 $(ARGS)
+
+# On a machine with a GPU, from a fresh clone: builds the CUDA part, tests it, measures it.
+# PYTHON names an interpreter whose torch has CUDA; the exit status is 2 without a device.
+gpu:
+	$(PYTHON) .ci/gpu.py $(ARGS)
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/tests/*/*.h)
 
