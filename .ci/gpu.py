@@ -53,6 +53,11 @@ except ImportError:
     found = False
 print(*missing, *([] if found else ["torch"]))
 """
+PYTEST = [
+    *("-m", "pytest", "-m", "gpu", "-q", "-rs"),
+    # torch on a device warns of other packages; RuntimeWarning, which is ours, stays an error.
+    *("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", "-W", "ignore::UserWarning"),
+]
 SANITIZED = "test_host_and_device_in_one_payload or test_pages"
 
 
@@ -158,9 +163,8 @@ def test() -> str:
     """Run the tests on the device; a run that has no test is a failure."""
     report = WORK / "tests.xml"
     report.unlink(missing_ok=True)
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-rs"]
     try:
-        run("test", [*pytest, f"--junitxml={report}"])
+        run("test", [sys.executable, *PYTEST, "tests/gpu", f"--junitxml={report}"])
     finally:
         text = summary(report)
     if text.startswith("0 passed"):
@@ -204,9 +208,9 @@ def sanitize() -> str:
         raise NotDone("compute-sanitizer was not found; it comes with the CUDA toolkit")
     # torch probes for features by calls that fail, which are no errors.
     checked = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "3"]
-    pytest = ["-m", "pytest", "-m", "gpu", "tests/gpu/test_gpu_bytes.py", "-k", SANITIZED]
-    timeout = ["--timeout=0", "-q"]
-    text = run("sanitize", [*checked, "--target-processes", "all", sys.executable, *pytest, *timeout])
+    checked += ["--target-processes", "application-only", sys.executable]
+    tests = ["tests/gpu/test_gpu_bytes.py", "-k", SANITIZED, "--timeout=0"]
+    text = run("sanitize", [*checked, *PYTEST, *tests])
     if "ERROR SUMMARY: 0 errors" not in text:
         raise NotDone("compute-sanitizer printed no summary")
     return "0 errors"

@@ -51,6 +51,7 @@ def build(directory: Path) -> None:
     sources = [*(CSRC / "cuda").glob("*.cpp"), CSRC / "view.cpp", CSRC / "failure.cpp"]
     fake = CSRC / "tests" / "fake_cuda.cpp"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-I{CSRC}/tests/fake_cuda"]
+    flags += shlex.split(os.environ.get("FAKE_CUDA_FLAGS", ""))
     command = [*compiler, *flags, *map(str, sources), str(fake), "-o"]
     subprocess.run([*command, str(directory / cuda.LIBRARY)], check=True)
 
