@@ -229,17 +229,25 @@ def test_a_layer_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVCo
     in_thread(write)
     with consumer.stream_get("r", timeout=60) as stream:
         layer = stream.wait_for_layer(0)
-        end = layer.begin_scatter(*targets, after=consumer.record(targets))
+        written = layer.begin_scatter(*targets, after=consumer.record(targets))
         assert stream.ledger.copier == "pinned"
-        end.wait()
+        written.wait()
     assert raw(targets[0]) == raw(torch.full_like(tensors[0], 7))
     assert raw(targets[1]) == raw(tensors[1])
     device.run(ENGINE)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    for end in ends:  # the two have one copier
+        assert end.stats()["device_copies"] == {"pinned": 2 * nbytes, "pageable": 0}
 
 
+@pytest.mark.parametrize("rows", [None, range(2, 4)])
 def test_a_wrong_byte_is_reported(
-    device: FakeDevice, ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+    device: FakeDevice,
+    ends: tuple[KVProducer, KVConsumer],
+    monkeypatch: pytest.MonkeyPatch,
+    rows: range | None,
 ) -> None:
+    """Also if only some rows are copied: a digest is of the whole tensor."""
     producer, consumer = ends
     producer._copier = consumer._copier = PinnedCopier()
     tensors = sources()
@@ -252,7 +260,7 @@ def test_a_wrong_byte_is_reported(
     with consumer.stream_get("r", timeout=60) as stream:
         layer = stream.wait_for_layer(0)
         with pytest.raises(IntegrityError, match="layer 0, K: wrong"):
-            layer.begin_scatter(*tensors)
+            layer.begin_scatter(*tensors, rows=rows)
     with pytest.raises(IntegrityError, match="layer 0, K: wrong"):
         receipt.wait(timeout=60)
 

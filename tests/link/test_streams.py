@@ -264,3 +264,17 @@ def _first(data: Any, tokens: int) -> KVCacheTransferData:
     about = {"kv_lens": [tokens], "ropes": [tokens], "num_layers": 3}
     blocks = {name: [t[:tokens] for t in layers] for name, layers in data.layer_blocks.items()}
     return KVCacheTransferData("s", blocks, metadata=about)
+
+
+def test_rows_of_a_layer(ends: Ends) -> None:
+    producer, consumer = ends
+    producer.put(cache())
+    with consumer.stream_get("s", timeout=60) as stream:
+        layer = stream.wait_for_layer(1)
+        targets = [torch.zeros_like(tensor[4:9]) for tensor in layer.tensors]
+        layer.begin_scatter(*targets, rows=range(4, 9)).wait()
+        for target, tensor in zip(targets, layer.tensors, strict=True):
+            assert torch.equal(target, tensor[4:9])
+        for wrong in (range(6, 11), range(-1, 4), range(4, 9, 2), range(4, 8)):
+            with pytest.raises(SchemaError):
+                layer.begin_scatter(*targets, rows=wrong)
