@@ -230,7 +230,7 @@ class CacheLoad:
         self.nbytes = stream.manifest.nbytes
         targets = self._targets(stream.manifest)
         for layer, (_, group, index) in enumerate(self._pools.layers):
-            copies = list[StreamEvents]()
+            copies: list[StreamEvents] = []
             self._copies.append(copies)
             for branch, views, rows in targets[group]:
                 self._check_cancelled()

@@ -21,7 +21,7 @@ from omni_kvlink.integrations.vllm.groups import HEAD, LAST
 from omni_kvlink.integrations.vllm.pools import branch_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from omni_kvlink import KVProducer, PutStream, Receipt, TensorView
     from omni_kvlink.integrations.vllm.pools import Pools
@@ -191,6 +191,14 @@ class Saver:
                     receipt.wait(timeout=max(0.0, deadline - time.monotonic()))
         finally:
             self._link.close()
+
+    def _end(self, names: Iterable[tuple[str, str]]) -> None:
+        """Block until these saves have ended."""
+        for name in names:
+            save, job = self._open.pop(name)
+            job.result()
+            if save.receipt is not None:
+                self._receipts[name] = save.receipt
 
     def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> Future[None]:
         """Run a step of a save in the thread, after all earlier steps."""
