@@ -119,7 +119,7 @@ int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
     int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
                      &fake.unregistered, &fake.unregistered_late,    &fake.readonly,
-                     &fake.blocking};
+                     &fake.blocking,     &fake.capturing_elsewhere};
     return fields[number];
 }
 

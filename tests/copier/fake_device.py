@@ -36,6 +36,7 @@ FIELDS = (
     "unregistered_late",
     "readonly",
     "blocking",
+    "capturing_elsewhere",
 )
 
 _calls: list[object] = []  # ctypes functions; the library keeps none, and may call them late
