@@ -21,7 +21,7 @@ from omni_kvlink import KVCacheTransferData, KVConsumer, KVLink, KVProducer
 from omni_kvlink._native import cuda
 from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import CurrentStreams, PinnedCopier, StreamEvents, TorchCopier, streams
-from omni_kvlink.errors import IntegrityError, SchemaError
+from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed
 from omni_kvlink.memory.region import Mapping, Region
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def test_a_wrong_byte_is_reported(
         layer = stream.wait_for_layer(0)
         with pytest.raises(IntegrityError, match="layer 0, K: wrong"):
             layer.begin_scatter(*tensors)
-    with pytest.raises(IntegrityError, match="layer 0, K: wrong"):
+    with pytest.raises(TransferFailed, match="a reader rejected it: layer 0, K: wrong"):
         receipt.wait(timeout=60)
 
 
