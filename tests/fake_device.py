@@ -36,6 +36,7 @@ FIELDS = (
     "unregistered_late",
     "readonly",
     "blocking",
+    "capturing_elsewhere",
     "held",
 )
 

@@ -3,13 +3,6 @@
 
 namespace kvlc {
 
-void refuse_capture(cudaStream_t stream) {
-    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &state), "cudaStreamIsCapturing");
-    if (state != cudaStreamCaptureStatusNone)
-        kvl::fail(KVL_EARGUMENT, "the stream is being captured into a graph; copy outside of it");
-}
-
 Recorded::Recorded(Device &device, cudaStream_t stream) : Pending(device), stream_(stream) {
     refuse_capture(stream);
     event_ = device_.acquire_event(kEventFlags);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_device import FakeDevice
+from fake_device import ENGINES, KERNEL, FakeDevice
 from fake_device import device as device
 from fake_device import directory as directory
 from native_fixtures import NEEDS_LIBRARY, plan_of, tensor_of
 
 from omni_kvlink import KVCacheTransferData, KVConsumer, KVLink, KVProducer
+from omni_kvlink._native import cuda
 from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import CurrentStreams, PinnedCopier, StreamEvents, TorchCopier, streams
-from omni_kvlink.errors import IntegrityError, SchemaError
+from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed
 from omni_kvlink.memory.region import Mapping, Region
 
 if TYPE_CHECKING:
@@ -131,6 +133,25 @@ def test_no_call_of_the_engines_thread_blocks(device: FakeDevice) -> None:
         assert device.get("blocking") == before
         handle.wait()
         assert device.get("blocking") > before  # this one does
+
+
+@pytest.mark.parametrize("crossover", [ENGINES, KERNEL])
+def test_copies_while_another_thread_captures_a_graph(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str
+) -> None:
+    """CUDA refuses most calls to all threads then, unless a thread asks for them."""
+    monkeypatch.setenv(cuda.ENVIRONMENT, crossover)
+    tensors = sources()
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
+    with device.set("capturing_elsewhere", 1):
+        manifest, region = committed(tensors)  # memory to be page-locked
+        events = PinnedCopier().record(targets)
+        PinnedCopier().begin_scatter(manifest, region, targets, after=events).wait()
+        before = device.get("unregistered")
+        del region
+        gc.collect()
+        assert device.get("unregistered") == before + 1
+    assert list(map(raw, targets)) == list(map(raw, tensors))
 
 
 def test_wrong_bytes_are_not_scattered(device: FakeDevice) -> None:
@@ -261,7 +282,7 @@ def test_a_wrong_byte_is_reported(
         layer = stream.wait_for_layer(0)
         with pytest.raises(IntegrityError, match="layer 0, K: wrong"):
             layer.begin_scatter(*tensors, rows=rows)
-    with pytest.raises(IntegrityError, match="layer 0, K: wrong"):
+    with pytest.raises(TransferFailed, match="a reader rejected it: layer 0, K: wrong"):
         receipt.wait(timeout=60)
 
 
