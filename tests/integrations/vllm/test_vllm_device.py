@@ -90,7 +90,9 @@ def device(
 
     made.holds, made.add_pool = holds, pools.append
     monkeypatch.setattr(pool_device, "is_on_device", holds)
+    blocking = made.get("blocking")
     yield made
+    assert made.get("blocking") == blocking, "an engine's thread waited for the device"
     gc.collect()  # unregister with this library, not with the next one
 
 
@@ -195,7 +197,6 @@ def test_each_byte(
     ranks: tuple[int, int],
 ) -> None:
     """All of a block, what is packed beside K and V included, from the stream that computes it."""
-    blocking = device.get("blocking")
     senders, receivers = ranks
     producers = [
         worker("producer", layout, kind, rank=rank, ranks=senders, peer_tp=receivers)
@@ -212,7 +213,6 @@ def test_each_byte(
     for rank, consumer in enumerate(consumers):
         consumer.run_until_loaded()
         check_loaded(consumer, bytes_like(consumer, 7, heads_of(kind, rank, receivers)))
-    assert device.get("blocking") == blocking
     for each in (*producers, *consumers):
         if each.worker._saver is not None and not each.worker._saver._pools:
             continue  # another rank sends the latents
@@ -339,9 +339,7 @@ def test_the_pass_waits_for_loads_on_its_stream(
     producer.forward(save(), sent, SENT)
     until(lambda: producer.worker._saver.released() or idle_saver(producer), "it is committed")
     device.hold(True)
-    blocking = device.get("blocking")
     consumer.forward(load(is_async=False))
-    assert device.get("blocking") == blocking
     assert not consumer.seen
     assert not consumer.invalid
     device.hold(False)
@@ -435,11 +433,12 @@ def test_a_thread_that_was_told_not_to_block_is_noticed(library: Path) -> None:
     """The counter that these tests rely on."""
     with pytest.MonkeyPatch.context() as patch:
         made = fake_device.install(library, patch)
-        ticket = cuda.record(0, ENGINE)
+        before, ticket = made.get("blocking"), cuda.record(0, ENGINE)
         with made.without_blocking():
+            thread = threading.Thread(target=ticket.wait, args=(0,))
+            thread.start()
+            thread.join()
+            assert made.get("blocking") == before
             ticket.wait(0)
-        assert made.get("blocking") == 1
-        thread = threading.Thread(target=ticket.wait, args=(0,))
-        thread.start()
-        thread.join()
-        assert made.get("blocking") == 1
+        assert made.get("blocking") == before + 1
+        ticket.close()

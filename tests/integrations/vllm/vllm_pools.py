@@ -103,9 +103,6 @@ class RealDevice:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def get(self, name: str) -> int:
-        return 0
-
 
 class PoolWorker:
     """A rank's half of the connector; its layers write given bytes into the pools on `ENGINE`.
