@@ -47,8 +47,9 @@ class LinkEnd:
         return self._copier.record(views)
 
     def device_copies(self) -> dict[str, int]:
-        """Bytes of device tensors copied so far: "pinned", or "pageable" by torch, through memory
-        that is not page-locked. Of all links that share this one's copier.
+        """Bytes of device tensors that this link's copier, which others may share, has copied.
+
+        "pinned" from and to page-locked memory; "pageable" by torch, through other memory.
         """
         return self._copier.device_copies()
 

@@ -164,10 +164,7 @@ class Saver:
         return over
 
     def fail(self, failed: FailedSave) -> None:
-        """Fail a cache that was announced to a consumer; its request has ended, its blocks are free.
-
-        Blocks while a copy of them is in progress.
-        """
+        """Fail an announced cache whose request has ended; blocks while it is being copied."""
         self.wait({failed.request_id})
         for key in (pools.part.key(failed.key) for pools in self._pools):
             requests = {request_id for request_id, each in self._receipts if each == key}

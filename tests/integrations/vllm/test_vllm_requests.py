@@ -322,9 +322,7 @@ def test_the_sampled_token(engine: Open) -> None:
     assert SAMPLED
 
 
-def test_the_worker_learns_who_is_preempted(
-    engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_learns_who_is_preempted(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the pass that may overwrite the blocks of its cache."""
     producer = engine("producer")
     producer.add("r", TOKENS, {"do_remote_decode": True}, tokens=4)
