@@ -56,7 +56,8 @@ print(*missing, *([] if found else ["torch"]))
 PYTEST = [
     *("-m", "pytest", "-m", "gpu", "-q", "-rs"),
     # torch on a device warns of other packages; RuntimeWarning, which is ours, stays an error.
-    *("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", "-W", "ignore::UserWarning"),
+    *("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning"),
+    *("-W", "ignore::UserWarning"),
 ]
 SANITIZED = "test_host_and_device_in_one_payload or test_pages"
 
@@ -76,7 +77,8 @@ class Verdict:
 
     def row(self) -> str:
         """Its line of the table."""
-        return f"{self.step:10} {'ok' if self.is_ok else 'FAILED':7} {self.seconds:>7.0f}  {self.text}"
+        verdict = "ok" if self.is_ok else "FAILED"
+        return f"{self.step:10} {verdict:7} {self.seconds:>7.0f}  {self.text}"
 
 
 def find_device() -> str:
@@ -111,15 +113,18 @@ def run(log: str, command: Sequence[str], **more: str) -> str:
     path = WORK / f"{log}.log"
     print("$", *command, flush=True)
     lines = list[str]()
-    with path.open("w") as kept, subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**environment(), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
+    with (
+        path.open("w") as kept,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment(), **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

@@ -113,9 +113,7 @@ def test_a_command(gpu: Any) -> None:
     assert shown == "v\n"
 
 
-REPORT = (
-    "<testsuites><testsuite tests='{}' failures='{}' errors='0' skipped='{}'/></testsuites>"
-)
+REPORT = "<testsuites><testsuite tests='{}' failures='{}' errors='0' skipped='{}'/></testsuites>"
 
 
 @pytest.mark.parametrize(
@@ -163,9 +161,7 @@ def test_the_bars(gpu: Any) -> None:
     assert gpu.bars(results) == "paged 0.95 of a plain copy (bar 0.90), pass + 1.50 ms (bar 1)"
 
 
-def test_the_sanitizer_must_be_there_and_say_so(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sanitizer_must_be_there_and_say_so(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.shutil, "which", lambda name: "/nowhere/compute-sanitizer")
     with pytest.raises(gpu.NotDone, match="was not found; it comes with the CUDA toolkit"):
         gpu.sanitize()

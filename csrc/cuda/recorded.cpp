@@ -13,9 +13,7 @@ Recorded::Recorded(Device &device, cudaStream_t stream) : Pending(device), strea
 
 Recorded::~Recorded() { device_.release_event(event_, kEventFlags); }
 
-void Recorded::wait(uint64_t) const {
-    check(cudaEventSynchronize(event_), "cudaEventSynchronize");
-}
+void Recorded::wait(uint64_t) const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
 
 uint64_t Recorded::complete() const {
     cudaError_t status = cudaEventQuery(event_);

@@ -39,14 +39,14 @@ def chart(title: str, unit: str, rows: Sequence[BarRow], *, mark: float = 0.0) -
         parts.append(_text(x, bottom + 18, f"{tick:g}", "middle", MUTED))
     for number, row in enumerate(rows):
         y = 50 + ROW * number
-        least, most_x = LEFT + row.least * scale, LEFT + row.most * scale
+        least, right, most_x = (LEFT + x * scale for x in (row.least, row.p50, row.most))
         parts += [
             _text(LEFT - 10, y + 14, row.label, "end"),
             f"<rect x='{LEFT}' y='{y}' width='{row.p50 * scale:.1f}' height='20' rx='3' "
             f"fill='{row.color}'/>",
             f"<line x1='{least:.1f}' y1='{y + 10}' x2='{most_x:.1f}' y2='{y + 10}' "
             f"stroke='{INK}' stroke-width='2'/>",
-            _text(max(most_x, LEFT + row.p50 * scale) + 6, y + 14, f"{row.p50:.3g}", "start", MUTED),
+            _text(max(most_x, right) + 6, y + 14, f"{row.p50:.3g}", "start", MUTED),
         ]
     if mark:
         x = LEFT + mark * scale
@@ -61,7 +61,9 @@ def chart(title: str, unit: str, rows: Sequence[BarRow], *, mark: float = 0.0) -
     return "\n".join((opening, ground, *parts, "</svg>\n"))
 
 
-def _text(x: float, y: float, content: str, anchor: str, color: str = INK, weight: int = 400) -> str:
+def _text(
+    x: float, y: float, content: str, anchor: str, color: str = INK, weight: int = 400
+) -> str:
     """One line."""
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' {FONT} font-size='13' font-weight='{weight}' "

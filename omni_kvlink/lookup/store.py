@@ -106,7 +106,8 @@ class PrefixStore:
                     data = KVCacheTransferData("prefix", copies, (), data.metadata)
                     hidden = None if hidden is None else hidden.clone()
                 # Other threads read them, whose CUDA streams do not wait for this one's.
-                TorchCopier().record([*data.tensors(), *([] if hidden is None else [hidden])]).wait()
+                added = [*data.tensors(), *([] if hidden is None else [hidden])]
+                TorchCopier().record(added).wait()
                 self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
             self._changed.notify_all()

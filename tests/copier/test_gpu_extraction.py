@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_device import FakeDevice
 from fake_device import device as device
 from fake_device import directory as directory
 from native_fixtures import NEEDS_LIBRARY
@@ -25,6 +24,8 @@ import gpu_extraction  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fake_device import FakeDevice
 
 pytestmark = NEEDS_LIBRARY
 HAS_DEVICE = not cuda.missing() and not cuda.no_device()

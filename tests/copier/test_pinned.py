@@ -37,7 +37,6 @@ pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20
 
 
-
 def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:
     plan = plan_of(sources)
     return plan, Mapping.anonymous(plan.nbytes).region

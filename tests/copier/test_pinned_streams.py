@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from omni_kvlink.memory.region import Mapping, Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from omni_kvlink.payload.manifest import Manifest
 
@@ -189,16 +189,12 @@ def test_events_of_other_tensors(device: FakeDevice) -> None:
         copier.begin_scatter(manifest, region, tensors, after=nothing)
 
 
-def test_copies_of_torch_follow_it_too(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_torch_follow_it_too(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory cannot be page-locked, torch copies on the thread's own stream."""
     tensors, copier = sources(), PinnedCopier()
     plan = plan_of(tensors)
     waits: list[int] = []
-    monkeypatch.setattr(
-        StreamEvents, "make_streams_wait", lambda self: waits.append(device.stream)
-    )
+    monkeypatch.setattr(StreamEvents, "make_streams_wait", lambda self: waits.append(device.stream))
     with device.on_stream(ENGINE):
         events = copier.record(tensors)
     region = Mapping.anonymous(plan.nbytes).region
@@ -291,9 +287,9 @@ def test_a_wrong_byte_is_reported(
 
 @pytest.fixture
 def torch_streams(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """torch's functions for the current stream are the fake device's."""
+    """The current stream is the fake device's for torch, too."""
 
-    def use(stream: SimpleNamespace) -> contextlib.AbstractContextManager[None]:
+    def use(stream: SimpleNamespace) -> AbstractContextManager[None]:
         return device.on_stream(stream.cuda_stream)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -341,7 +337,7 @@ def test_an_asyncio_put_follows_its_callers_stream(
             if begin == "awaited":
                 await putting
                 return
-        await asyncio.create_task(putting)  # type: ignore[arg-type]
+        await asyncio.create_task(putting)
 
     asyncio.run(put())
     assert received(producer.url, sockets) == expected
