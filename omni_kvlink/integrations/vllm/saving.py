@@ -74,7 +74,7 @@ class CacheSave:
         self.receipt = self._stream.commit()
         seconds = time.perf_counter() - self._started
         meter.observe(save_seconds=seconds, save_bytes=self._stream.manifest.nbytes)
-        meter.copied(link)
+        meter.copied("sent", link.stats()["device_copies"])
 
     def fail(self, link: KVProducer, error: Exception) -> None:
         """Fail the payload, so that consumers that wait for it raise the reason at once."""
