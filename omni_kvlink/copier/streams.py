@@ -90,12 +90,15 @@ class TorchEvent:
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
+        """Block until the device has reached it."""
         self._event.synchronize()
 
     def is_done(self) -> bool:
-        return self._event.query()
+        """Whether the device has reached it; does not block."""
+        return bool(self._event.query())
 
     def make_stream_wait(self) -> None:
+        """Make later work of the calling thread's current stream wait for it."""
         torch.cuda.current_stream(self.device).wait_event(self._event)
 
 

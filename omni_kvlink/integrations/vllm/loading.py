@@ -489,7 +489,7 @@ class Loader:
         """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
         del self._loading[load.request_id]
-        self._meter.copied(self._peers.copier)
+        self._meter.copied("received", self._peers.copier.device_copies())
         if error is None:
             self._meter.count("received")
             for part in loading.parts:

@@ -103,9 +103,6 @@ class RealDevice:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def get(self, name: str) -> int:
-        return 0
-
 
 class PoolWorker:
     """A rank's half of the connector; its layers write given bytes into the pools on `ENGINE`.
@@ -134,7 +131,8 @@ class PoolWorker:
 
     def bytes_of(self, layer: str) -> torch.Tensor:
         """The bytes of all blocks of a layer, `[blocks, …, heads, tokens, content]`."""
-        return group_kernel_blocks(self.pools[layer], BLOCKS).view(torch.uint8)
+        blocks: torch.Tensor = group_kernel_blocks(self.pools[layer], BLOCKS)
+        return blocks.view(torch.uint8)
 
     def forward(
         self,
