@@ -166,8 +166,8 @@ def main() -> int:
         expected = answers(model, directory, asked)
         fleet = Fleet(model, directory, ttl=10.0)
         try:
-            for side in (PREFILL, DECODE, ROUTER):
-                fleet.start(side)
+            fleet.start(PREFILL, DECODE)
+            fleet.start(ROUTER)
             campaign = Campaign(fleet, asked, expected)
             campaign.run(faults)
             received = fleet.servers[DECODE].metric("vllm:omni_kvlink_received_total")
