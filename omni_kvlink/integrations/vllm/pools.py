@@ -92,7 +92,7 @@ class Pools:
     pools: Sequence[Mapping[str, torch.Tensor]]
     layers: Sequence[LayerPlace]
     compatible_with: tuple[str, ...] = ()
-    part: RankPart = RankPart(EngineRank())
+    part: RankPart = dataclasses.field(default_factory=RankPart)
 
     @classmethod
     def of(
@@ -327,9 +327,7 @@ def byte_pools(
             )
         first.setdefault((cache.data_ptr(), cache.stride(0)), name)
     return {
-        name: bytes_of_blocks(
-            kv_caches[name], name, num_blocks=num_blocks, block_size=block_size
-        )
+        name: bytes_of_blocks(kv_caches[name], name, num_blocks=num_blocks, block_size=block_size)
         for name in first.values()
     }
 

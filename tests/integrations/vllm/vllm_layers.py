@@ -134,6 +134,8 @@ def layers_of(
             spec = spec or group.kv_cache_spec
             is_state = isinstance(spec, MambaSpec)
             found[name] = (
-                StateLayer(spec, blocks) if is_state else AttentionLayer(spec, blocks, layout, first)
+                StateLayer(spec, blocks)
+                if is_state
+                else AttentionLayer(spec, blocks, layout, first)
             )
     return dict(sorted(found.items()))
