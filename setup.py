@@ -10,7 +10,9 @@ CXX names the C++ compiler; nvcc compiles the kernel with its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,11 +38,13 @@ LIBRARY, CUDA_LIBRARY = "_kvlink.so", "_kvlink_cuda.so"  # as in _native/host.py
 EXCUSE = ".missing"  # of the file that says why there is no library; as in _native/loader.py
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"]
-KERNEL_FLAGS = [
-    *("-c", "--threads", "0"),
-    *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90"),
-    *("-gencode", "arch=compute_90,code=compute_90"),  # later devices: their drivers translate it
-]
+KERNEL_FLAGS = ["-c", "--threads", "0", "-Wno-deprecated-gpu-targets"]
+ARCHITECTURES = (70, 75, 80, 90, 100, 120)
+"""Compute capabilities with code of their own, which later ones of the same major version run, too.
+The driver translates the PTX of `PORTABLE` for the others."""
+PORTABLE = 90
+OLDEST_NVCC = (70, 75, 80)
+"""What an nvcc knows that cannot list it."""
 CUDA_CURE = (
     "install the CUDA toolkit 11.8 or later and a C++17 compiler that it takes (CUDACXX names "
     "nvcc), or use OMNI_KVLINK_CUDA=off: device tensors are copied by torch"
@@ -119,13 +123,27 @@ def compile_host(target: Path) -> None:
 def compile_cuda(target: Path) -> None:
     if not target.with_name(LIBRARY).exists():
         raise NoLibrary("it needs the native copier, and there is none")
-    here, nvcc = ROOT / "csrc" / "cuda", [*find_nvcc(), *NVCC_FLAGS]
+    here, compiler = ROOT / "csrc" / "cuda", find_nvcc()
+    nvcc = [*compiler, *NVCC_FLAGS]
     shared = (ROOT / "csrc" / name for name in ("failure.cpp", "view.cpp"))
     with tempfile.TemporaryDirectory() as scratch:
         kernel = Path(scratch, "kernel.o")
-        compile_library([*nvcc, *KERNEL_FLAGS], here.glob("*.cu"), kernel)
+        flags = [*KERNEL_FLAGS, *device_code(compiler)]
+        compile_library([*nvcc, *flags], here.glob("*.cu"), kernel)
         link = [*nvcc, *host_compiler(), "-shared", "-cudart", "static"]
         compile_library(link, [*here.glob("*.cpp"), *shared, kernel], target)
+
+
+def device_code(nvcc: list[str]) -> list[str]:
+    """Return the options for the architectures that this nvcc knows."""
+    command, listing = [*nvcc, "--list-gpu-code"], ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # compiling says what is wrong
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    known = {int(number) for number in re.findall(r"\bsm_(\d+)\b", listing)} or set(OLDEST_NVCC)
+    chosen = [number for number in ARCHITECTURES if number in known]
+    portable = max((n for n in chosen if n <= PORTABLE), default=min(known))
+    pairs = [(number, f"sm_{number}") for number in chosen] + [(portable, f"compute_{portable}")]
+    return [part for n, code in pairs for part in ("-gencode", f"arch=compute_{n},code={code}")]
 
 
 def host_compiler() -> list[str]:

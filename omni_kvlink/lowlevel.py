@@ -17,6 +17,7 @@ the producer.
 | `check_private`, `default_directory` | directories of this user |
 | `LockFile`, `WakeupFifo`, `wake`, `wait_readable` | who serves at a path, and who waits for it |
 | `Copier`, `GatherHandle`, `TorchCopier` | base classes of a copier of one's own |
+| `StreamEvents`, `CurrentStreams`, `named_copier` | copies in the order of CUDA streams |
 | `ArenaPool`, `Block`, `Mapping`, `Region`, `is_sealed`, `byte_tensor` | shared memory |
 | `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
 """
@@ -32,8 +33,11 @@ from omni_kvlink.connectors.runtime.wakeup import WakeupFifo as WakeupFifo
 from omni_kvlink.connectors.runtime.wakeup import wait_readable as wait_readable
 from omni_kvlink.connectors.runtime.wakeup import wake as wake
 from omni_kvlink.copier import Copier as Copier
+from omni_kvlink.copier import CurrentStreams as CurrentStreams
 from omni_kvlink.copier import GatherHandle as GatherHandle
+from omni_kvlink.copier import StreamEvents as StreamEvents
 from omni_kvlink.copier import TorchCopier as TorchCopier
+from omni_kvlink.copier import named_copier as named_copier
 from omni_kvlink.link import begin_get as begin_get
 from omni_kvlink.link import can_retry as can_retry
 from omni_kvlink.link import check_verify as check_verify

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "pinned.h"
+#include "recorded.h"
 #include "transfer.h"
 
 namespace kvlc {
@@ -29,17 +30,28 @@ int guarded(Body body) {
     }
 }
 
+// The last of its users deletes it, in any thread.
 struct OpenTicket {
-    uint64_t device;
-    Transfer transfer;
-    OpenTicket(uint64_t number, const Plan &plan, ptrdiff_t shift, cudaStream_t caller_stream)
-        : device(number), transfer(Device::get(number), plan, shift, caller_stream) {}
+    std::unique_ptr<Pending> pending;
+
+    explicit OpenTicket(std::unique_ptr<Pending> work) : pending(std::move(work)) {}
+    ~OpenTicket() {
+        try {
+            OnDevice on_device(number());
+            pending.reset();
+        } catch (const kvl::Failure &) {
+            // the device is lost: nothing of it is in progress
+        }
+    }
+    uint64_t number() const { return pending->device().number(); }
 };
 
 std::mutex lock;
 // Never destroyed: at the end of the process CUDA may be unloaded first.
 auto &tickets = *new std::unordered_map<uint64_t, std::shared_ptr<OpenTicket>>;
 uint64_t last_ticket = 0;
+
+cudaStream_t stream_of(uint64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
 std::shared_ptr<OpenTicket> find(uint64_t ticket, bool erase = false) {
     std::lock_guard<std::mutex> guard(lock);
@@ -50,10 +62,19 @@ std::shared_ptr<OpenTicket> find(uint64_t ticket, bool erase = false) {
     return opened;
 }
 
-uint64_t add_ticket(std::shared_ptr<OpenTicket> opened) {
+uint64_t add_ticket(std::unique_ptr<Pending> pending) {
+    auto opened = std::make_shared<OpenTicket>(std::move(pending));
     std::lock_guard<std::mutex> guard(lock);
     tickets[++last_ticket] = std::move(opened);
     return last_ticket;
+}
+
+const Recorded &recorded_of(const OpenTicket &opened, uint64_t ticket, uint64_t device) {
+    auto recorded = dynamic_cast<const Recorded *>(opened.pending.get());
+    if (!recorded || opened.number() != device)
+        kvl::fail(KVL_EARGUMENT, "ticket %llu is not of kvlc_record on device %llu", ull(ticket),
+                  ull(device));
+    return *recorded;
 }
 
 Plan plan_of(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
@@ -88,9 +109,14 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
             plan =
                 plan_of(gather, payload, nbytes, copies, count, device.crossover(gather), current);
         ptrdiff_t shift = plan.groups().empty() ? 0 : device_shift(payload, nbytes, gather);
-        auto caller_stream = reinterpret_cast<cudaStream_t>(options->stream);
-        *ticket =
-            add_ticket(std::make_shared<OpenTicket>(options->device, plan, shift, caller_stream));
+        Predecessor before{stream_of(options->stream), nullptr};
+        std::shared_ptr<OpenTicket> after;
+        if (options->after) {
+            after = find(options->after);
+            const Recorded &found = recorded_of(*after, options->after, options->device);
+            before = {found.stream(), &found};
+        }
+        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, shift, before));
     });
 }
 
@@ -138,28 +164,43 @@ int kvlc_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies, u
                  options, report, ticket);
 }
 
+int kvlc_record(uint64_t device, uint64_t stream, uint64_t *ticket) {
+    return guarded([&] {
+        Device &found = Device::get(device);
+        OnDevice on_device(device);
+        *ticket = add_ticket(std::make_unique<Recorded>(found, stream_of(stream)));
+    });
+}
+
+int kvlc_stream_wait(uint64_t ticket, uint64_t stream) {
+    return guarded([&] {
+        std::shared_ptr<OpenTicket> opened = find(ticket);
+        OnDevice on_device(opened->number());
+        opened->pending->hold_back(stream_of(stream));
+    });
+}
+
 int kvlc_wait(uint64_t ticket, uint64_t copy) {
     return guarded([&] {
         std::shared_ptr<OpenTicket> opened = find(ticket);
-        OnDevice on_device(opened->device);
-        opened->transfer.wait(copy);
+        OnDevice on_device(opened->number());
+        opened->pending->wait(copy);
     });
 }
 
 int kvlc_poll(uint64_t ticket, uint64_t *complete) {
     return guarded([&] {
         std::shared_ptr<OpenTicket> opened = find(ticket);
-        OnDevice on_device(opened->device);
-        *complete = opened->transfer.complete();
+        OnDevice on_device(opened->number());
+        *complete = opened->pending->complete();
     });
 }
 
 int kvlc_finish(uint64_t ticket) {
     return guarded([&] {
         std::shared_ptr<OpenTicket> opened = find(ticket, true);
-        OnDevice on_device(opened->device);
-        opened->transfer.wait_all();
-        opened.reset();  // while on the device
+        OnDevice on_device(opened->number());
+        opened->pending->finish();
     });
 }
 

@@ -55,7 +55,7 @@ Device &Device::get(uint64_t number) {
     return *devices[number];
 }
 
-Device::Device(uint64_t number) {
+Device::Device(uint64_t number) : number_(number) {
     OnDevice on_device(number);
     int processors = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount,
@@ -92,6 +92,26 @@ void Device::release_staging(Staging staging) {
     if (!staging.nbytes) return;
     std::lock_guard<std::mutex> guard(lock_);
     free_.push_back(staging);
+}
+
+cudaEvent_t Device::acquire_event(unsigned flags) {
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        std::vector<cudaEvent_t> &known = free_events_[flags];
+        if (!known.empty()) {
+            cudaEvent_t event = known.back();
+            known.pop_back();
+            return event;
+        }
+    }
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreate");
+    return event;
+}
+
+void Device::release_event(cudaEvent_t event, unsigned flags) {
+    std::lock_guard<std::mutex> guard(lock_);
+    free_events_[flags].push_back(event);
 }
 
 uint64_t Device::crossover(bool gather) {

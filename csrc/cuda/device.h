@@ -32,9 +32,14 @@ class Device {
     Staging acquire_staging(size_t nbytes);
     void release_staging(Staging staging);
 
+    // Released events are used again, also while streams still wait for what they recorded.
+    cudaEvent_t acquire_event(unsigned flags);
+    void release_event(cudaEvent_t event, unsigned flags);
+
     // Measured at its first use; see plan.h.
     uint64_t crossover(bool gather);
 
+    uint64_t number() const { return number_; }
     unsigned blocks() const { return blocks_; }
 
   private:
@@ -43,6 +48,8 @@ class Device {
     std::mutex lock_, measuring_;
     std::map<std::pair<bool, cudaStream_t>, cudaStream_t> streams_;
     std::vector<Staging> free_;
+    std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
+    const uint64_t number_;
     unsigned blocks_ = 0;
     bool measured_ = false;
     uint64_t crossovers_[2] = {};

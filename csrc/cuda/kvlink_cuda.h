@@ -4,8 +4,9 @@
  *
  * It takes the copies of `kvlink.h`; in them `base` is a device address and `index` a host one.
  * Every argument is checked, index entries included, before anything is enqueued. Work goes to
- * streams of the library's own, after the work that the caller's stream holds at the call; no call
- * waits for a whole device or stream. Statuses are those of `kvl_status` and `kvlc_status`.
+ * streams of the library's own, after the work that the caller's stream holds at the call, or held
+ * at a kvlc_record; no call waits for a whole device. Statuses are those of `kvl_status` and
+ * `kvlc_status`. Any thread may call, also while another one captures a CUDA graph.
  */
 #ifndef KVLINK_CUDA_H
 #define KVLINK_CUDA_H
@@ -17,7 +18,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change of a struct or a function below, or of kvl_copy. */
-#define KVLC_ABI 1
+#define KVLC_ABI 2
 #define KVLC_MEASURED UINT64_MAX
 
 enum kvlc_status {
@@ -29,6 +30,7 @@ enum kvlc_status {
 typedef struct kvlc_options {
     uint64_t device;
     uint64_t stream;    /* the caller's cudaStream_t, on that device */
+    uint64_t after;     /* a ticket of kvlc_record on that device, in place of `stream`; or 0 */
     uint64_t crossover; /* views whose contiguous runs are shorter on average are copied by a
                            kernel, others by copy engines; in bytes, or KVLC_MEASURED */
 } kvlc_options;
@@ -59,10 +61,17 @@ KVL_API int kvlc_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, 
                         const kvlc_options *options, kvl_report *report, uint64_t *ticket);
 
 /* Copy the payload into device views, none of which may contain a byte twice. Later work on the
- * caller's stream waits for it; the payload may change after kvlc_finish. */
+ * caller's stream waits for it, but with `after` none does (kvlc_stream_wait); the payload may
+ * change after kvlc_finish. */
 KVL_API int kvlc_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies,
                          uint64_t count, const kvlc_options *options, kvl_report *report,
                          uint64_t *ticket);
+
+/* Record what a stream holds now: a ticket that counts as one copy, complete when that work is. */
+KVL_API int kvlc_record(uint64_t device, uint64_t stream, uint64_t *ticket);
+
+/* Make later work on a stream of the ticket's device wait for all its copies; does not block. */
+KVL_API int kvlc_stream_wait(uint64_t ticket, uint64_t stream);
 
 /* Block until the ticket's copies 0 to `copy` are complete. Any thread, several at once. */
 KVL_API int kvlc_wait(uint64_t ticket, uint64_t copy);
@@ -70,7 +79,7 @@ KVL_API int kvlc_wait(uint64_t ticket, uint64_t copy);
 /* How many of the ticket's copies, from the first on, are complete. */
 KVL_API int kvlc_poll(uint64_t ticket, uint64_t *complete);
 
-/* Block until all copies are complete and delete the ticket; no other call may be using it. */
+/* Block until all copies are complete and delete the ticket; one of kvlc_record does not block. */
 KVL_API int kvlc_finish(uint64_t ticket);
 
 /* The crossover measured for a device: bytes[0] of gathering, bytes[1] of scattering. */

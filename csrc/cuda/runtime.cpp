@@ -15,14 +15,13 @@ struct Driver {
     }
 
     static void find(const char *name, void **function) {
-        cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
+        cudaDriverEntryPointQueryResult found;
         check(cudaGetDriverEntryPointByVersion(name, function, 12000, 0, &found), name);
 #else
-        check(cudaGetDriverEntryPoint(name, function, 0, &found), name);
+        check(cudaGetDriverEntryPoint(name, function, 0), name);
 #endif
-        if (found != cudaDriverEntryPointSuccess)
-            kvl::fail(KVLC_ENODEVICE, "the driver has no %s", name);
+        if (!*function) kvl::fail(KVLC_ENODEVICE, "the driver has no %s", name);
     }
 };
 
@@ -43,9 +42,15 @@ void check(cudaError_t status, const char *what) {
 
 OnDevice::OnDevice(uint64_t number) {
     if (driver().get_current(&before_)) before_ = nullptr;
-    check(cudaSetDevice(static_cast<int>(number)), "cudaSetDevice");
+    cudaError_t status = cudaSetDevice(static_cast<int>(number));
+    if (status == cudaSuccess) status = cudaThreadExchangeStreamCaptureMode(&mode_);
+    if (status != cudaSuccess) (void)driver().set_current(before_);
+    check(status, "entering the device");
 }
 
-OnDevice::~OnDevice() { (void)driver().set_current(before_); }
+OnDevice::~OnDevice() {
+    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    (void)driver().set_current(before_);
+}
 
 }  // namespace kvlc

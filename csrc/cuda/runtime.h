@@ -13,7 +13,8 @@ namespace kvlc {
 void check(cudaError_t status, const char *what);
 
 // Makes a device the thread's current one, and restores the previous context, or none:
-// cudaSetDevice could only restore a device, and would create a context on it.
+// cudaSetDevice could only restore a device, and would create a context on it. Within it the thread
+// may also make the calls that CUDA refuses to all threads while one of them captures a graph.
 class OnDevice {
   public:
     explicit OnDevice(uint64_t number);
@@ -23,6 +24,7 @@ class OnDevice {
 
   private:
     void *before_ = nullptr;
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then: the one before
 };
 
 }  // namespace kvlc

@@ -5,27 +5,17 @@
 
 #include "batch.h"
 #include "kernel.h"
+#include "recorded.h"
 
 namespace kvlc {
-namespace {
 
-// A stream that waits for a captured stream is captured, too, and would copy nothing.
-void refuse_capture(cudaStream_t caller_stream) {
-    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(caller_stream, &state), "cudaStreamIsCapturing");
-    if (state != cudaStreamCaptureStatusNone)
-        kvl::fail(KVL_EARGUMENT, "the stream is being captured into a graph; copy outside of it");
-}
-
-}  // namespace
-
-Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t caller_stream,
+Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
                    unsigned flags)
-    : device_(device), stream_(device.stream(plan.gather(), caller_stream)), flags_(flags),
+    : Pending(device), stream_(device.stream(plan.gather(), before.stream)), flags_(flags),
       copies_(plan.copies()), staging_(device.acquire_staging(plan.staged_nbytes())) {
     try {
         if (staging_.nbytes) plan.stage(staging_.host, staging_.device, shift);
-        enqueue(plan, caller_stream);
+        enqueue(plan, before);
     } catch (...) {
         release();
         throw;
@@ -34,11 +24,11 @@ Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream
 
 Transfer::~Transfer() { release(); }
 
-void Transfer::enqueue(const Plan &plan, cudaStream_t caller_stream) {
+void Transfer::enqueue(const Plan &plan, Predecessor before) {
     if (plan.groups().empty()) return;
-    refuse_capture(caller_stream);
-    follow(caller_stream, stream_);
+    events_.reserve(plan.groups().size());
     try {
+        follow(before);
         if (staging_.nbytes)
             check(cudaMemcpyAsync(staging_.device, staging_.host, plan.staged_nbytes(),
                                   cudaMemcpyHostToDevice, stream_),
@@ -48,10 +38,10 @@ void Transfer::enqueue(const Plan &plan, cudaStream_t caller_stream) {
             record_event();
             stops_.push_back(group.stop);
         }
-        if (!plan.gather())
-            check(cudaStreamWaitEvent(caller_stream, events_.back(), 0), "cudaStreamWaitEvent");
+        if (!plan.gather() && !before.recorded) hold_back(before.stream);
     } catch (...) {
-        record_event();  // after what was enqueued: `release` waits for it
+        // An event after what was enqueued may fail, too.
+        (void)cudaStreamSynchronize(stream_);
         throw;
     }
 }
@@ -68,20 +58,22 @@ void Transfer::enqueue_group(const Plan &plan, const Group &group) {
               stream_);
 }
 
-void Transfer::follow(cudaStream_t first, cudaStream_t then) {
-    cudaEvent_t reached;
-    check(cudaEventCreateWithFlags(&reached, cudaEventDisableTiming), "cudaEventCreate");
-    cudaError_t status = cudaEventRecord(reached, first);
-    if (status == cudaSuccess) status = cudaStreamWaitEvent(then, reached, 0);
-    (void)cudaEventDestroy(reached);  // CUDA keeps it for as long as a stream waits for it
-    check(status, "following the caller's stream");
+void Transfer::follow(Predecessor before) {
+    if (before.recorded)
+        before.recorded->hold_back(stream_);
+    else
+        Recorded(device_, before.stream).hold_back(stream_);
 }
 
 void Transfer::record_event() {
-    cudaEvent_t event;
-    check(cudaEventCreateWithFlags(&event, flags_), "cudaEventCreate");
-    events_.push_back(event);
-    check(cudaEventRecord(event, stream_), "cudaEventRecord");
+    events_.push_back(device_.acquire_event(flags_));
+    check(cudaEventRecord(events_.back(), stream_), "cudaEventRecord");
+}
+
+void Transfer::hold_back(cudaStream_t stream) const {
+    if (events_.empty()) return;
+    refuse_capture(stream);
+    check(cudaStreamWaitEvent(stream, events_.back(), 0), "cudaStreamWaitEvent");
 }
 
 void Transfer::wait(uint64_t copy) const {
@@ -90,8 +82,6 @@ void Transfer::wait(uint64_t copy) const {
     group = std::min<ptrdiff_t>(group, ptrdiff_t(stops_.size()) - 1);
     check(cudaEventSynchronize(events_[size_t(group)]), "copying");
 }
-
-void Transfer::wait_all() const { wait(UINT64_MAX); }
 
 uint64_t Transfer::complete() const {
     uint64_t done = 0;
@@ -109,7 +99,7 @@ uint64_t Transfer::complete() const {
 
 void Transfer::release() {
     if (!events_.empty()) (void)cudaEventSynchronize(events_.back());
-    for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+    for (cudaEvent_t event : events_) device_.release_event(event, flags_);
     events_.clear();
     device_.release_staging(staging_);
     staging_ = {};

@@ -4,34 +4,38 @@
 
 #include <vector>
 
-#include "device.h"
+#include "pending.h"
 #include "plan.h"
 
 namespace kvlc {
 
-class Transfer {
-  public:
-    // Enqueue after the work that `caller_stream` holds now. If it throws, nothing is in progress.
-    // `shift`: see device_shift. `flags`: of the events.
-    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, cudaStream_t caller_stream,
-             unsigned flags = cudaEventDisableTiming | cudaEventBlockingSync);
-    // Blocks until all copies are complete.
-    ~Transfer();
-    Transfer(const Transfer &) = delete;
-    Transfer &operator=(const Transfer &) = delete;
+// Before a transfer: what `stream` holds now, or held when it was recorded.
+struct Predecessor {
+    cudaStream_t stream;
+    const Pending *recorded;  // or null
+};
 
-    void wait(uint64_t copy) const;
-    void wait_all() const;
-    uint64_t complete() const;
+class Transfer : public Pending {
+  public:
+    // Enqueue after the predecessor. If it throws, nothing is in progress. `shift`: see
+    // device_shift. `flags`: of the events.
+    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
+             unsigned flags = kEventFlags);
+    // Blocks until all copies are complete.
+    ~Transfer() override;
+
+    void wait(uint64_t copy) const override;
+    uint64_t complete() const override;
+    void finish() const override { wait(UINT64_MAX); }
+    void hold_back(cudaStream_t stream) const override;
 
   private:
-    void enqueue(const Plan &plan, cudaStream_t caller_stream);
+    void enqueue(const Plan &plan, Predecessor before);
     void enqueue_group(const Plan &plan, const Group &group);
-    void follow(cudaStream_t first, cudaStream_t then);
+    void follow(Predecessor before);
     void record_event();
     void release();
 
-    Device &device_;
     cudaStream_t stream_;
     unsigned flags_;
     uint64_t copies_;

@@ -4,12 +4,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "../cuda/kernel.h"
@@ -33,6 +35,8 @@ std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
 std::map<char *, size_t> registered;
 std::map<const void *, int> owners;    // of device memory
 thread_local void *context = nullptr;  // the current one: a device's number plus 1
+thread_local bool must_not_block = false;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 int current_device() { return context ? int(reinterpret_cast<uintptr_t>(context)) - 1 : 0; }
 
@@ -72,7 +76,28 @@ cudaError_t push(cudaStream_t stream, std::function<void()> work) {
     return cudaSuccess;
 }
 
+// As CUDA answers calls that could disturb another thread's capture.
+cudaError_t unsafe() {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    fake_cuda().off_device += !context;
+    bool forbidden =
+        fake_cuda().capturing_elsewhere && capture_mode != cudaStreamCaptureModeRelaxed;
+    return forbidden ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+
+void blocks() {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    fake_cuda().blocking += must_not_block;
+}
+
+void wait_until_released() {
+    volatile int &held = fake_cuda().held;
+    while (held && !must_not_block) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 cudaError_t allocate(void **memory, size_t nbytes) {
+    blocks();
+    if (cudaError_t status = unsafe()) return status;
     *memory = std::aligned_alloc(256, (nbytes + 255) / 256 * 256);
     return *memory ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -100,7 +125,8 @@ FakeCuda &fake_cuda() {
 int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
     int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
-                     &fake.unregistered, &fake.unregistered_late,    &fake.readonly};
+                     &fake.unregistered, &fake.unregistered_late,    &fake.readonly,
+                     &fake.blocking,     &fake.capturing_elsewhere,  &fake.held};
     return fields[number];
 }
 
@@ -114,6 +140,16 @@ void fake_run(cudaStream_t stream) {
 }
 
 bool fake_has_context() { return context != nullptr; }
+
+bool fake_is_relaxed() { return capture_mode == cudaStreamCaptureModeRelaxed; }
+
+void fake_cuda_call(uint64_t stream, void (*work)()) {
+    fake_enqueue(reinterpret_cast<cudaStream_t>(stream), work);
+}
+
+void fake_cuda_run(uint64_t stream) { fake_run(reinterpret_cast<cudaStream_t>(stream)); }
+
+void fake_cuda_forbid_blocking(int forbidden) { must_not_block = forbidden != 0; }
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t) { return "a fake error"; }
@@ -161,6 +197,8 @@ cudaError_t cudaFreeHost(void *memory) {
 
 cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    blocks();
+    if (cudaError_t status = unsafe()) return status;
     if (fake_cuda().refuses_registration) return cudaErrorNotSupported;
     fake_cuda().readonly += (flags & cudaHostRegisterReadOnly) != 0;
     bool fresh = registered.try_emplace(static_cast<char *>(memory), nbytes).second;
@@ -168,6 +206,7 @@ cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
 }
 cudaError_t cudaHostUnregister(void *memory) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    if (cudaError_t status = unsafe()) return status;
     auto page = reinterpret_cast<uintptr_t>(memory) / 4096 * 4096;
     if (msync(reinterpret_cast<void *>(page), 1, MS_ASYNC)) fake_cuda().unregistered_late++;
     fake_cuda().unregistered++;
@@ -180,6 +219,7 @@ cudaError_t cudaHostGetDevicePointer(void **found, void *memory, unsigned) {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    if (cudaError_t status = unsafe()) return status;
     auto made = std::make_shared<FakeStream>();
     made->device = current_device();
     *stream = made.get();
@@ -190,6 +230,16 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     fake_run(stream);
     streams.erase(stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    blocks();
+    if (cudaError_t status = unsafe()) return status;
+    fake_run(stream);
+    return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+    std::swap(*mode, capture_mode);
     return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *state) {
@@ -205,6 +255,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+    if (cudaError_t status = unsafe()) return status;
     *event = new FakeEvent;
     return cudaSuccess;
 }
@@ -214,17 +265,22 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    if (!here(stream)) return cudaErrorInvalidValue;
+    if (!here(stream) || fake_cuda().event_fails) return cudaErrorInvalidValue;
     event->position = {of(stream), of(stream)->enqueued};
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    wait_until_released();
     std::lock_guard<std::recursive_mutex> hold(lock);
+    blocks();
+    if (cudaError_t status = unsafe()) return status;
+    if (fake_cuda().wait_fails) return cudaErrorLaunchFailure;
     run(event->position);
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(lock);
+    if (cudaError_t status = unsafe()) return status;
     const Position &position = event->position;
     return position.stream && position.stream->done < position.at ? cudaErrorNotReady : cudaSuccess;
 }

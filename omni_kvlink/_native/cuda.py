@@ -18,7 +18,7 @@ from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import MappedPages, Region
 
-ABI = 1
+ABI = 2
 LIBRARY = "_kvlink_cuda.so"
 ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
 """Environment variable, in bytes: views whose contiguous runs are shorter on average are copied by
@@ -33,7 +33,7 @@ _MEASURED = (1 << 64) - 1
 
 
 class _DeviceOptions(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("device", "stream", "crossover"))
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("device", "stream", "after", "crossover"))
 
 
 class Ticket:
@@ -53,6 +53,16 @@ class Ticket:
         """Block until copies 0 to `copy` are complete; any thread, several at once."""
         _check(_load().kvlc_wait(self._number, ctypes.c_uint64(copy)))
 
+    def complete(self) -> int:
+        """Return how many copies, from the first one on, are complete; does not block."""
+        found = ctypes.c_uint64()
+        _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
+        return found.value
+
+    def make_stream_wait(self, stream: int) -> None:
+        """Make later work on a stream of this device wait for all copies; does not block."""
+        _check(_load().kvlc_stream_wait(self._number, ctypes.c_uint64(stream)))
+
     def close(self) -> None:
         """Block until all copies are complete; a second call does nothing."""
         _check(self._close() or 0)
@@ -67,13 +77,17 @@ class Ticket:
 class DeviceBatch(host.CopyBatch):
     """The copies of one call between one payload and views whose bases are device addresses."""
 
-    def begin(self, verb: str, ticket: Ticket, device: int, stream: int) -> None:
-        """Enqueue copies after the work that `stream` holds now.
+    def begin(
+        self, verb: str, ticket: Ticket, device: int, stream: int, after: Ticket | None = None
+    ) -> None:
+        """Enqueue copies after the work that `stream` holds now, or after a ticket of `record`.
 
         To "gather" copies the views into the payload; to "scatter" copies it into the views, and
-        later work on `stream` waits for that.
+        later work on `stream` waits for that, unless `after` is given.
         """
-        packed, options = array("q", self._copies()), _DeviceOptions(device, stream, crossover())
+        number = 0 if after is None else after._number.value
+        packed = array("q", self._copies())
+        options = _DeviceOptions(device, stream, number, crossover())
         status = getattr(_load(), f"kvlc_{verb}")(
             *self._payload,
             ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
@@ -84,6 +98,17 @@ class DeviceBatch(host.CopyBatch):
         )
         if status:
             raise host.CopyFailed(_last_error(), status, self.report)
+
+
+def record(device: int, stream: int) -> Ticket:
+    """Record what a stream holds now, as a ticket of one copy; neither it nor its end blocks."""
+    ticket = Ticket(None)
+    _check(
+        _load().kvlc_record(
+            ctypes.c_uint64(device), ctypes.c_uint64(stream), ctypes.byref(ticket._number)
+        )
+    )
+    return ticket
 
 
 def no_device() -> str | None:

@@ -132,7 +132,8 @@ class AsyncReceivedStream:
         """`ReceivedStream.wait_for_layer`; cancelling the task leaves the stream as it is.
 
         To copy a large layer out without stopping the event loop:
-        `await asyncio.to_thread(layer.scatter, key, value)`.
+        `await asyncio.to_thread(layer.scatter, key, value)`. For tensors of a GPU use
+        `layer.begin_scatter`: the other thread's current stream is not this one's.
         """
         key = self.stream.find(layer, branch)
         await self._wait(self.stream.when(key), self.stream.name(key), timeout)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from omni_kvlink.copier import CurrentStreams
 from omni_kvlink.link import KVConsumer, KVProducer
 
 if TYPE_CHECKING:
@@ -21,12 +22,18 @@ T = TypeVar("T")
 Link = TypeVar("Link", bound=KVProducer | KVConsumer)
 
 
-async def run_in_thread(call: Callable[[], T]) -> T:
-    """Await a call that blocks, in a thread of its own.
+def run_in_thread(call: Callable[[], T]) -> Coroutine[Any, Any, T]:
+    """Await a call that blocks, in a thread of its own, with the caller's CUDA streams.
 
     Not in the event loop's pool: calls that wait there would keep its few threads from others, and
     hold up the end of the process. If the task is cancelled, the call goes on.
+
+    The streams are those at the call of this function: the coroutine may begin to run later.
     """
+    return _in_thread(partial(CurrentStreams().call, call))
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     run = partial(contextvars.copy_context().run, _complete, future, call)
@@ -49,9 +56,9 @@ def in_thread(
     """The method of the object that `self.<attribute>` is, as a coroutine that runs in a thread."""
 
     @wraps(method)
-    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
         below: Callable[P, T] = getattr(getattr(self, attribute), method.__name__)
-        return await run_in_thread(partial(below, *args, **kwargs))
+        return run_in_thread(partial(below, *args, **kwargs))
 
     return call
 

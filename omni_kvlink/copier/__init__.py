@@ -6,4 +6,6 @@ from omni_kvlink.copier.native import NativeCopier as NativeCopier
 from omni_kvlink.copier.pinned import PinnedCopier as PinnedCopier
 from omni_kvlink.copier.select import fastest_copier as fastest_copier
 from omni_kvlink.copier.select import named_copier as named_copier
+from omni_kvlink.copier.streams import CurrentStreams as CurrentStreams
+from omni_kvlink.copier.streams import StreamEvents as StreamEvents
 from omni_kvlink.copier.torch_copier import TorchCopier as TorchCopier

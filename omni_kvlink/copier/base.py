@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from omni_kvlink.copier.streams import StreamEvents, TorchEvent, device_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -48,6 +50,13 @@ class Copier(ABC):
         """The instruction set in use; empty if the copier does not choose one."""
         return ""
 
+    def device_copies(self) -> dict[str, int]:
+        """Bytes of device tensors copied so far: "pinned" and "pageable"; empty if not counted.
+
+        Pinned are those that a device copied from or to page-locked memory of a payload by itself.
+        """
+        return {}
+
     @abstractmethod
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
@@ -67,13 +76,30 @@ class Copier(ABC):
             SchemaError: a source does not match the plan.
         """
 
+    def record(self, views: Sequence[TensorView]) -> StreamEvents:
+        """Record what the calling thread's current streams hold now, on the devices of tensors.
+
+        Another thread can then begin to copy them `after` that; it has current streams of its own.
+        Does not block.
+        """
+        devices = {device_of(view) for view in views} - {None}
+        return StreamEvents([TorchEvent(device) for device in devices if device is not None])
+
     def begin_gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        after: StreamEvents | None = None,
     ) -> GatherHandle:
         """Start what `gather` does. No source may change until the handle's `wait` has returned.
 
-        A manifest with some of the payload's tensors copies those.
+        Device tensors are copied behind the calling thread's current streams, or `after` what
+        `record` returned for them. A manifest with some of the payload's tensors copies those.
         """
+        if after is not None:
+            after.make_streams_wait()
         digests = self.gather(sources, manifest, region)
         return GatherHandle(lambda: digests)
 
@@ -90,6 +116,26 @@ class Copier(ABC):
                 with itself or with the payload; nothing was written.
             IntegrityError: bytes differ from those committed; the targets' content is invalid.
         """
+
+    def begin_scatter(
+        self,
+        manifest: Manifest,
+        region: Region,
+        targets: Sequence[TensorView],
+        *,
+        after: StreamEvents | None = None,
+    ) -> StreamEvents:
+        """Start what `scatter` does; digests are checked, and host tensors copied, on return.
+
+        Device tensors are written behind the calling thread's current streams, or `after` what
+        `record` returned for them. The result is the end of the copies: `wait` for it, or
+        `make_streams_wait`, before the targets are used and before the payload is released. A
+        manifest with some of the payload's tensors copies those. Raises what `scatter` does.
+        """
+        if after is not None:
+            after.make_streams_wait()
+        self.scatter(manifest, region, targets)
+        return self.record(targets)
 
     @abstractmethod
     def verify(self, manifest: Manifest, region: Region) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.paged import PagedTensor
@@ -37,11 +38,16 @@ class NativeCopier(Copier):
         if reason:
             raise NativeError(reason)
         self.threads = threads
+        self._copies = DeviceCopies()
 
     @property
     def features(self) -> str:
         """The instruction set in use, as of `host.features`."""
         return host.features()
+
+    def device_copies(self) -> dict[str, int]:
+        """Bytes of device tensors copied so far, by torch."""
+        return self._copies.nbytes()
 
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
@@ -98,7 +104,13 @@ class NativeCopier(Copier):
             else:
                 others.add(spec)
                 rest.append((view, tensor_view(region, spec, manifest.header_nbytes)))
+        self._count([view for view, _ in rest])
         return native, others, rest
+
+    def _count(self, views: list[TensorView]) -> None:
+        """Count the device tensors among those that torch copies."""
+        if views:
+            self._copies.add("pageable", views)
 
 
 class _Batch:

@@ -10,13 +10,13 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from omni_kvlink._native import cuda, host
 from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.fit import check_fit, check_targets
 from omni_kvlink.copier.native import NativeCopier, failures
-from omni_kvlink.errors import NativeError
+from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
+from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.manifest import TensorSpec
 from omni_kvlink.payload.views import TensorView, packed_view
 
@@ -64,12 +64,28 @@ class PinnedCopier(NativeCopier):
         with ExitStack() as pending:  # on an error, too: no copy is in progress afterwards
             return self._begin(sources, manifest, region, pending)()
 
+    def record(self, views: Sequence[TensorView]) -> StreamEvents:
+        """Record an event for each device on the calling thread's current stream."""
+        devices = {device_of(view) for view in views} - {None}
+        return StreamEvents(
+            [
+                _TicketEvent(device, cuda.record(device, current_stream(device)))
+                for device in devices
+                if device is not None
+            ]
+        )
+
     def begin_gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        after: StreamEvents | None = None,
     ) -> GatherHandle:
-        """Enqueue device copies behind the current CUDA streams; copy host tensors at once."""
+        """Enqueue device copies on streams of the library; copy host tensors at once."""
         with ExitStack() as stack:
-            digests = self._begin(sources, manifest, region, stack)
+            digests = self._begin(sources, manifest, region, stack, after)
             pending = stack.pop_all()
 
         def wait() -> list[str]:
@@ -89,13 +105,45 @@ class PinnedCopier(NativeCopier):
             for part in devices:
                 self.verify(_part(manifest, part.specs), region)
 
+    def begin_scatter(
+        self,
+        manifest: Manifest,
+        region: Region,
+        targets: Sequence[TensorView],
+        *,
+        after: StreamEvents | None = None,
+    ) -> StreamEvents:
+        """Check digests, copy host tensors, then enqueue device copies on streams of the library.
+
+        Unlike `scatter`, no device tensor is written if a byte of one is wrong.
+        """
+        check_targets(targets, manifest, region)
+        views, specs, devices = self._by_device(targets, manifest, region)
+        for part in devices:
+            self.verify(_part(manifest, part.specs), region)
+        _follow(views, after)
+        super().scatter(_part(manifest, specs), region, views)
+        ends = [*self.record(views).events]  # of the copies that torch made
+        with ExitStack() as pending:
+            for part in devices:
+                ticket = part.begin("scatter", manifest, region, pending, after)
+                ends.append(_TicketEvent(part.device, ticket, len(part.specs)))
+            pending.pop_all()
+        return StreamEvents(ends)
+
     def _begin(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, pending: ExitStack
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        pending: ExitStack,
+        after: StreamEvents | None = None,
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
         check_fit(sources, manifest, region)
         views, specs, devices = self._by_device(sources, manifest, region)
-        tickets = [part.begin("gather", manifest, region, pending) for part in devices]
+        tickets = [part.begin("gather", manifest, region, pending, after) for part in devices]
+        _follow(views, after)
         digests = super().gather(views, _part(manifest, specs), region)
         by_name = {spec.name: text for spec, text in zip(specs, digests, strict=True)}
 
@@ -113,14 +161,20 @@ class PinnedCopier(NativeCopier):
         on_host, specs = list[TensorView](), list[TensorSpec]()
         devices: dict[int, _OnDevice] = {}
         for view, spec in zip(views, manifest.tensors, strict=True):
-            device = _device_of(view)
+            device = device_of(view)
             packed = () if device is None else packed_view(view, on=view.device.type)
             if device is None or not packed or not self._is_pinned(region, device):
                 on_host.append(view)
                 specs.append(spec)
             else:
                 devices.setdefault(device, _OnDevice(device)).add(view, spec, packed)
+        self._copies.add("pageable", on_host)
+        for part in devices.values():
+            self._copies.add("pinned", part.views)
         return on_host, specs, list(devices.values())
+
+    def _count(self, views: list[TensorView]) -> None:
+        """Count nothing: `_by_device` has done so."""
 
     def _is_pinned(self, region: Region, device: int) -> bool:
         reason = cuda.register(region, device)
@@ -157,31 +211,64 @@ class _OnDevice:
 
     def __init__(self, device: int):
         self.device, self.specs = device, list[TensorSpec]()
-        self._views, self._packed = list[TensorView](), list[host.PackedView]()
+        self.views, self._packed = list[TensorView](), list[host.PackedView]()
 
     def add(self, view: TensorView, spec: TensorSpec, packed: host.PackedView) -> None:
-        self._views.append(view)
+        self.views.append(view)
         self.specs.append(spec)
         self._packed.append(packed)
 
     def begin(
-        self, verb: str, manifest: Manifest, region: Region, pending: ExitStack
+        self,
+        verb: str,
+        manifest: Manifest,
+        region: Region,
+        pending: ExitStack,
+        after: StreamEvents | None = None,
     ) -> cuda.Ticket:
+        recorded = _recorded_on(self.device, after)
         batch = cuda.DeviceBatch(region.address, region.nbytes)
         for spec, view in zip(self.specs, self._packed, strict=True):
             batch.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
-        ticket = pending.enter_context(cuda.Ticket((region, self._views)))
+        ticket = pending.enter_context(cuda.Ticket((region, self.views)))
         with failures(self.specs):
-            batch.begin(verb, ticket, self.device, _current_stream(self.device))
+            batch.begin(verb, ticket, self.device, current_stream(self.device), recorded)
         return ticket
 
 
-def _device_of(view: TensorView) -> int | None:
-    return view.device.index if view.device.type == "cuda" else None
+class _TicketEvent:
+    """A `DeviceEvent` of the CUDA library: the end of a ticket's copies."""
+
+    def __init__(self, device: int, ticket: cuda.Ticket, copies: int = 1):
+        self.device, self.ticket, self._copies = device, ticket, copies
+
+    def wait(self) -> None:
+        self.ticket.wait(self._copies - 1)
+
+    def is_done(self) -> bool:
+        return self.ticket.complete() >= self._copies
+
+    def make_stream_wait(self) -> None:
+        self.ticket.make_stream_wait(current_stream(self.device))
 
 
-def _current_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
+def _recorded_on(device: int, after: StreamEvents | None) -> cuda.Ticket | None:
+    """The ticket to copy after on a device; None if there is nothing to wait for."""
+    if after is None:
+        return None
+    event = after.of(device)
+    if device not in after.devices or not isinstance(event, _TicketEvent | None):
+        raise SchemaError(
+            f"`after` was not recorded for tensors on cuda:{device} by this copier; "
+            "call its `record` with the tensors that are copied"
+        )
+    return None if event is None else event.ticket
+
+
+def _follow(views: Sequence[TensorView], after: StreamEvents | None) -> None:
+    """Let what torch copies follow `after`, too: its copies run on the thread's own streams."""
+    if after is not None and any(device_of(view) is not None for view in views):
+        after.make_streams_wait()
 
 
 def _part(manifest: Manifest, specs: Sequence[TensorSpec]) -> Manifest:

@@ -9,12 +9,15 @@ import torch
 
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.views import TensorView, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
@@ -25,11 +28,24 @@ class TorchCopier(Copier):
 
     name = "torch"
 
+    _copies: DeviceCopies
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """A copier; a subclass need not call this class's `__init__`."""
+        copier = super().__new__(cls)
+        copier._copies = DeviceCopies()
+        return copier
+
+    def device_copies(self) -> dict[str, int]:
+        """Bytes of device tensors copied so far."""
+        return self._copies.nbytes()
+
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         """Copy tensor by tensor, hashing each MiB while it is in cache."""
         check_fit(sources, manifest, region)
+        self._copies.add("pageable", sources)
         payload = region.view()
         digests = []
         for source, spec in zip(sources, manifest.tensors, strict=True):
@@ -49,6 +65,7 @@ class TorchCopier(Copier):
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy tensor by tensor, hashing the payload while it is in cache."""
         check_targets(targets, manifest, region)
+        self._copies.add("pageable", targets)
         payload = region.view()
         for target, spec in zip(targets, manifest.tensors, strict=True):
             source = tensor_view(region, spec, manifest.header_nbytes)

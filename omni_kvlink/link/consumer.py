@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.call_checks import check_timeout
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
-    from omni_kvlink.copier import Copier
+    from omni_kvlink.copier import Copier, StreamEvents
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
+T = TypeVar("T")
 LayerKey: TypeAlias = tuple[str, int]
 """A layer's branch and index."""
 
@@ -252,7 +253,12 @@ class Received:
                 the targets are worthless.
         """
         targets = into if isinstance(into, Sequence) else into.tensors()
-        _scatter(self._copier, self.manifest, self._delivery, targets, self.ledger)
+        _scatter(
+            self._copier,
+            self._delivery,
+            self.ledger,
+            lambda region: self._copier.scatter(self.manifest, region, targets),
+        )
 
     def release(self) -> None:
         """Release the payload; tensors that are kept elsewhere keep its memory."""
@@ -302,6 +308,20 @@ class ReceivedLayer:
     def scatter(self, *targets: TensorView) -> None:
         """Copy K and V out into the caller's tensors or paged tensors; see `Received.scatter`."""
         self._stream.scatter(self._manifest, targets)
+
+    def begin_scatter(
+        self, *targets: TensorView, rows: range | None = None, after: StreamEvents | None = None
+    ) -> StreamEvents:
+        """Start what `scatter` does, and return before a device has written its tensors.
+
+        Digests are checked, and tensors of the host written, on return. Those of a device are
+        written behind the calling thread's current stream, or behind `after`, which
+        `KVConsumer.record` returned for them. Keep the result until the end of these copies, which
+        it is: `wait` for it, or let the streams that use the tensors wait (`make_streams_wait`).
+
+        With `rows`, only these tokens are copied; the digests of all are checked.
+        """
+        return self._stream.begin_scatter(self._manifest, targets, rows, after)
 
     def __repr__(self) -> str:
         return f"<ReceivedLayer {self.index} of {self.branch!r}>"
@@ -438,7 +458,31 @@ class ReceivedStream:
 
     def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
         """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
-        _scatter(self._copier, manifest, self.delivery, targets, self.ledger)
+        _scatter(
+            self._copier,
+            self.delivery,
+            self.ledger,
+            lambda region: self._copier.scatter(manifest, region, targets),
+        )
+
+    def begin_scatter(
+        self,
+        manifest: Manifest,
+        targets: Sequence[TensorView],
+        rows: range | None,
+        after: StreamEvents | None,
+    ) -> StreamEvents:
+        """Start to copy the tensors of one layer out; see `ReceivedLayer.begin_scatter`."""
+        copier = self._copier
+
+        def begin(region: Region) -> StreamEvents:
+            part = manifest
+            if rows is not None:
+                copier.verify(manifest, region)
+                part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
+            return copier.begin_scatter(part, region, targets, after=after)
+
+        return _scatter(copier, self.delivery, self.ledger, begin)
 
     def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""
@@ -481,17 +525,11 @@ def _done() -> Future[None]:
     return future
 
 
-def _scatter(
-    copier: Copier,
-    manifest: Manifest,
-    delivery: Delivery,
-    targets: Sequence[TensorView],
-    ledger: Ledger,
-) -> None:
+def _scatter(copier: Copier, delivery: Delivery, ledger: Ledger, copy: Callable[[Region], T]) -> T:
     """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
     started = time.perf_counter()
     try:
-        copier.scatter(manifest, region_of(delivery), targets)
+        result = copy(region_of(delivery))
     except WireError as error:
         delivery.reject(str(error))
         error.__context__ = (
@@ -502,6 +540,7 @@ def _scatter(
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
+    return result
 
 
 def region_of(delivery: Delivery) -> Region:

@@ -12,10 +12,13 @@ from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
     from omni_kvlink.connectors.base import Connector
-    from omni_kvlink.copier import Copier
+    from omni_kvlink.copier import Copier, StreamEvents
+    from omni_kvlink.payload.views import TensorView
 
 _open_ends: weakref.WeakSet[LinkEnd] = weakref.WeakSet()
 
@@ -31,9 +34,20 @@ class LinkEnd:
         _open_ends.add(self)
 
     def stats(self) -> dict[str, Any]:
-        """Return state and counters of this end, as JSON values."""
+        """Return state and counters of this end, as JSON values.
+
+        `device_copies` are of its copier, which other links may share: see `Copier`.
+        """
         self._check_process()
-        return {"url": self.url, **self._end.health()}
+        return {"url": self.url, **self._end.health(), "device_copies": self._copier.device_copies()}
+
+    def record(self, views: Sequence[TensorView]) -> StreamEvents:
+        """Record what the current CUDA streams of these tensors hold now.
+
+        For `after` of `write_layer` and `begin_scatter`, where another thread than the caller
+        copies these tensors. Does not block.
+        """
+        return self._copier.record(views)
 
     def close(self) -> None:
         """Refuse new calls (ClosedError), wake every waiting call and free the memory; idempotent.

@@ -18,7 +18,7 @@ from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.copier import Copier, GatherHandle
+from omni_kvlink.copier import Copier, CurrentStreams, GatherHandle, StreamEvents
 from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.end import LinkEnd
@@ -248,8 +248,9 @@ class PutOperation:
     def run_in_thread(self, lease: Lease, views: Sequence[TensorView]) -> Receipt:
         """Do the same in a thread; the receipt reports a failure."""
         receipt = self.producer.receipt(lease, self.ledger)
+        run = partial(CurrentStreams().call, partial(self._run_or_fail, lease, views))
         try:
-            threading.Thread(target=self._run_or_fail, args=(lease, views), daemon=True).start()
+            threading.Thread(target=run, daemon=True).start()
         except BaseException:
             lease.release()
             raise
@@ -506,14 +507,21 @@ class PutStream:
         self._lease = lease
 
     def write_layer(
-        self, layer: int, key: TensorView, value: TensorView | None = None, *, branch: str = ""
+        self,
+        layer: int,
+        key: TensorView,
+        value: TensorView | None = None,
+        *,
+        branch: str = "",
+        after: StreamEvents | None = None,
     ) -> None:
         """Copy one layer and let the readers have it. Layers may come in any order.
 
         `layer` counts from 0. `key` and `value` are `[tokens, kv_heads, head_dim]`; in layout "ND",
         `key` alone is the latent `[tokens, latent_dim]`. `branch` names a cache of a bundle. A host
         tensor may be modified again when this returns. A device tensor is copied behind the work
-        that its stream holds now, while the engine computes on: leave it until `commit`.
+        that the calling thread's current stream holds now, or behind `after`, which
+        `KVProducer.record` returned for it, while the engine computes on: leave it until `commit`.
 
         SchemaError if it is not what the plan says, or was written before; nothing was sent then.
         TransferFailed if a reader ended or aborted the transfer.
@@ -527,7 +535,8 @@ class PutStream:
             if fault_points.enabled:
                 fault_points.point("stream.layer")
             if any(map(is_on_device, views)):
-                handle = self._put.copier.begin_gather(views, part, lease.region)
+                copier = self._put.copier
+                handle = copier.begin_gather(views, part, lease.region, after=after)
                 self._queue.add(tensors, handle)
                 self.ledger.copies = 1
             else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.link import check_timeout
 from omni_kvlink.lookup.match import Match
@@ -109,6 +110,9 @@ class PrefixStore:
                     copies = {name: list(map(_copy, views)) for name, views in blocks.items()}
                     data = KVCacheTransferData("prefix", copies, (), data.metadata)
                     hidden = None if hidden is None else hidden.clone()
+                # Other threads read them, whose CUDA streams do not wait for this one's.
+                added = [*data.tensors(), *([] if hidden is None else [hidden])]
+                TorchCopier().record(added).wait()
                 self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
             self._changed.notify_all()

@@ -21,6 +21,7 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.copier import TorchCopier
 from omni_kvlink.lookup import PrefixStore
 from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE, digest
 from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
@@ -433,3 +434,23 @@ def test_many_threads() -> None:
     assert stats["pinned"] == 0
     assert stats["evicted"] > 0
     assert stats["used"] <= stats["budget"]
+
+
+def test_tensors_of_a_device_are_complete_when_another_thread_finds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is inserted on a stream is read on others."""
+    store, waited = PrefixStore(BIG), list[int]()
+
+    class Recorded:
+        def __init__(self, views: list[torch.Tensor]):
+            self.count = len(views)
+
+        def wait(self) -> None:
+            waited.append(self.count)
+            assert not store.covers(encode([1, 2], None))  # nobody has found them yet
+
+    monkeypatch.setattr(TorchCopier, "record", lambda self, views: Recorded(views))
+    insert(store, [1, 2])
+    assert waited == [2 * LAYERS]
+    assert store.covers(encode([1, 2], None))

@@ -128,6 +128,7 @@ from omni_kvlink._native import cuda
 print(cuda.missing())
 """
 WRITES = """#!/bin/sh
+if [ "$1" = --list-gpu-code ]; then printf 'sm_75\\nsm_80\\nsm_86\\nsm_90\\nsm_100\\n'; exit; fi
 echo "$@" >> "$0.calls"
 while [ "$1" != -o ]; do shift; done
 echo made > "$2"
@@ -165,13 +166,26 @@ def test_with_nvcc(tree: Path) -> None:
     calls = (tree / "bin" / "nvcc.calls").read_text().splitlines()
     assert len(calls) == 8
     kernel, library = calls[:2]
-    for flag in ("code=sm_80", "code=sm_90", "code=compute_90", "kernel.cu"):
+    for flag in ("code=sm_75", "code=sm_80", "code=sm_90", "code=sm_100", "kernel.cu"):
         assert flag in kernel
+    assert "arch=compute_90,code=compute_90" in kernel  # other devices translate it
+    assert "sm_70" not in kernel  # this nvcc does not know it
+    assert "sm_86" not in kernel  # runs the code of sm_80
     assert "-ccbin" not in kernel  # nvcc takes fewer compilers for it than for C++
     for flag in (f"-ccbin {cxx}", "-cudart static", "api.cpp", "kernel.o"):
         assert flag in library
     assert build(tree, OMNI_KVLINK_CUDA="on", CXX=f"{cxx} -g", **home).returncode == 0
     assert "-ccbin" not in (tree / "bin" / "nvcc.calls").read_text().splitlines()[-1]
+
+
+def test_with_an_nvcc_that_cannot_list_what_it_knows(tree: Path) -> None:
+    text = WRITES.replace("printf ", "false; exit 1; printf ")
+    nvcc, cxx = script(tree, "nvcc", text), script(tree, "c++", WRITES)
+    assert build(tree, OMNI_KVLINK_CUDA="on", CXX=cxx, CUDACXX=nvcc).returncode == 0
+    kernel = Path(f"{nvcc}.calls").read_text().splitlines()[0]
+    assert "sm_75" in kernel
+    assert "arch=compute_80,code=compute_80" in kernel
+    assert "sm_90" not in kernel
 
 
 def without_nvcc() -> str:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from omni_kvlink._native import cuda_context
 from omni_kvlink.connectors.protocol.get_table import result_of
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.worker import UcxWorker
-from omni_kvlink.errors import ClosedError, PeerLostError, WireError
+from omni_kvlink.errors import ClosedError, NativeError, PeerLostError, WireError
+from omni_kvlink.memory.region import Region
 
 DoneCallback = Callable[[BaseException | None], None]
 
@@ -86,6 +88,8 @@ class UcxTransport:
         self._lock = threading.Lock()  # guards `_closed`: no call is queued behind the last one
         self._pid = os.getpid()
         self._worker: UcxWorker | None = None
+        self._device = "cpu"  # the last one whose context became the thread's
+        self._context = cuda_context.current() if "cuda" in self.settings.transports else 0
         opened: Future[tuple[bytes, dict[str, Any]]] = Future()
         self._loop = EventLoop("kvlink-ucx", self._tick, self._crashed)
         self._loop.call(lambda: self._open(opened))
@@ -199,6 +203,7 @@ class UcxTransport:
 
     def _open(self, opened: Future[tuple[bytes, dict[str, Any]]]) -> None:
         try:
+            cuda_context.use(self._context)  # UCX looks for devices in its thread's context
             worker = self._worker = UcxWorker(self.settings)
         except BaseException as error:
             opened.set_exception(error)
@@ -232,11 +237,19 @@ class UcxTransport:
 
     def _post(self, request: UcxRequest, post: Callable[..., Any], what: object) -> None:
         try:
+            self._use_device_of(request.memory)
             request.handle = post(request.endpoint.handle, request.array, what)
-        except PeerLostError as error:
+        except (PeerLostError, NativeError) as error:
             self._fail(request, error)
         else:
             self._active.add(request)
+
+    def _use_device_of(self, memory: object) -> None:
+        """Make the context of GPU memory the thread's: UCX copies in its thread's context."""
+        device = memory.device if isinstance(memory, Region) else "cpu"
+        if device not in ("cpu", self._device):
+            cuda_context.use_device(int(device.partition(":")[2]))
+            self._device = device
 
     def _cancel(self, request: UcxRequest) -> None:
         if request.done is not None:

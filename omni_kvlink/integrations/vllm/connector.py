@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink
+from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
+from omni_kvlink.integrations.vllm.heads import HeadPools
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.pools import Pools
+from omni_kvlink.integrations.vllm.ranks import rank_url
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.scheduling import SchedulerCalls
+from omni_kvlink.integrations.vllm.siblings import SiblingWatch, sibling_pids
 from omni_kvlink.integrations.vllm.stats import KVLinkPrometheus, KVLinkStats, Meter
 from omni_kvlink.integrations.vllm.step import StepMetadata
 from omni_kvlink.lowlevel import Options
@@ -33,7 +37,7 @@ class OmniKVLinkConnector(SchedulerCalls):
 
     Raises:
         SchemaError: a setting is wrong or missing, or a group of caches is of an unknown kind.
-        UnavailableError: the engine has more than one rank.
+        UnavailableError: the engine divides a prompt's tokens over its ranks.
     """
 
     build_kv_connector_stats = KVLinkStats
@@ -42,6 +46,7 @@ class OmniKVLinkConnector(SchedulerCalls):
     _meter: Meter | None = None
     _saver: Saver | None = None
     _loader: Loader | None = None
+    _siblings: SiblingWatch | None = None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -53,19 +58,32 @@ class OmniKVLinkConnector(SchedulerCalls):
 
         Raises:
             BusyError: the producer's URL is already served.
-            UnavailableError: the connector cannot run here, or the pools are on a device.
+            UnavailableError: the connector cannot run here, or the pools are on a device that is
+                not a CUDA device.
             SchemaError: the pools have an unknown layout.
         """
         settings = self._settings
         pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings)
         self._layers = {place.name: number for number, place in enumerate(pools.layers)}
         self._meter = Meter()
+        model_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        parts = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
         if self._produces:
-            options = {"quota": max(Options.quota, pools.nbytes), **settings.serve}
-            self._saver = Saver(KVLink.serve(settings.url, **options), pools, settings, self._meter)
+            sent, options = parts.sent(), {"quota": max(Options.quota, pools.nbytes)}
+            url = rank_url(settings.url, self._rank.index)
+            link = KVLink.serve(url, **{**options, **settings.serve})
+            self._saver = Saver(link, sent, settings, self._meter)
         if self._consumes:
-            peers = Peers(settings.peers, settings.connect)
-            self._loader = Loader(pools, peers, self._meter, timeout=settings.timeout)
+            peers = Peers(settings.peers, settings.connect, file=settings.peers_file)
+            self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
+        if self._rank.world_size > 1:
+            self._siblings = SiblingWatch(sibling_pids(), self._disconnect)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Block until no copy reads the blocks of preempted requests: the pass overwrites them."""
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        if self._saver is not None:
+            self._saver.wait(kv_connector_metadata.preempted)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the step: announce the caches that its forward pass computes."""
@@ -89,6 +107,7 @@ class OmniKVLinkConnector(SchedulerCalls):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block, at most `timeout` seconds, until the layer of each synchronous load is there.
 
+        On a device the layer's copy is awaited by the pass's stream, and not by the caller.
         A failed load does not raise: `get_block_ids_with_load_errors` reports its blocks.
         """
         if self._loader is not None and layer_name in self._layers:
@@ -102,7 +121,10 @@ class OmniKVLinkConnector(SchedulerCalls):
             self._saver.layer(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """Block until all layers are copied and committed; blocks may be overwritten afterwards."""
+        """Block until the next pass may begin: until all layers are copied and committed.
+
+        On a device only if it could overwrite them: with `delay_free` off, and recurrent states.
+        """
         if self._saver is not None:
             if self._loader is not None:  # a pass may save blocks that it loaded
                 self._saver.fail_blocks(self._loader.wait_for_pass())
@@ -111,7 +133,10 @@ class OmniKVLinkConnector(SchedulerCalls):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose blocks may be freed, and those whose asynchronous load has ended."""
         sent = self._saver.released() if self._saver is not None else set[str]()
-        return sent, self._loader.finished() if self._loader is not None else set()
+        if self._loader is None:
+            return sent, set()
+        self._loader.forget(finished_req_ids)
+        return sent, self._loader.finished()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As `get_finished`, with the failed loads that their blocks cannot tell."""
@@ -128,8 +153,22 @@ class OmniKVLinkConnector(SchedulerCalls):
         """The statistics since the last call."""
         return self._meter.take() if self._meter is not None else None
 
+    def build_connector_worker_meta(self) -> FailedLoads | None:
+        """The loads that failed on this rank, which the other ranks need not go on with."""
+        failed = self._loader.take_failed_here() if self._loader is not None else frozenset()
+        return FailedLoads(failed) if failed and self._rank.world_size > 1 else None
+
     def shutdown(self) -> None:
-        """Close the links; unread caches fail at their readers, and unfinished loads here."""
-        for part in (self._saver, self._loader):
+        """Close the links; caches that are unread after `drain` seconds fail at their readers.
+
+        Unfinished loads of this engine fail at once.
+        """
+        for part in (self._siblings, self._loader, self._saver):
             if part is not None:
                 part.close()
+
+    def _disconnect(self) -> None:
+        """Close the links while the engine's thread may wait for a rank that has ended."""
+        for part in (self._saver, self._loader):
+            if part is not None:
+                part.disconnect()

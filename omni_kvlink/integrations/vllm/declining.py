@@ -30,8 +30,8 @@ class DeclinedRead:
     read was its only one, and else released as read. `request` and `_take` run in the thread pool.
     """
 
-    def __init__(self, declined: CancelledLoad, end: Callable[[str], None]):
-        self.declined, self._end = declined, end
+    def __init__(self, declined: CancelledLoad, rank: int, end: Callable[[CancelledLoad], None]):
+        self.declined, self._rank, self._end = declined, rank, end
         self._lock = threading.Lock()
         self._link: KVConsumer | None = None
         self._pending: PendingGet | None = None
@@ -41,11 +41,11 @@ class DeclinedRead:
         """Request the cache; blocks while it connects, `timeout` seconds at most."""
         declined = self.declined
         try:
-            self._link = peers.link(declined.url, timeout=timeout)
+            self._link = peers.link(declined.url, timeout=timeout, rank=self._rank)
             pending = begin_get(self._link, declined.key, timeout=timeout, streamed=True)
         except Exception as error:
             log.warning("cache %.200r could not be declined: %s", declined.key, str(error))
-            self._end(declined.request_id)
+            self._end(declined)
             return
         with self._lock:
             self._pending, is_withdrawn = pending, self._is_claimed
@@ -82,7 +82,7 @@ class DeclinedRead:
                 delivery.release()
         except Exception as error:  # it has failed, or its producer has: nothing waits there
             log.debug("cache %.200r was not declined: %s", declined.key, str(error))
-        self._end(declined.request_id)
+        self._end(declined)
 
 
 class Decliner:
@@ -91,17 +91,18 @@ class Decliner:
     def __init__(self, peers: Peers, submit: Submit, timeout: float):
         self._peers, self._submit, self._timeout = peers, submit, timeout
         self._lock = threading.Lock()
-        self._reads: dict[str, DeclinedRead] = {}  # by request id, the oldest first
+        self._reads: dict[tuple[str, str], DeclinedRead] = {}  # the oldest first
 
-    def decline(self, declined: CancelledLoad) -> None:
-        """Take the read of a request when its cache is there; does not block."""
-        read, oldest = DeclinedRead(declined, self._forget), None
+    def decline(self, declined: CancelledLoad, rank: int) -> None:
+        """Take the read of a request at a rank of its producer when it is there; does not block."""
+        read, oldest = DeclinedRead(declined, rank, self._forget), None
+        name = declined.request_id, declined.key
         with self._lock:
-            if declined.request_id in self._reads:
+            if name in self._reads:
                 return
             if len(self._reads) >= MAX_DECLINED:
                 oldest = self._reads.pop(next(iter(self._reads)))
-            self._reads[declined.request_id] = read
+            self._reads[name] = read
         if oldest is not None:
             oldest.withdraw()
         self._submit(lambda: read.request(self._peers, self._timeout, self._submit))
@@ -122,6 +123,6 @@ class Decliner:
         for _, read in reads:
             read.withdraw()
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, declined: CancelledLoad) -> None:
         with self._lock:
-            self._reads.pop(request_id, None)
+            self._reads.pop((declined.request_id, declined.key), None)

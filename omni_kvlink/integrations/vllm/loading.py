@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.integrations.vllm.declining import Decliner
+from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.pools import Pools, branch_name
 from omni_kvlink.integrations.vllm.step import CancelledLoad
-from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream, write
+from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import Load
-    from omni_kvlink.lowlevel import Manifest
+    from omni_kvlink.lowlevel import Manifest, StreamEvents
 
 log = logging.getLogger(f"vllm.{__name__}")
 
 THREADS = 4
 """Threads that copy caches; a cache that has not arrived yet occupies none."""
+
+CONNECTING_THREADS = 16
+"""Threads that wait for producers to be there: one that is gone delays no copy."""
 
 
 class Target(NamedTuple):
@@ -36,13 +39,15 @@ class Target(NamedTuple):
 
     branch: str
     views: list[PagedTensor]
-    rows: slice
+    rows: range
 
 
 class CacheLoad:
-    """The load of one cache: a pool thread requests it; none waits; a pool thread copies it.
+    """The load of a part of a cache: a pool thread requests it, none waits, one of them copies it.
 
-    `submit` runs a function in the thread pool; the load ends within `timeout` seconds.
+    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. `ended` is
+    called once, in any thread, with the error of a failed load. Blocks on a device are written
+    behind what was recorded as `after`.
     """
 
     def __init__(
@@ -52,13 +57,15 @@ class CacheLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
+        ended: Callable[[Exception | None], None],
+        after: StreamEvents | None,
     ):
-        self.load = load
+        self.load = dataclasses.replace(load, key=pools.part.key(load.key))
         self.error: Exception | None = None
         self.done = threading.Event()
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
-        self._pools, self._peers, self._submit = pools, peers, submit
-        self._started = time.monotonic()
+        self._pools, self._peers, self._submit, self._ended = pools, peers, submit, ended
+        self._started = self._began = time.monotonic()
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
         self._link: KVConsumer | None = None
@@ -67,11 +74,8 @@ class CacheLoad:
         self.cancelled: CancelledLoad | None = None
         self.has_used_read = False
         self._layers = 0
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether the request has reached the link."""
-        return self._pending is not None
+        self._after = after
+        self._copies: list[list[StreamEvents]] = []  # by layer: the ends of copies on a device
 
     def fail(self, error: Exception) -> None:
         """End a load that is not attempted."""
@@ -80,18 +84,39 @@ class CacheLoad:
     def request(self) -> None:
         """Request the cache from its producer; runs in the pool."""
         try:
-            self._link = self._peers.link(self.load.url, timeout=self._left())
-            self._check_cancelled()
+            if self.cancelled is not None:
+                return
+            rank = self._pools.part.sender.index
+            self._link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
+            if self.cancelled is not None:
+                return
             pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
         except Exception as error:
-            self._complete(error)
+            if self._claim():
+                self._complete(error)
             return
         with self._changed:
-            self._pending = pending
-        if self.cancelled is not None:
-            self.cancel(self.cancelled)
+            self._pending, is_over = pending, self._is_claimed
+        if is_over:
+            pending.cancel()
         else:
             pending.future.add_done_callback(lambda future: self._begin_copy())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether `request` would not wait for the producer."""
+        return self._peers.is_connected(self.load.url, self._pools.part.sender.index)
+
+    def to_decline(self) -> CancelledLoad | None:
+        """The read that this load leaves unused, and that no other request takes."""
+        cancelled, late = self.cancelled, isinstance(self.error, TransferTimeout)
+        if cancelled is not None:
+            is_left = cancelled.declines and not self.has_used_read
+            return dataclasses.replace(cancelled, key=self.load.key) if is_left else None
+        if not (late and self._pending is not None):
+            return None
+        cache = self.load.request_id, self.load.key, self.load.url, self.load.readers
+        return CancelledLoad(*cache, "its reader's time is over", declines=True)
 
     def expire(self) -> None:
         """End the load if its deadline has passed."""
@@ -100,22 +125,30 @@ class CacheLoad:
 
     def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel the load; a copy that has begun ends at the next layer."""
-        with self._changed:
-            self.cancelled = cancelled
-        if self._pending is None:
-            return
-        if self._claim():
-            self._pending.cancel()
+        with self._changed:  # `request` sees the claim, or this sees its get: one of them cancels
+            self.cancelled, pending = cancelled, self._pending
+            is_first, self._is_claimed = not self._is_claimed, True
+        if is_first:
+            if pending is not None:
+                pending.cancel()
             self._complete(TransferFailed(cancelled.reason, key=self.load.key))
-        elif cancelled.declines and cancelled.readers == 1 and not self.done.is_set():
+            return
+        is_copying = pending is not None and not self.done.is_set()
+        if is_copying and cancelled.declines and cancelled.readers == 1:
             self._submit(self._abort)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
+        """Block until a layer is in its blocks, the load has ended, or its deadline has passed.
+
+        On a device: until the layer is here, and its digests are checked; then the current stream
+        waits for its copy, not the caller.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._layers > layer or self.done.is_set(), self._left())
         if self._layers <= layer:
             self.wait()
+        for copy in self._copies[layer] if self._layers > layer else ():
+            copy.make_streams_wait()
 
     def wait(self) -> None:
         """Block until the load has ended, at most until the deadline."""
@@ -154,22 +187,26 @@ class CacheLoad:
         link, pending = self._link, self._pending
         assert link is not None
         assert pending is not None
-        began = time.monotonic()
-        self.wait_seconds = began - self._started
+        self._began = time.monotonic()
+        self.wait_seconds = self._began - self._started
         try:
             delivery, started = pending.wait(timeout=0.0), time.perf_counter()
             with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
                 try:
                     self._copy(stream, link.url)
+                    if not self.load.is_async and self._use_read():
+                        self._complete(None)  # the pass's stream waits for the copies
                 finally:
-                    if not self._use_read():
+                    self._wait_for_copies()
+                    if not (self.has_used_read or self._use_read()):
                         stream.delivery.release_unread()
         except Exception as error:
             # Their frames would keep the payload's memory, and so its lease.
             error.__traceback__ = error.__context__ = None
+            if self.done.is_set():
+                log.error("cache %.200r was not written to the device: %s", self.load.key, error)
             self._complete(error)
             return
-        self.copy_seconds = time.monotonic() - began
         self._complete(None)
 
     def _use_read(self) -> bool:
@@ -178,8 +215,14 @@ class CacheLoad:
             self.has_used_read = self.cancelled is None or self.cancelled.declines
         return self.has_used_read
 
+    def _wait_for_copies(self) -> None:
+        """Block until no copy reads the payload any more."""
+        for copies in self._copies:
+            for copy in copies:
+                copy.wait()
+
     def _copy(self, stream: ReceivedStream, peer: str) -> None:
-        """Copy layer by layer; the same pass checks each byte against its digest."""
+        """Copy layer by layer, each byte checked against its digest; begin it, on a device."""
         try:
             self._pools.check(stream.manifest, self.load, peer=peer)
         except Exception as error:
@@ -188,15 +231,13 @@ class CacheLoad:
         self.nbytes = stream.manifest.nbytes
         targets = self._targets(stream.manifest)
         for layer, (_, group, index) in enumerate(self._pools.layers):
+            copies: list[StreamEvents] = []
+            self._copies.append(copies)
             for branch, views, rows in targets[group]:
                 self._check_cancelled()
                 received = stream.wait_for_layer(index, branch=branch, timeout=self._left())
-                if rows == slice(0, received.key.shape[0]):
-                    received.scatter(views[index])
-                    continue
-                scratch = torch.empty_like(received.key)  # digests cover all blocks
-                received.scatter(scratch)
-                write(views[index], scratch[rows])
+                part = None if rows == range(received.key.shape[0]) else rows
+                copies.append(received.begin_scatter(views[index], rows=part, after=self._after))
             with self._changed:
                 self._layers = layer + 1
                 self._changed.notify_all()
@@ -221,33 +262,122 @@ class CacheLoad:
             return None
         views = self._pools.views(group, self._pools.block_ids(self.load, group, blocks))
         size = views[0].block_table.block_size  # rows of a block
-        rows = slice((blocks.start - sent.start) * size, (blocks.stop - sent.start) * size)
+        rows = range((blocks.start - sent.start) * size, (blocks.stop - sent.start) * size)
         return Target(branch_name(group, part), views, rows)
 
     def _complete(self, error: Exception | None) -> None:
         with self._changed:
-            self.error = error
+            if self.done.is_set():
+                return
+            self.error, self.copy_seconds = error, time.monotonic() - self._began
             self.done.set()
             self._changed.notify_all()
+        self._ended(error)
+
+
+class RankLoad:
+    """The load of a cache by this rank, in parts: the first that fails ends the others.
+
+    There is a part, and a `Pools`, for each rank of the producer that is read from.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        pools: Sequence[Pools],
+        peers: Peers,
+        submit: Callable[[Callable[[], None]], Future[None]],
+        timeout: float,
+        after: StreamEvents | None,
+    ):
+        self.load = load
+        self.error: Exception | None = None
+        self.cancelled: CancelledLoad | None = None
+        self.is_forgotten = False  # the request has ended: nothing more is said of it
+        self.done = threading.Event()
+        self._submit, self._lock, self._missing = submit, threading.Lock(), len(pools)
+        self.parts = [
+            CacheLoad(load, each, peers, submit, timeout, self._end, after) for each in pools
+        ]
+
+    @property
+    def has_used_read(self) -> bool:
+        """Whether a part was read."""
+        return any(part.has_used_read for part in self.parts)
+
+    def request(self, connect: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Request all parts; does not block. `connect` runs what may wait for a producer."""
+        for part in self.parts:
+            submit = self._submit if part.is_connected else connect
+            submit(part.request)
+
+    def fail(self, error: Exception) -> None:
+        """End a load that is not attempted."""
+        for part in self.parts:
+            part.fail(error)
+
+    def cancel(self, cancelled: CancelledLoad) -> None:
+        """Cancel the load; a copy that has begun ends at the next layer."""
+        self.cancelled = cancelled
+        for part in self.parts:
+            part.cancel(cancelled)
+
+    def expire(self) -> None:
+        """End the load if its deadline has passed."""
+        for part in self.parts:
+            part.expire()
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
+        for part in self.parts:
+            part.wait_for_layer(layer)
+
+    def wait(self) -> None:
+        """Block until the load has ended, at most until the deadline."""
+        for part in self.parts:
+            part.wait()
+        self.done.wait()
+
+    def _end(self, error: Exception | None) -> None:
+        """A part has ended; runs in any thread."""
+        with self._lock:
+            is_first = error is not None and self.error is None
+            self.error = self.error or error
+            self._missing -= 1
+            is_last = not self._missing
+        if is_last:
+            self.done.set()
+        elif is_first:
+            cache = self.load.request_id, self.load.key, self.load.url, self.load.readers
+            reason = "another part of the cache could not be loaded"
+            for part in self.parts:
+                if not part.done.is_set():
+                    part.cancel(CancelledLoad(*cache, reason, declines=True))
 
 
 class Loader:
     """The loads of a consumer's worker; called by the engine's thread only."""
 
-    def __init__(self, pools: Pools, peers: Peers, meter: Meter, *, timeout: float):
+    def __init__(self, pools: Sequence[Pools], peers: Peers, meter: Meter, *, timeout: float):
         self._pools, self._peers, self._meter, self._timeout = pools, peers, meter, timeout
         self._pool = ThreadPoolExecutor(THREADS, "kvlink-load")
+        self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
-        self._decliner = Decliner(peers, self._submit, timeout)
-        self._loading: dict[str, CacheLoad] = {}
+        self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
+        self._device = PoolDevice([each for part in pools for each in part.tensors], peers.copier)
+        self._loading: dict[str, RankLoad] = {}
+        self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
+        self._failed_here: set[str] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
-        """Begin loads; does not block."""
+        """Begin loads; does not block. Work that the engine queued before may use their blocks."""
+        after = self._device.record() if loads else None
+        submit, timeout = self._submit, self._timeout
         for load in loads:
-            loading = CacheLoad(load, self._pools, self._peers, self._submit, self._timeout)
+            loading = RankLoad(load, self._pools, self._peers, submit, timeout, after)
             self._loading[load.request_id] = loading
             if load.error:
                 loading.fail(SchemaError(load.error))
@@ -255,8 +385,9 @@ class Loader:
                 loading.fail(TransferFailed("it was loaded by a request that was aborted"))
             else:
                 if load.readers == 1:  # the read that was declined is needed again
-                    self._decliner.withdraw(load.url, load.key)
-                self._submit(loading.request)
+                    for part in loading.parts:
+                        self._decliner.withdraw(load.url, part.load.key)
+                loading.request(self._connecting_pool.submit)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer of every synchronous load is in its blocks."""
@@ -265,7 +396,10 @@ class Loader:
                 loading.wait_for_layer(layer)
 
     def wait_for_pass(self) -> set[int]:
-        """Wait for the synchronous loads of the forward pass; return the invalid blocks so far."""
+        """Wait for the synchronous loads of the forward pass; return the invalid blocks so far.
+
+        On a device: until all digests are checked; the copies may go on.
+        """
         for loading in [each for each in self._loading.values() if not each.load.is_async]:
             loading.wait()
             self._end(loading)
@@ -279,7 +413,17 @@ class Loader:
         ended = [loading for loading in self._loading.values() if loading.done.is_set()]
         for loading in ended:
             self._end(loading)
+            if not loading.is_forgotten:
+                self._ended[loading.load.request_id] = loading.has_used_read
+        self._peers.close_unused({loading.load.url for loading in self._loading.values()})
         return {loading.load.request_id for loading in ended}
+
+    def forget(self, request_ids: set[str]) -> None:
+        """Forget requests that have ended: nothing more is said of them."""
+        for name in request_ids:
+            self._ended.pop(name, None)
+            if name in self._loading:
+                self._loading[name].is_forgotten = True
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed since the last call."""
@@ -295,16 +439,35 @@ class Loader:
         requests, self._failed = self._failed, set()
         return requests
 
+    def take_failed_here(self) -> frozenset[str]:
+        """Requests whose load failed on this rank since the last call, for the other ranks."""
+        requests, self._failed_here = frozenset(self._failed_here), set()
+        return requests
+
     def cancel(self, cancelled: CancelledLoad) -> None:
-        """Cancel a load, and tell the producer, unless another request takes the read."""
+        """Cancel a load, and tell the producer, unless another request takes the read.
+
+        Of several ranks some may have ended the load already.
+        """
+        name, cache = cancelled.request_id, (cancelled.url, cancelled.key)
+        if name in self._ended:
+            if self._ended[name] and not cancelled.declines:
+                self._spent.add(cache)
+            return
         self._meter.count("dropped")
-        loading = self._loading.get(cancelled.request_id)
+        loading = self._loading.get(name)
         if loading is not None:
             loading.cancel(cancelled)  # `_end` declines it
             if loading.has_used_read and not cancelled.declines:
-                self._spent.add((cancelled.url, cancelled.key))
-        elif cancelled.declines and not self._take_spent(cancelled.url, cancelled.key):
-            self._decliner.decline(cancelled)
+                self._spent.add(cache)
+        elif cancelled.declines and not self._take_spent(*cache):
+            for pools in self._pools:
+                part = dataclasses.replace(cancelled, key=pools.part.key(cancelled.key))
+                self._decliner.decline(part, pools.part.sender.index)
+
+    def disconnect(self) -> None:
+        """Close the links, from any thread: the loads fail, and producers know at once."""
+        self._peers.close()
 
     def close(self) -> None:
         """Cancel all loads and close the links."""
@@ -314,6 +477,7 @@ class Loader:
             loading.cancel(CancelledLoad(*cache, 0, reason, declines=True))
         self._decliner.close()
         self._peers.close()
+        self._connecting_pool.shutdown()
         self._pool.shutdown()
 
     def _take_spent(self, url: str, key: str) -> bool:
@@ -322,30 +486,31 @@ class Loader:
         self._spent.discard((url, key))
         return is_spent
 
-    def _end(self, loading: CacheLoad) -> None:
+    def _end(self, loading: RankLoad) -> None:
         """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
         del self._loading[load.request_id]
+        self._meter.copied("received", self._peers.copier.device_copies())
         if error is None:
             self._meter.count("received")
-            self._meter.observe(
-                wait_seconds=loading.wait_seconds,
-                load_seconds=loading.copy_seconds,
-                load_bytes=loading.nbytes,
-            )
+            for part in loading.parts:
+                self._meter.observe(
+                    wait_seconds=part.wait_seconds,
+                    load_seconds=part.copy_seconds,
+                    load_bytes=part.nbytes,
+                )
             return
-        cancelled = loading.cancelled
-        if cancelled is None and isinstance(error, TransferTimeout) and loading.is_requested:
-            late = (load.request_id, load.key, load.url, load.readers)
-            self._decliner.decline(CancelledLoad(*late, "its reader's time is over", declines=True))
-        if cancelled is not None:
-            if cancelled.declines and not loading.has_used_read:
-                self._decliner.decline(cancelled)
+        for part, pools in zip(loading.parts, self._pools, strict=True):
+            if declined := part.to_decline():
+                self._decliner.decline(declined, pools.part.sender.index)
+        if loading.cancelled is not None:
             return
-        if load.is_async and not self._pools.groups.is_single:
+        self._failed_here.add(load.request_id)
+        pools = self._pools[0]  # the blocks are the same ones for each part
+        if load.is_async and not pools.groups.is_single:
             self._failed.add(load.request_id)
         else:
-            self._invalid |= self._pools.invalid(load)
+            self._invalid |= pools.invalid(load)
         self._meter.count("load_failed")
         if isinstance(error, IntegrityError):
             self._meter.count("load_corrupt")

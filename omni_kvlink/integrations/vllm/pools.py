@@ -13,6 +13,7 @@ import vllm
 
 from omni_kvlink import BlockTable, BundleBranch, KVCacheBundle, PagedTensor, TensorTransferData
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.integrations.vllm.blocks import BlockShape, bytes_of_blocks
 from omni_kvlink.integrations.vllm.groups import (
     HEAD,
     LAST,
@@ -23,6 +24,7 @@ from omni_kvlink.integrations.vllm.groups import (
     spec_of,
 )
 from omni_kvlink.integrations.vllm.identity import model_identity
+from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,6 +59,8 @@ class GroupFormat:
     window: int = 0  # tokens that a token sees; 0: all
     chunk: int = 0  # tokens
     state: str = ""  # the shapes of a recurrent state
+    shape: list[int] = dataclasses.field(default_factory=list)  # of a block: see `BlockShape`
+    scales: list[list[float]] = dataclasses.field(default_factory=list)  # per layer: of K, of V
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Pools:
     pools: Sequence[Mapping[str, torch.Tensor]]
     layers: Sequence[LayerPlace]
     compatible_with: tuple[str, ...] = ()
+    part: RankPart = dataclasses.field(default_factory=RankPart)
 
     @classmethod
     def of(
@@ -101,7 +106,7 @@ class Pools:
         """The pools of an engine.
 
         Raises:
-            UnavailableError: a pool is not in host memory.
+            UnavailableError: a pool is neither in host memory nor on a CUDA device.
             SchemaError: a group of caches is of an unknown kind, or a pool has an unknown layout.
         """
         groups = CacheGroups.of(kv_cache_config)
@@ -124,16 +129,26 @@ class Pools:
             layout=str(vllm_config.cache_config.get_resolved_kv_cache_layout()),
             isa=",".join(sorted(isas)),
             groups=[
-                _group_format(group, tables[group.table].kv_cache_spec, layers)
+                dataclasses.replace(
+                    _group_format(group, tables[group.table].kv_cache_spec, layers),
+                    shape=_block_shape(group, kv_cache_config, ordered),
+                    scales=_scales([context.get(name) for name in layers]),
+                )
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
-        return cls(format, groups, pools, places(pools, list(ordered)), settings.compatible_with)
+        layers, part = places(pools, list(ordered)), RankPart(EngineRank.of(vllm_config))
+        return cls(format, groups, pools, layers, settings.compatible_with, part)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All pools."""
+        return [pool for pools in self.pools for pool in pools.values()]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pools."""
-        return sum(pool.numel() for pools in self.pools for pool in pools.values())
+        return sum(pool.numel() for pool in self.tensors)
 
     def sent(self, cache: PromptCache) -> list[dict[str, range]]:
         """For each group the numbers of the blocks that are sent, by part.
@@ -188,7 +203,11 @@ class Pools:
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
         """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
-        metadata = {"format": dataclasses.asdict(self.format), "inputs": cache.inputs}
+        metadata = {
+            "rank": self.part.describe(),
+            "format": dataclasses.asdict(self.format),
+            "inputs": cache.inputs,
+        }
         branches: dict[str, BundleBranch] = {}
         for group, parts in enumerate(self.sent(cache)):
             for part, blocks in parts.items():
@@ -231,6 +250,11 @@ class Pools:
             theirs = branch.extra.get("format")
             if not isinstance(theirs, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
+            if wrong := _differences(self.part.describe(), branch.extra.get("rank")):
+                raise SchemaError(
+                    f"{peer} is another rank, or of another engine, than the one to read from: "
+                    f"{wrong}; peer_tp is the tensor-parallel size of the other side"
+                )
             if wrong := _differences(self._expected(theirs, peer), theirs):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
             if wrong := ", ".join(_other_inputs(load, branch.extra)):
@@ -292,42 +316,21 @@ def byte_pools(
     first is returned.
 
     Raises:
-        UnavailableError: a pool is not in host memory.
-        SchemaError: a block is not one contiguous piece of memory.
+        UnavailableError: a pool is neither in host memory nor on a CUDA device.
+        SchemaError: a block is neither contiguous nor equal pieces.
     """
     first: dict[tuple[int, int], str] = {}
     for name, cache in kv_caches.items():
-        if not cache.is_cpu:
+        if cache.device.type not in ("cpu", "cuda"):
             raise UnavailableError(
-                f"layer {name} is on {cache.device}: this connector supports vLLM's CPU backend "
-                "only"
+                f"layer {name} is on {cache.device}: this connector supports CUDA devices and "
+                "vLLM's CPU backend"
             )
         first.setdefault((cache.data_ptr(), cache.stride(0)), name)
     return {
-        name: _bytes_of(kv_caches[name], name, num_blocks, block_size) for name in first.values()
+        name: bytes_of_blocks(kv_caches[name], name, num_blocks=num_blocks, block_size=block_size)
+        for name in first.values()
     }
-
-
-def _bytes_of(cache: torch.Tensor, name: str, num_blocks: int, block_size: int) -> torch.Tensor:
-    if cache.shape[0] > num_blocks and cache.shape[0] % num_blocks == 0:
-        cache = cache.unflatten(0, (num_blocks, -1))  # a kernel may have smaller blocks
-    nbytes = size = cache.element_size()
-    for stride, length in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
-        if length > 1 and stride * size != nbytes:
-            raise SchemaError(
-                f"layer {name}: a block with strides {cache.stride()} is not contiguous"
-            )
-        nbytes *= length
-    if cache.shape[0] != num_blocks or cache.stride(0) * size < nbytes:
-        raise SchemaError(
-            f"layer {name}: a pool {list(cache.shape)} of {num_blocks} blocks "
-            f"of {block_size} tokens has an unknown layout"
-        )
-    flat = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    rows = 1 if nbytes % block_size else block_size
-    row, start = nbytes // rows, int(cache.storage_offset()) * size
-    strides = (cache.stride(0) * size, row, 1)
-    return flat.as_strided((num_blocks, rows, row), strides, start)
 
 
 def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
@@ -359,6 +362,28 @@ def _group_format(group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tenso
     )
 
 
+def _block_shape(
+    group: CacheGroup, config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
+) -> list[int]:
+    """The shape of a group's blocks; SchemaError if the pool of a layer has another one."""
+    spec = config.kv_cache_groups[group.table].kv_cache_spec
+    shapes = {
+        BlockShape.of(spec_of(spec, name), caches[name], config.num_blocks, name)
+        for name in group.layers
+        if name in caches
+    }
+    if len(shapes) > 1:
+        raise SchemaError(f"the layers of a group have blocks of several shapes: {shapes}")
+    return [each for shape in shapes for each in dataclasses.astuple(shape)]
+
+
+def _scales(layers: Sequence[Any]) -> list[list[float]]:
+    """Each layer's scales of quantized K and V, which are not in the blocks; empty if all are 1."""
+    names = ("_k_scale_float", "_v_scale_float")
+    scales = [[float(getattr(layer, name, 1.0)) for name in names] for layer in layers]
+    return scales if any(each != [1.0, 1.0] for each in scales) else []
+
+
 def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
     """The names of the inputs that differ; of each only digests are known."""
     found = theirs.get("inputs")
@@ -373,8 +398,10 @@ def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _differences(mine: Mapping[str, Any], theirs: object) -> str:
     """The fields of `mine` that differ, each with both values; "" if none does."""
+    if not isinstance(theirs, Mapping):
+        return f"it sent {theirs!r:.100}"
     found = []
     for name, value in mine.items():
         other = theirs.get(name)

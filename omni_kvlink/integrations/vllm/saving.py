@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -9,18 +10,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import DuplicateKeyError, KVLinkError, TransferFailed
+from omni_kvlink.errors import (
+    DuplicateKeyError,
+    KVLinkError,
+    TransferFailed,
+    TransferTimeout,
+)
+from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.groups import HEAD, LAST
 from omni_kvlink.integrations.vllm.pools import branch_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from omni_kvlink import KVProducer, PutStream, Receipt, TensorView
     from omni_kvlink.integrations.vllm.pools import Pools
     from omni_kvlink.integrations.vllm.settings import VllmSettings
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import FailedSave, PromptCache
+    from omni_kvlink.lowlevel import StreamEvents
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -44,27 +52,29 @@ class CacheSave:
         # timeout=0: waiting for memory would stall the forward pass.
         self._stream = link.stream_put(bundle, readers=self.cache.readers, ttl=ttl, timeout=0.0)
 
-    def write(self, layer: int) -> None:
-        """Copy one layer's blocks into the payload."""
+    def write(self, layer: int, after: StreamEvents | None) -> None:
+        """Copy one layer's blocks into the payload; on a device, behind a recorded position."""
         assert self._stream is not None
         _, group, index = self._pools.layers[layer]
         for part in (HEAD, LAST):
             name = branch_name(group, part)
             if name in self._views:
-                self._stream.write_layer(index, self._views[name][index], branch=name)
+                view = self._views[name][index]
+                self._stream.write_layer(index, view, branch=name, after=after)
         self._unwritten.discard(layer)
 
-    def commit(self, meter: Meter) -> None:
-        """Commit the payload; `receipt` is set afterwards.
+    def commit(self, link: KVProducer, meter: Meter, after: StreamEvents | None) -> None:
+        """Commit the payload once all copies have ended; `receipt` is set afterwards.
 
         Layers that vLLM does not report, as those with a recurrent state, are copied first.
         """
         assert self._stream is not None
         for layer in sorted(self._unwritten):
-            self.write(layer)
+            self.write(layer, after)
         self.receipt = self._stream.commit()
         seconds = time.perf_counter() - self._started
         meter.observe(save_seconds=seconds, save_bytes=self._stream.manifest.nbytes)
+        meter.copied("sent", link.stats()["device_copies"])
 
     def fail(self, link: KVProducer, error: Exception) -> None:
         """Fail the payload, so that consumers that wait for it raise the reason at once."""
@@ -76,26 +86,41 @@ class CacheSave:
 
 
 class Saver:
-    """The saves of a producer's worker; called by the engine's thread only."""
+    """The saves of a producer's worker; called by the engine's thread only.
 
-    def __init__(self, link: KVProducer, pools: Pools, settings: VllmSettings, meter: Meter):
-        self._link, self._pools, self._ttl, self._meter = link, pools, settings.ttl, meter
+    Attributes:
+        overlaps: whether the next pass may begin while blocks are copied: they are on a device,
+            they are kept until the cache is released, and no pass overwrites them, as it would a
+            recurrent state.
+    """
+
+    def __init__(
+        self, link: KVProducer, pools: Sequence[Pools], settings: VllmSettings, meter: Meter
+    ):
+        self._link, self._pools, self._meter = link, pools, meter
+        self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
+        self._device = PoolDevice((pool for each in pools for pool in each.tensors), link)
+        has_state = any(each.groups.has_state for each in pools)
+        self.overlaps = self._device.is_async and settings.delay_free and not has_state
         self._saves: list[CacheSave] = []
-        self._jobs: list[Future[None]] = []
-        self._receipts: dict[str, Receipt] = {}
+        self._open: dict[tuple[str, str], tuple[CacheSave, Future[None]]] = {}
+        self._receipts: dict[tuple[str, str], Receipt] = {}  # both by request and key
         self._held: set[str] = set()
 
     def begin(self, caches: Sequence[PromptCache]) -> None:
         """Announce the caches that the coming forward pass computes."""
-        self._saves = [CacheSave(cache, self._pools) for cache in caches]
+        self._saves = [
+            CacheSave(pools.part.cache(cache), pools) for cache in caches for pools in self._pools
+        ]
         for save in self._saves:
             self._enqueue(save, partial(save.open, self._link, self._ttl))
 
     def layer(self, layer: int) -> None:
-        """Queue a computed layer of all caches; its blocks must not change until `commit`."""
+        """Queue a computed layer of all caches; its blocks must not change until `wait`."""
+        after = self._device.record() if self._saves else None
         for save in self._saves:
-            self._enqueue(save, partial(save.write, layer))
+            self._enqueue(save, partial(save.write, layer, after))
 
     def fail_blocks(self, blocks: set[int]) -> None:
         """Fail every cache that contains one of these blocks, which were not loaded correctly."""
@@ -105,16 +130,22 @@ class Saver:
                 self._enqueue(save, partial(_refuse, save.cache, wrong))
 
     def commit(self) -> None:
-        """Block until all caches are copied and committed; their blocks may change afterwards."""
-        for save in self._saves:
-            self._enqueue(save, partial(save.commit, self._meter))
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
-        for save in self._saves:
-            if save.receipt is not None:
-                self._receipts[save.cache.request_id] = save.receipt
-        self._saves = []
+        """End the pass, and `wait` for its caches unless the next one may overlap their copies.
+
+        Later tokens of a request may change rows of its last block behind the prompt's: these are
+        sent as well, and mean nothing.
+        """
+        saves, self._saves = self._saves, []
+        after = self._device.record() if saves else None
+        for save in saves:
+            job = self._enqueue(save, partial(save.commit, self._link, self._meter, after))
+            self._open[save.cache.request_id, save.cache.key] = save, job
+        if not self.overlaps:
+            self.wait({save.cache.request_id for save in saves})
+
+    def wait(self, request_ids: set[str]) -> None:
+        """Block until the caches of these requests are copied; their blocks may change then."""
+        self._end([name for name in self._open if name[0] in request_ids])
 
     def hold(self, request_ids: set[str]) -> None:
         """Keep the blocks of finished requests until `released` returns them."""
@@ -122,29 +153,53 @@ class Saver:
 
     def released(self) -> set[str]:
         """Held requests whose caches were released by all readers, failed or expired."""
-        for request_id, receipt in list(self._receipts.items()):
+        self._end([name for name, (_, job) in self._open.items() if job.done()])
+        for name, receipt in list(self._receipts.items()):
             if receipt.done:
-                del self._receipts[request_id]
+                del self._receipts[name]
                 self._report(receipt)
-        over = self._held - self._receipts.keys()
+        unread = self._receipts.keys() | self._open.keys()
+        over = self._held - {request_id for request_id, _ in unread}
         self._held -= over
         return over
 
     def fail(self, failed: FailedSave) -> None:
-        """Fail a cache that was announced to a consumer and will not be computed."""
-        receipts = {name: each for name, each in self._receipts.items() if each.key == failed.key}
-        if failed.request_id not in receipts:
-            self._meter.count("send_failed")  # else the receipt is counted
-        if receipts.keys() <= {failed.request_id}:  # else the key is another request's
-            self._link.fail(failed.key, failed.reason)
+        """Fail an announced cache whose request has ended; blocks while it is being copied."""
+        self.wait({failed.request_id})
+        for key in (pools.part.key(failed.key) for pools in self._pools):
+            requests = {request_id for request_id, each in self._receipts if each == key}
+            if failed.request_id not in requests:
+                self._meter.count("send_failed")  # else the receipt is counted
+            if requests <= {failed.request_id}:  # else the key is another request's
+                self._link.fail(key, failed.reason)
 
-    def close(self) -> None:
-        """Wait for queued copies, then close the link."""
-        self._thread.shutdown()
+    def disconnect(self) -> None:
+        """Close the link, from any thread: readers know at once that they get no more."""
         self._link.close()
 
-    def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> None:
-        self._jobs.append(self._thread.submit(self._run, save, step))
+    def close(self) -> None:
+        """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
+        self._thread.shutdown()
+        self._end([*self._open])
+        deadline = time.monotonic() + self._drain
+        try:
+            for receipt in self._receipts.values():
+                with contextlib.suppress(TransferFailed, TransferTimeout):
+                    receipt.wait(timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            self._link.close()
+
+    def _end(self, names: Iterable[tuple[str, str]]) -> None:
+        """Block until these saves have ended."""
+        for name in names:
+            save, job = self._open.pop(name)
+            job.result()
+            if save.receipt is not None:
+                self._receipts[name] = save.receipt
+
+    def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> Future[None]:
+        """Run a step of a save in the thread, after all earlier steps."""
+        return self._thread.submit(self._run, save, step)
 
     def _run(self, save: CacheSave, step: Callable[[], None]) -> None:
         """Run a step of a save; an error fails this cache only, not the engine."""

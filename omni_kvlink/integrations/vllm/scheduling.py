@@ -13,11 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.groups import CacheGroups
 from omni_kvlink.integrations.vllm.identity import prompt_identity
 from omni_kvlink.integrations.vllm.kept import KeptBlocks
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
+from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url
 from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import (
@@ -61,7 +63,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     - do_remote_prefill: load the prompt's cache from a producer.
     - transfer_id: the cache's key; the producer's request id by default. A router that gives both
       requests the same id may send them at the same time.
-    - remote_url: the peer that has the cache; the first of `peers` by default.
+    - remote_url: the peer that has the cache; the first URL of `peers` by default.
     - readers: the number of requests that will read the cache; 1 by default.
 
     A wrong value is the error of its request alone: a consumer reports its load as failed, a
@@ -72,12 +74,15 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_single_rank(vllm_config)
+        self._rank = EngineRank.of(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._settings = VllmSettings.read(
+        settings = VllmSettings.read(
             transfer.kv_connector_extra_config, produces=self._produces, consumes=self._consumes
         )
+        url = engine_url(settings.url, vllm_config)
+        self._settings = dataclasses.replace(settings, url=url)
+        self._rank.check(self._settings, produces=self._produces, consumes=self._consumes)
         self._is_async = self._settings.load == "async"
         self._groups = CacheGroups.of(kv_cache_config)
         if self._consumes and not self._is_async:
@@ -96,7 +101,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """Read what the request wants, before it is scheduled."""
         params = TransferParams.read(request, produces=self._produces, consumes=self._consumes)
         if not params.url:
-            params = dataclasses.replace(params, url=next(iter(self._settings.peers), ""))
+            params = dataclasses.replace(params, url=self._settings.default_peer)
         if params.fetches and request.prompt_token_ids is None:
             params = dataclasses.replace(params, fetches=False)  # embeddings have no token digest
         if params.sends and self._groups.has_state and request.prompt_token_ids is not None:
@@ -171,6 +176,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
                 del self._sending[request_id]
                 self._sent[request_id] = cache.key
                 self._planned.saves.append(cache)
+        self._planned.preempted |= self._sent.keys() & (scheduler_output.preempted_req_ids or ())
         step, self._planned = self._planned, StepMetadata()
         return step
 
@@ -179,10 +185,14 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         self._kept.pool = gpu_block_pool
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the transfers that the worker reports as ended, with or without success."""
+        """Record the transfers that all ranks report as ended; end the loads that one failed at."""
         self._loading.difference_update(connector_output.finished_recving or ())
         for request_id in connector_output.finished_sending or ():
             self._kept.release(request_id)
+        failed = connector_output.kv_connector_worker_meta
+        if isinstance(failed, FailedLoads):
+            for name in failed.request_ids & self._loading:
+                self._end_load(name, self._params[name])
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -200,6 +210,8 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
                 self._give_up(request, "the request ended before it was scheduled")
             elif name in self._loading and not _has_failed(request, params):
                 self._give_up(request, "the request ended while its cache was loaded")
+            elif name in self._loading and not params.error:
+                self._end_load(name, params)
             self._loading.discard(name)
             self._requested.discard(name)
         reads = self._reads_of(request)
@@ -282,6 +294,13 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             load = (request.request_id, params.key, params.url, params.readers, reason)
             self._planned.cancelled.append(CancelledLoad(*load, end is ReadEnd.DECLINE))
 
+    def _end_load(self, name: str, params: TransferParams) -> None:
+        """End a load that one rank failed at on the others; a rank that has ended it ignores it."""
+        if self._rank.world_size > 1:
+            load = (name, params.key, params.url, params.readers)
+            reason = "another rank could not load its part"
+            self._planned.cancelled.append(CancelledLoad(*load, reason, declines=True))
+
     def _cache_after(
         self, request: Request, computed: int, tables: tuple[list[int], ...]
     ) -> PromptCache | None:
@@ -326,16 +345,4 @@ def _check_sync(groups: CacheGroups, policy: str) -> None:
             'kv_connector_extra_config: load "sync": after a failed load vLLM would compute a '
             "request without the blocks before its window; set kv_load_failure_policy to "
             '"fail", or "load": "async"'
-        )
-
-
-def _check_single_rank(vllm_config: VllmConfig) -> None:
-    """Refuse an engine of several ranks: each rank would need a link of its own."""
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1:
-        raise UnavailableError(
-            f"this engine has {parallel.world_size} ranks (tensor parallel "
-            f"{parallel.tensor_parallel_size}, pipeline parallel "
-            f"{parallel.pipeline_parallel_size}); this connector supports one: "
-            "--tensor-parallel-size 1 --pipeline-parallel-size 1"
         )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.allowed_peers import PeerPattern
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,12 +17,15 @@ class VllmSettings:
     """The settings of one engine; docs/vllm.md describes each."""
 
     url: str = ""  # what a producer serves, such as shm://prefill-0
-    peers: tuple[str, ...] = ()  # URLs that a consumer may read from; the first is the default
+    peers: tuple[str, ...] = ()  # URLs, or patterns, that a consumer may read from
+    peers_file: str = ""  # a file of more of them, which is read again when it changes
     load: str = "async"  # or "sync": during the request's own forward pass
     model: str = ""  # a name of the weights, equal on both sides; the engine's `model` if empty
     compatible_with: tuple[str, ...] = ()  # other versions of vLLM whose caches are read
     timeout: float = 30.0  # seconds within which a cache must be loaded
     ttl: float = 60.0  # seconds for which a finished prefill stays available to its readers
+    peer_tp: int = 0  # tensor-parallel size of the engines on the other side; 0: as this one
+    drain: float = 0.0  # seconds for which a shutdown waits until unread caches are read
     delay_free: bool = True  # keep a request's blocks until every reader has released the cache
     serve: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `KVLink.serve`
     connect: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of `KVLink.connect`
@@ -46,11 +50,22 @@ class VllmSettings:
             raise _error(f"load {settings.load!r}; wanted 'sync' or 'async'")
         if not (settings.timeout > 0 and settings.ttl > 0):
             raise _error(f"timeout {settings.timeout}, ttl {settings.ttl}: more than 0 s")
+        if type(settings.peer_tp) is not int or settings.peer_tp < 0:
+            raise _error(f"peer_tp {settings.peer_tp!r}: the other side's tensor-parallel size")
+        if not settings.drain >= 0:
+            raise _error(f"drain {settings.drain}: 0 s or more")
         if produces and not settings.url:
             raise _error('url is missing: what this producer serves, such as "shm://prefill-0"')
-        if consumes and not settings.peers:
+        if consumes and not (settings.peers or settings.peers_file):
             raise _error('peers is missing: the producers to read from, ["shm://prefill-0"]')
+        for entry in settings.peers:
+            PeerPattern(entry)
         return settings
+
+    @property
+    def default_peer(self) -> str:
+        """The first URL of `peers` that is no pattern; "" if there is none."""
+        return next((entry for entry in self.peers if not PeerPattern(entry).is_wild), "")
 
 
 def _error(text: str) -> SchemaError:

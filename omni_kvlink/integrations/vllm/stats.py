@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0]
 BYTES = [float(1 << power) for power in range(14, 36, 2)]
@@ -33,6 +36,8 @@ COUNTS = {
     "received": "caches that were loaded",
     "load_failed": "caches that were not loaded; their blocks are reported to the scheduler",
     "load_corrupt": "those of load_failed whose bytes differ from the committed ones",
+    "pinned_bytes": "bytes copied between a device and page-locked memory of the host",
+    "pageable_bytes": "bytes copied by torch between a device and memory that is not page-locked",
     "dropped": "caches that were named and not needed: the request ended, or had them already",
 }
 """Counters."""
@@ -80,11 +85,20 @@ class Meter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = KVLinkStats()
+        self._copied: dict[str, Mapping[str, int]] = {}
 
     def count(self, name: str) -> None:
         """Increment one of `COUNTS`."""
         with self._lock:
             self._stats.data[name] += 1
+
+    def copied(self, direction: str, now: Mapping[str, int]) -> None:
+        """Add what `Copier.device_copies` has grown by since the last call for a direction."""
+        with self._lock:
+            before = self._copied.get(direction, {})
+            for way, nbytes in now.items():
+                self._stats.data[f"{way}_bytes"] += nbytes - before.get(way, 0)
+            self._copied[direction] = now
 
     def observe(self, **values: float) -> None:
         """Append values to histograms of `SERIES`, by name."""

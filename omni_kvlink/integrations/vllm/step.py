@@ -58,4 +58,5 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = dataclasses.field(default_factory=list)
     cancelled: list[CancelledLoad] = dataclasses.field(default_factory=list)
     held: set[str] = dataclasses.field(default_factory=set)  # finished, but their blocks are kept
+    preempted: set[str] = dataclasses.field(default_factory=set)  # their blocks were freed
     failed: list[FailedSave] = dataclasses.field(default_factory=list)

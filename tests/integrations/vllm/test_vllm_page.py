@@ -19,11 +19,11 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
     texts = [one.text for one in blocks("docs/vllm.md") if "vllm serve" in one.first]
     argv = [word for text in texts for word in shlex.split(text)]
     found = [json.loads(argv[n + 1]) for n, w in enumerate(argv) if w == "--kv-transfer-config"]
-    several = found.pop()
-    assert several["kv_connector"] == "MultiConnector"
-    assert KVTransferConfig(**several)
-    found.append(several["kv_connector_extra_config"]["connectors"][0])
-    for values, role in zip(found, ("kv_producer", "kv_consumer", "kv_both"), strict=True):
+    assert found[2]["kv_connector"] == "MultiConnector"
+    assert KVTransferConfig(**found[2])
+    found[2] = found[2]["kv_connector_extra_config"]["connectors"][0]
+    pair = ("kv_producer", "kv_consumer")
+    for values, role in zip(found, (*pair, "kv_both", *pair, *pair), strict=True):
         config = KVTransferConfig(**values)
         assert (config.kv_connector, config.kv_role) == ("OmniKVLinkConnector", role)
         is_producer, is_consumer = config.is_kv_producer, config.is_kv_consumer

@@ -58,13 +58,22 @@ print(type(found["OmniKVLinkConnector"]).__name__, found["OmniKVLinkConnector"].
 
 
 def test_beside_other_connectors(model: Path, installed: Path, directory: Path) -> None:
-    """`MultiConnector`, with the engine core in its own process, reports statistics by name."""
+    """`MultiConnector`, with the engine core in its own process, reports statistics by name.
+
+    The other connector saves the same prompts, and loads none. A load that fails ends its request.
+    """
     url, options = "shm://multi", {"directory": str(directory)}
     child = transfer("both", url=url, peers=[url], serve=options, connect=options)
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory / "saved")},
+    }
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [child]},
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": [child, other]},
     }
     apart = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -77,6 +86,12 @@ def test_beside_other_connectors(model: Path, installed: Path, directory: Path) 
         got = engine.generate(tokens, engine.prefill(tokens))
         assert got["tokens"] == expected["tokens"]
         assert engine.count("received") == 1
+        assert list((directory / "saved").iterdir())
+        fetch = {"do_remote_prefill": True, "transfer_id": "k", "remote_url": "shm://stranger"}
+        assert engine.generate(prompt(BLOCK + 1, seed=9), fetch)["reason"] == "error"
+        assert "'shm://stranger' is not one of this engine's peers: shm://multi" in engine.output()
+        assert engine.count("load_failed") == 1
+        assert engine.generate(tokens)["tokens"] == expected["tokens"]
     finally:
         engine.close()
 

@@ -32,6 +32,8 @@ class Engine:
             kv_transfer_config=transfer and KVTransferConfig(**transfer),
             **config,
         )
+        if config.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc(profile)
         self.engine = self.llm.llm_engine
         self.over: dict[str, dict[str, Any]] = {}
 
@@ -96,11 +98,12 @@ class Engine:
         return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
 
     def waiting(self) -> int:
-        """Readers that wait at this producer's link for a cache that is not there yet."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        """Readers that wait, at each rank's link, for a cache that is not there yet."""
+        return int(min(self.llm.collective_rpc(waiting)))
 
-        link = get_kv_transfer_group()._saver._link
-        return int(link.stats()["transfers"]["waiting"])
+    def rank_pids(self) -> list[int]:
+        """The processes of the ranks, with the executor "mp"."""
+        return [worker.proc.pid for worker in self.core.model_executor.workers]
 
     def preemptions(self) -> float:
         return float(self.metrics()["vllm:num_preemptions"])
@@ -115,6 +118,19 @@ class Engine:
     @property
     def core(self) -> Any:
         return self.engine.engine_core.engine_core
+
+
+def waiting(worker: Any) -> int:
+    """Readers that wait at a rank's link; runs in its worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    link = get_kv_transfer_group()._saver._link
+    return int(link.stats()["transfers"]["waiting"])
+
+
+def profile(worker: Any) -> None:
+    """A rank's first pass: a second stage needs it, and eager vLLM 0.30 on a CPU leaves it out."""
+    worker.model_runner.profile_run()
 
 
 def main() -> None:

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Work of a device that a ticket stands for.
+#pragma once
+
+#include "device.h"
+
+namespace kvlc {
+
+constexpr unsigned kEventFlags = cudaEventDisableTiming | cudaEventBlockingSync;
+
+class Pending {
+  public:
+    explicit Pending(Device &device) : device_(device) {}
+    virtual ~Pending() = default;
+    Pending(const Pending &) = delete;
+    Pending &operator=(const Pending &) = delete;
+
+    Device &device() const { return device_; }
+
+    // The caller of these is on the device.
+    virtual void wait(uint64_t copy) const = 0;  // blocks until copies 0 to `copy` are complete
+    virtual uint64_t complete() const = 0;       // copies, from the first one on
+    virtual void finish() const = 0;             // blocks for as long as memory is used
+    virtual void hold_back(cudaStream_t stream) const = 0;  // later work there waits for all copies
+
+  protected:
+    Device &device_;
+};
+
+// Throws KVL_EARGUMENT if the stream is being captured: what waits for a captured stream is
+// captured, too, and does nothing.
+void refuse_capture(cudaStream_t stream);
+
+}  // namespace kvlc

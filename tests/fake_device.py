@@ -1,0 +1,148 @@
+"""The CUDA library on a fake device: tensors in host memory stand in for those of a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from omni_kvlink._native import cuda
+from omni_kvlink.copier import pinned, streams
+from omni_kvlink.link import producer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from omni_kvlink.payload.views import TensorView
+
+ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
+"""Values of OMNI_KVLINK_CUDA_CROSSOVER."""
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+FIELDS = (
+    "devices",
+    "refuses_registration",
+    "fails_after",
+    "unregistered",
+    "unregistered_late",
+    "readonly",
+    "blocking",
+    "capturing_elsewhere",
+    "held",
+)
+
+_calls: list[object] = []  # ctypes functions; the library keeps none, and may call them late
+
+
+def build(directory: Path) -> None:
+    """The library's own sources, with `csrc/tests/fake_cuda.cpp` instead of CUDA."""
+    names = [shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
+    compiler = next((name for name in names if name and shutil.which(name[0])), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    sources = [*(CSRC / "cuda").glob("*.cpp"), CSRC / "view.cpp", CSRC / "failure.cpp"]
+    fake = CSRC / "tests" / "fake_cuda.cpp"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-I{CSRC}/tests/fake_cuda"]
+    flags += shlex.split(os.environ.get("FAKE_CUDA_FLAGS", ""))
+    command = [*compiler, *flags, *map(str, sources), str(fake), "-o"]
+    subprocess.run([*command, str(directory / cuda.LIBRARY)], check=True)
+
+
+class FakeDevice:
+    """The fake device's state, and which tensors count as its own."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.holds: Callable[[TensorView], bool] = lambda view: True
+        self._library, self._current = library, threading.local()
+        self._field = library.fake_cuda_field
+        self._field.restype = ctypes.POINTER(ctypes.c_int)
+
+    def get(self, name: str) -> int:
+        value: int = self._field(FIELDS.index(name))[0]
+        return value
+
+    @property
+    def stream(self) -> int:
+        """The calling thread's current stream; 0 in a thread that has chosen none."""
+        stream: int = getattr(self._current, "stream", 0)
+        return stream
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Make a stream the calling thread's current one, as `torch.cuda.stream` does."""
+        before, self._current.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def enqueue(self, stream: int, work: Callable[[], object]) -> None:
+        """Enqueue work on a stream; it runs once somebody waits for what is behind it."""
+        call = ctypes.CFUNCTYPE(None)(work)
+        _calls.append(call)
+        self._library.fake_cuda_call(ctypes.c_uint64(stream), call)
+
+    def hold(self, held: bool) -> None:
+        """Let nothing that is enqueued run from now on, or again."""
+        self._field(FIELDS.index("held"))[0] = int(held)
+
+    def run(self, stream: int) -> None:
+        """Run all work of a stream, and what it waits for."""
+        self._library.fake_cuda_run(ctypes.c_uint64(stream))
+
+    @contextmanager
+    def without_blocking(self) -> Iterator[None]:
+        """Count the calling thread's calls that may block, in `get("blocking")`."""
+        self._library.fake_cuda_forbid_blocking(1)
+        try:
+            yield
+        finally:
+            self._library.fake_cuda_forbid_blocking(0)
+
+    @contextmanager
+    def set(self, name: str, value: int) -> Iterator[None]:
+        field = self._field(FIELDS.index(name))
+        before, field[0] = field[0], value
+        try:
+            yield
+        finally:
+            field[0] = before
+
+
+def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Use the library in `directory` as the CUDA library until the end of the test."""
+    library = cuda._part.open(directory)
+    device = FakeDevice(library)
+    monkeypatch.setattr(cuda._part, "loaded", library)
+    monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
+    for module in (pinned, streams):
+        monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
+    monkeypatch.setattr(producer, "is_on_device", lambda view: device.holds(view))
+    monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
+    return device
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the library on the fake device was built."""
+    made = tmp_path_factory.mktemp("fake")
+    build(made)
+    return made
+
+
+@pytest.fixture
+def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """The fake device, in place of all others, for one test."""
+    monkeypatch.setenv(cuda.ENVIRONMENT, MIXED)
+    yield install(directory, monkeypatch)
+    gc.collect()  # unregister with this library, not with the next one

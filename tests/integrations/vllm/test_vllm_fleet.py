@@ -1,0 +1,110 @@
+"""`vllm serve` twice behind vllm-router: tokens, clients that leave, restarts, a drain."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if importlib.util.find_spec("vllm_router") is None or importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm or vllm-router is not installed: make test-vllm", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from fleet_faults import TOKENS, Campaign, Fault, answers, prompts
+from vllm_fleet import DECODE, PREFILL, ROUTER, Fleet, complete, stream
+
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(1800)
+
+RECEIVED, FAILED = "vllm:omni_kvlink_received_total", "vllm:omni_kvlink_load_failed_total"
+ASKED = prompts(random.Random(1), 24)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, directory: Path) -> list[list[int]]:
+    """What one engine alone answers to `ASKED`."""
+    return answers(model, directory, ASKED)
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, directory: Path, expected: object) -> Iterator[Fleet]:
+    """Caches that nobody reads stay for 10 s."""
+    fleet = Fleet(model, directory, ttl=10.0)
+    try:
+        fleet.start(PREFILL, DECODE)
+        fleet.start(ROUTER)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def test_tokens_of_one_engine(fleet: Fleet, expected: list[list[int]]) -> None:
+    """Each cache is loaded, and every token is that of an engine alone."""
+    router, decode = fleet.servers[ROUTER], fleet.servers[DECODE]
+    received = decode.metric(RECEIVED)
+    for asked, answer in zip(ASKED[:6], expected[:6], strict=True):
+        last = complete(router.port, asked, TOKENS)
+        assert (last.error, last.tokens, last.reason) == ("", answer, "length")
+    until(lambda: decode.metric(RECEIVED) == received + 6, "six caches were loaded")
+    assert decode.metric(FAILED) == 0
+    for server in (fleet.servers[PREFILL], decode):
+        server.until_all_blocks_are_free()
+
+
+def test_a_client_leaves(fleet: Fleet, expected: list[list[int]]) -> None:
+    """At once, at its first token, and later: no block stays."""
+    router = fleet.servers[ROUTER]
+    for number, tokens in ((6, 0), (7, 1), (8, 9)):
+        with closing(stream(router.port, ASKED[number], 900 - len(ASKED[number]))) as states:
+            last = next(state for state in states if len(state.tokens) >= tokens)
+        assert last.tokens[:TOKENS] == expected[number][: len(last.tokens)]
+        assert not last.reason
+    for side in (PREFILL, DECODE):
+        fleet.servers[side].until_all_blocks_are_free()
+    assert complete(router.port, ASKED[9], TOKENS).tokens == expected[9]
+
+
+def test_a_producer_drains(fleet: Fleet, expected: list[list[int]]) -> None:
+    """SIGTERM: it takes no new prompt, and ends when the caches that it announced are read."""
+    prefill, decode = fleet.servers[PREFILL], fleet.servers[DECODE]
+    received = decode.metric(RECEIVED)
+    send: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}}
+    announced = complete(prefill.port, ASKED[10], 1, **send)
+    assert announced.params["remote_url"] == "shm://fleet-prefill"
+    prefill.process.send_signal(signal.SIGTERM)
+    until(lambda: "start mode=drain" in prefill.output(), "it drains", 60)
+    assert not complete(prefill.port, ASKED[11], 1, **send).params
+    last = complete(decode.port, ASKED[10], TOKENS, kv_transfer_params=announced.params)
+    assert (last.tokens, last.reason) == (expected[10], "length")
+    until(lambda: decode.metric(RECEIVED) == received + 1, "the cache was loaded")
+    assert prefill.process.wait(120) == 0
+    fleet.start(PREFILL)
+    router = fleet.servers[ROUTER]
+    until(lambda: complete(router.port, ASKED[11], TOKENS).tokens == expected[11], "it serves", 60)
+
+
+def test_faults(fleet: Fleet, expected: list[list[int]]) -> None:
+    """The campaign of `benchmarks/fleet_faults.py`, with two clients that leave and two kills."""
+    faults = {
+        2: Fault("abort", 5),
+        5: Fault(f"kill {PREFILL}", 0),
+        11: Fault("abort", 0),
+        15: Fault(f"kill {DECODE}", 3),
+    }
+    campaign = Campaign(fleet, ASKED, expected)
+    campaign.run(faults)
+    assert not campaign.problems
+    assert campaign.faults[f"kill {PREFILL}"] == campaign.faults[f"kill {DECODE}"] == 1
+    assert sum(campaign.ends.values()) == len(ASKED)
+    assert campaign.ends["right"] >= len(ASKED) - 10
