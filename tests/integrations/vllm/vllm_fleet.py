@@ -122,7 +122,7 @@ class Fleet:
             *(sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"),
             *("--prefill", f"http://{HOST}:{prefill}", "--decode", f"http://{HOST}:{decode}"),
             *("--host", HOST, "--port", str(router), "--prometheus-port", str(metrics)),
-            *("--policy", "round_robin"),
+            *("--policy", "round_robin", "--worker-startup-check-interval", "1"),
         ]
 
 
