@@ -4,12 +4,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "../cuda/kernel.h"
@@ -88,6 +90,11 @@ void blocks() {
     fake_cuda().blocking += must_not_block;
 }
 
+void wait_until_released() {
+    volatile int &held = fake_cuda().held;
+    while (held && !must_not_block) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 cudaError_t allocate(void **memory, size_t nbytes) {
     blocks();
     if (cudaError_t status = unsafe()) return status;
@@ -119,7 +126,7 @@ int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
     int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
                      &fake.unregistered, &fake.unregistered_late,    &fake.readonly,
-                     &fake.blocking};
+                     &fake.blocking,     &fake.held};
     return fields[number];
 }
 
@@ -263,6 +270,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    wait_until_released();
     std::lock_guard<std::recursive_mutex> hold(lock);
     blocks();
     if (cudaError_t status = unsafe()) return status;

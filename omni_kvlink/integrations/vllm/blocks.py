@@ -36,12 +36,13 @@ class BlockShape:
         """
         ratio = cache.shape[0] // num_blocks
         here = (*cache.shape[:-1], cache.shape[-1] * cache.element_size())
-        kernel_block = spec.block_size // max(1, ratio)
+        divides = ratio and spec.block_size % ratio == 0
+        kernel_block = spec.block_size // ratio if divides else spec.block_size
         there: Any = compute_layer_kv_cache_shape_bytes(spec, num_blocks, kernel_block)
-        if not ratio or here != there:
+        if here != there:
             raise SchemaError(
                 f"layer {name}: a pool {list(cache.shape)} of {cache.dtype}; its "
-                f"{type(spec).__name__} has {num_blocks} blocks and {list(there)} bytes"
+                f"{type(spec).__name__} of {num_blocks} blocks has {list(there)} bytes"
             )
         return cls(ratio, *there[1:])
 

@@ -76,7 +76,12 @@ class HeadPools:
             for group, layers in zip(self.pools.format.groups, self.pools.pools, strict=True)
         ]
         groups = [
-            dataclasses.replace(group, kv_heads=stop - start, block_nbytes=_block_nbytes(layers))
+            dataclasses.replace(
+                group,
+                kv_heads=stop - start,
+                block_nbytes=_block_nbytes(layers),
+                shape=[*group.shape[:1], stop - start, *group.shape[2:]],
+            )
             for group, layers in zip(self.pools.format.groups, pools, strict=True)
         ]
         format = dataclasses.replace(self.pools.format, groups=groups)

@@ -45,9 +45,9 @@ class Target(NamedTuple):
 class CacheLoad:
     """The load of a part of a cache: a pool thread requests it; none waits; a pool thread copies it.
 
-    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. Blocks on
-    a device are written behind what was recorded as `after`. `ended` is called once, in any
-    thread, with the error of a failed load.
+    `submit` runs a function in the thread pool; the load ends within `timeout` seconds. `ended` is
+    called once, in any thread, with the error of a failed load. Blocks on a device are written
+    behind what was recorded as `after`.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class CacheLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
-        after: StreamEvents | None,
         ended: Callable[[Exception | None], None],
+        after: StreamEvents | None,
     ):
         self.load = dataclasses.replace(load, key=pools.part.key(load.key))
         self.error: Exception | None = None
         self.done = threading.Event()
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
-        self.link: KVConsumer | None = None
         self._pools, self._peers, self._submit, self._ended = pools, peers, submit, ended
-        self._started = time.monotonic()
+        self._started = self._began = time.monotonic()
         self._deadline = self._started + timeout
         self._changed = threading.Condition()
+        self._link: KVConsumer | None = None
         self._pending: PendingGet | None = None
         self._is_claimed = False
         self.cancelled: CancelledLoad | None = None
@@ -87,10 +87,10 @@ class CacheLoad:
             if self.cancelled is not None:
                 return
             rank = self._pools.part.sender.index
-            self.link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
+            self._link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
             if self.cancelled is not None:
                 return
-            pending = begin_get(self.link, self.load.key, timeout=self._left(), streamed=True)
+            pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
         except Exception as error:
             if self._claim():
                 self._complete(error)
@@ -170,10 +170,10 @@ class CacheLoad:
 
     def _abort(self) -> None:
         """End a copy that waits for a layer, and the payload with it; runs in the pool."""
-        assert self.link is not None
+        assert self._link is not None
         assert self.cancelled is not None
         try:
-            self.link.abort(self.load.key, self.cancelled.reason)
+            self._link.abort(self.load.key, self.cancelled.reason)
         except Exception as error:
             log.warning("cache %.200r could not be aborted: %s", self.load.key, str(error))
 
@@ -183,17 +183,16 @@ class CacheLoad:
 
     def _run(self) -> None:
         """Copy the cache; runs in the pool when the get is answered or its deadline has passed."""
-        link, pending = self.link, self._pending
+        link, pending = self._link, self._pending
         assert link is not None
         assert pending is not None
-        began = time.monotonic()
-        self.wait_seconds = began - self._started
+        self._began = time.monotonic()
+        self.wait_seconds = self._began - self._started
         try:
             delivery, started = pending.wait(timeout=0.0), time.perf_counter()
             with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
                 try:
                     self._copy(stream, link.url)
-                    self.copy_seconds = time.monotonic() - began
                     if not self.load.is_async and self._use_read():
                         self._complete(None)  # the pass's stream waits for the copies
                 finally:
@@ -203,6 +202,8 @@ class CacheLoad:
         except Exception as error:
             # Their frames would keep the payload's memory, and so its lease.
             error.__traceback__ = error.__context__ = None
+            if self.done.is_set():
+                log.error("cache %.200r was not written to the device: %s", self.load.key, error)
             self._complete(error)
             return
         self._complete(None)
@@ -229,13 +230,12 @@ class CacheLoad:
         self.nbytes = stream.manifest.nbytes
         targets = self._targets(stream.manifest)
         for layer, (_, group, index) in enumerate(self._pools.layers):
-            copies = list[StreamEvents]()
+            copies: list[StreamEvents] = []
             self._copies.append(copies)
             for branch, views, rows in targets[group]:
                 self._check_cancelled()
                 received = stream.wait_for_layer(index, branch=branch, timeout=self._left())
-                whole = rows == range(received.key.shape[0])
-                part = None if whole else rows
+                part = None if rows == range(received.key.shape[0]) else rows
                 copies.append(received.begin_scatter(views[index], rows=part, after=self._after))
             with self._changed:
                 self._layers = layer + 1
@@ -270,7 +270,7 @@ class CacheLoad:
         with self._changed:
             if self.done.is_set():
                 return
-            self.error = error
+            self.error, self.copy_seconds = error, time.monotonic() - self._began
             self.done.set()
             self._changed.notify_all()
         self._ended(error)
@@ -289,7 +289,7 @@ class RankLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
-        after: StreamEvents | None = None,
+        after: StreamEvents | None,
     ):
         self.load = load
         self.error: Exception | None = None
@@ -298,7 +298,7 @@ class RankLoad:
         self.done = threading.Event()
         self._submit, self._lock, self._missing = submit, threading.Lock(), len(pools)
         self.parts = [
-            CacheLoad(load, each, peers, submit, timeout, after, self._end) for each in pools
+            CacheLoad(load, each, peers, submit, timeout, self._end, after) for each in pools
         ]
 
     @property
@@ -365,7 +365,7 @@ class Loader:
         self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
         self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
-        self._device = PoolDevice(tensor for each in pools for tensor in each.tensors)
+        self._device = PoolDevice([each for part in pools for each in part.tensors], peers.copier)
         self._loading: dict[str, RankLoad] = {}
         self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
@@ -376,9 +376,9 @@ class Loader:
     def start(self, loads: Sequence[Load]) -> None:
         """Begin loads; does not block. Work that the engine queued before may use their blocks."""
         after = self._device.record() if loads else None
-        pool, timeout = self._submit, self._timeout
+        submit, timeout = self._submit, self._timeout
         for load in loads:
-            loading = RankLoad(load, self._pools, self._peers, pool, timeout, after)
+            loading = RankLoad(load, self._pools, self._peers, submit, timeout, after)
             self._loading[load.request_id] = loading
             if load.error:
                 loading.fail(SchemaError(load.error))
@@ -491,9 +491,7 @@ class Loader:
         """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
         del self._loading[load.request_id]
-        for part in loading.parts:
-            if part.link is not None:
-                self._meter.copied(part.link)
+        self._meter.copied(self._peers.copier)
         if error is None:
             self._meter.count("received")
             for part in loading.parts:

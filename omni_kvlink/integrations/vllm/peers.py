@@ -10,6 +10,7 @@ from omni_kvlink import KVConsumer, KVLink
 from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout
 from omni_kvlink.integrations.vllm.allowed_peers import AllowedPeers
 from omni_kvlink.integrations.vllm.ranks import rank_url
+from omni_kvlink.lowlevel import named_copier
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +36,9 @@ class Peers:
     """
 
     def __init__(self, entries: Sequence[str], options: Mapping[str, Any], *, file: str = ""):
-        self._allowed, self._options = AllowedPeers(entries, file), dict(options)
+        self._allowed = AllowedPeers(entries, file)
+        self.copier = named_copier(options.get("copier", "auto"))  # of all links
+        self._options = {**options, "copier": self.copier}
         self._lock = threading.Lock()
         self._links: dict[tuple[str, int], PeerLink] = {}
         self._closed = False

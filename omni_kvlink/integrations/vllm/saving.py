@@ -100,7 +100,7 @@ class Saver:
         self._link, self._pools, self._meter = link, pools, meter
         self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
-        self._device = PoolDevice(tensor for each in pools for tensor in each.tensors)
+        self._device = PoolDevice((pool for each in pools for pool in each.tensors), link)
         has_state = any(each.groups.has_state for each in pools)
         self.overlaps = self._device.is_async and settings.delay_free and not has_state
         self._saves: list[CacheSave] = []
@@ -197,7 +197,7 @@ class Saver:
     def close(self) -> None:
         """Wait for queued copies and, `drain` seconds, for unread caches, then close the link."""
         self._thread.shutdown()
-        self._end(list(self._open))
+        self._end([*self._open])
         deadline = time.monotonic() + self._drain
         try:
             for receipt in self._receipts.values():

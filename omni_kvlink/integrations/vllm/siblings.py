@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import threading
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,10 +65,12 @@ def sibling_pids() -> list[int]:
     """The processes of the engine's other ranks on this machine; every rank calls it at once."""
     if not torch.distributed.is_initialized():
         return []
-    from vllm.distributed.parallel_state import get_inner_dp_world_group
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    group = get_inner_dp_world_group()
     mine = BOOT_ID.read_text(), os.stat("/proc/self/ns/pid").st_ino, os.getpid()
-    found: list[tuple[str, int, int]] = [mine] * group.world_size
-    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    found = [mine]
+    for group in (get_tp_group(), get_pp_group()):
+        parts: list[list[tuple[str, int, int]]] = [[]] * group.world_size
+        torch.distributed.all_gather_object(parts, found, group=group.cpu_group)
+        found = list(chain(*parts))
     return [each[-1] for each in found if each[:-1] == mine[:-1] and each != mine]

@@ -23,7 +23,7 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
     assert KVTransferConfig(**found[2])
     found[2] = found[2]["kv_connector_extra_config"]["connectors"][0]
     pair = ("kv_producer", "kv_consumer")
-    for values, role in zip(found, (*pair, "kv_both", *pair), strict=True):
+    for values, role in zip(found, (*pair, "kv_both", *pair, *pair), strict=True):
         config = KVTransferConfig(**values)
         assert (config.kv_connector, config.kv_role) == ("OmniKVLinkConnector", role)
         is_producer, is_consumer = config.is_kv_producer, config.is_kv_consumer

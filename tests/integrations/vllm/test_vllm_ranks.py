@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fixtures import BLOCK, PATIENCE, EngineProcess, prompt
+from vllm_fixtures import BLOCK, PATIENCE, SEND, EngineProcess, prompt
 
+from omni_kvlink import KVLink
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
 
 pytestmark = [
@@ -21,6 +26,8 @@ pytestmark = [
 
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Two ranks share a NUMA node here, which vLLM's own binding of threads does not foresee."""
+
+TOKENS, OTHERS = prompt(3 * BLOCK + 7, seed=3), prompt(2 * BLOCK + 9, seed=4)
 
 FOREVER = 3600
 """Seconds; who waits so long for a dead rank does not end in these tests."""
@@ -113,35 +120,73 @@ def test_a_peer_of_another_size(start: Any) -> None:
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_a_rank_of_the_producer_is_killed(start: Any, load: str) -> None:
-    """While both ranks of a consumer wait for it. Others go on, and a new producer is found."""
+@pytest.mark.parametrize("moment", ["idle", "computing"])
+def test_a_rank_of_the_producer_is_killed(
+    start: Any, directory: Path, load: str, moment: str
+) -> None:
+    """The consumer's request ends on all ranks, though the dead one's neighbour may still live.
+
+    "computing": the neighbour waits for the dead rank in a collective call. Requests without that
+    producer go on, and the next producer of its name is found.
+    """
     producer = start("p", "producer", **ranks(2))
     consumer = start("d", "consumer", extra={"load": load, "timeout": FOREVER}, **ranks(2))
-    other = start("e", "both", extra={"peers": ["shm://e"]})
+    others = start("q", "producer"), start("e", "consumer", extra={"peers": ["shm://q"]})
+    pids = producer.call("rank_pids")
     try:
-        tokens = prompt(3 * BLOCK + 7, seed=3)
-        free, cold = consumer.call("free_blocks"), consumer.generate(tokens)
+        free, cold = consumer.call("free_blocks"), consumer.generate(TOKENS)
         consumer.call("forget")
-        key = f"late-{time.monotonic_ns()}"
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(consumer.generate, tokens, fetch(key))
+        with ThreadPoolExecutor(2) as threads:
+            key = f"late-{time.monotonic_ns()}"
+            running = threads.submit(consumer.generate, TOKENS, {**fetch(key), "readers": 2})
             until_waiting(producer, running)
+            if moment == "computing":
+                sending = threads.submit(compute_without, pids[1], producer, key)
+                until_computing(key, directory)
+            moved = others[1].generate(TOKENS, others[0].prefill(TOKENS))
             killed = time.monotonic()
-            producer.call("kill_rank", rank=1)
+            os.kill(pids[1], signal.SIGKILL)
             got = running.result(PATIENCE)
-        print(f"{load}: the request ended {1e3 * (time.monotonic() - killed):.0f} ms later")
+            print(f"the request ended {1e3 * (time.monotonic() - killed):.0f} ms after the rank")
+            if moment == "computing":
+                assert is_alive(pids[0]), "the consumer learned of it from the neighbour's end"
+                with pytest.raises((RuntimeError, EOFError)):
+                    sending.result(PATIENCE)
         assert (got["reason"], got["tokens"]) == ("error", [])
+        assert moved["tokens"] == cold["tokens"]
         consumer.call("settle")
         assert consumer.call("free_blocks") == free
-        with pytest.raises((RuntimeError, EOFError)):
-            producer.prefill(tokens)
-        assert other.generate(tokens, other.prefill(tokens))["tokens"] == cold["tokens"]
+        assert others[1].generate(OTHERS, others[0].prefill(OTHERS))["reason"] == "length"
         producer.close()
         producer = start("p", "producer", **ranks(2))
-        assert consumer.generate(tokens, producer.prefill(tokens))["tokens"] == cold["tokens"]
+        assert consumer.generate(TOKENS, producer.prefill(TOKENS))["tokens"] == cold["tokens"]
     finally:
-        for engine in (producer, consumer, other):
+        for engine in (producer, consumer, *others):
             engine.close()
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def compute_without(pid: int, producer: EngineProcess, key: str) -> None:
+    """Stop a rank's process, then let its engine compute a cache for two readers."""
+    os.kill(pid, signal.SIGSTOP)
+    params = {**SEND, "transfer_id": key, "readers": 2}
+    producer.generate(TOKENS, params, tokens=1)
+
+
+def until_computing(key: str, directory: Path) -> None:
+    """Until the first rank of `p` has announced a cache, and so is in the pass that computes it."""
+    with KVLink.connect("shm://p", timeout=PATIENCE, directory=str(directory)) as link:
+        pending = begin_get(link, key, timeout=PATIENCE, streamed=True)
+        assert wait([pending.future], PATIENCE).done
+        pending.wait(timeout=0.0).release_unread()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def fetch(key: str) -> dict[str, Any]:

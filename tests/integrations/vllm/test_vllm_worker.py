@@ -63,9 +63,9 @@ class Halves:
         self.theirs, self.mine = engine_pools(filled=True), engine_pools(filled=False)
         self.sent, self.got = Meter(), Meter()
         link = KVLink.serve("shm://halves", directory=directory)
-        self.saver = Saver(link, as_pools(self.theirs), VllmSettings(), self.sent)
+        self.saver = Saver(link, [as_pools(self.theirs)], VllmSettings(), self.sent)
         self.peers = Peers(["shm://halves"], {"directory": directory})
-        self.loader = Loader(as_pools(self.mine), self.peers, self.got, timeout=5.0)
+        self.loader = Loader([as_pools(self.mine)], self.peers, self.got, timeout=5.0)
 
     def send(self, cache: PromptCache) -> None:
         """A forward pass that computes this cache."""
@@ -229,6 +229,8 @@ def test_pools_that_are_not_known() -> None:
         ({"urls": []}, "has no urls; there are url, peers"),
         ({"peers": "shm://p"}, "peers is a list"),
         ({"compatible_with": "0.30.0"}, "compatible_with is a list"),
+        ({"url": "shm://p", "peers": ["shm://p"], "peer_tp": "2"}, "peer_tp '2'"),
+        ({"url": "shm://p", "peers": ["shm://p"], "peer_tp": -1}, "peer_tp -1"),
         ({"peers": ["shm://p"]}, "url is missing"),
         ({"url": "shm://p"}, "peers is missing"),
         ({"url": "shm://p", "peers": ["shm://p"], "load": "soon"}, "load 'soon'"),
@@ -340,4 +342,4 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
 
 
 def is_requested(halves: Halves, name: str) -> bool:
-    return halves.loader._decliner._reads[name]._pending is not None
+    return halves.loader._decliner._reads[name, name]._pending is not None

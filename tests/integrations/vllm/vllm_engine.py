@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 from typing import Any
@@ -100,9 +99,9 @@ class Engine:
         """Readers that wait, at each rank's link, for a cache that is not there yet."""
         return int(min(self.llm.collective_rpc(waiting)))
 
-    def kill_rank(self, rank: int) -> None:
-        """End a worker's process at once; needs the executor "mp"."""
-        os.kill(self.core.model_executor.workers[rank].proc.pid, signal.SIGKILL)
+    def rank_pids(self) -> list[int]:
+        """The processes of the ranks, with the executor "mp"."""
+        return [worker.proc.pid for worker in self.core.model_executor.workers]
 
     def preemptions(self) -> float:
         return float(self.metrics()["vllm:num_preemptions"])

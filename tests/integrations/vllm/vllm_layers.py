@@ -65,20 +65,25 @@ def state(*layers: str, block: int, mode: str) -> KVCacheGroupSpec:
 
 
 class AttentionLayer:
-    """Writes each token's number into its slot."""
+    """Writes each token's number into its slot, another one for each head."""
 
-    def __init__(self, spec: Any, blocks: int):
+    def __init__(self, spec: Any, blocks: int, layout: str = "LBHNC", first_head: int = 0):
         self._size = spec.block_size
         self._window = getattr(spec, "sliding_window", None)
         self._chunk = getattr(spec, "attention_chunk_size", None)
         row = spec.state_content_size_bytes // 4
-        self.pool = torch.zeros(blocks, spec.num_kv_heads, spec.block_size, row)
+        heads = spec.num_kv_heads
+        self._heads = 1000.0 * torch.arange(first_head, first_head + heads)[None, :, None]
+        self.pool = torch.zeros(blocks, heads, spec.block_size, row)
+        if layout == "LBNHC":
+            self.pool = torch.zeros(blocks, spec.block_size, heads, row).transpose(1, 2)
 
     def forward(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> bool:
         """Compute the tokens from `start` on; whether those that the first one sees were there."""
         first = self._first(start)
         positions, table = torch.arange(first, len(tokens)), torch.tensor(blocks)
         numbers = torch.tensor([1.0 + token for token in tokens[first:]])[:, None, None]
+        numbers = numbers + self._heads
         places = table[positions // self._size], positions % self._size
         seen = slice(0, start - first)
         found = self.pool[places[0][seen], :, places[1][seen]]
@@ -112,14 +117,22 @@ def _fold(tokens: Sequence[int], before: int) -> int:
 
 
 def layers_of(
-    groups: Sequence[KVCacheGroupSpec], blocks: int
+    groups: Sequence[KVCacheGroupSpec],
+    blocks: int,
+    layout: str = "LBHNC",
+    first_heads: Sequence[int] = (),
 ) -> dict[str, AttentionLayer | StateLayer]:
-    """The layers of all groups, in the order of the model: that of their names."""
+    """The layers of all groups, in the order of the model: that of their names.
+
+    `first_heads` are, by group, the numbers of the first KV head that is here.
+    """
     found: dict[str, AttentionLayer | StateLayer] = {}
-    for group in groups:
+    for group, first in zip(groups, first_heads or [0] * len(groups), strict=True):
         for name in group.layer_names:
             spec: Any = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name)
             spec = spec or group.kv_cache_spec
-            kind = StateLayer if isinstance(spec, MambaSpec) else AttentionLayer
-            found[name] = kind(spec, blocks)
+            is_state = isinstance(spec, MambaSpec)
+            found[name] = (
+                StateLayer(spec, blocks) if is_state else AttentionLayer(spec, blocks, layout, first)
+            )
     return dict(sorted(found.items()))

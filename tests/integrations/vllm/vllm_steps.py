@@ -8,11 +8,11 @@ from vllm.config import (
     CacheConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -22,12 +22,13 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_layers import BLOCK as BLOCK
-from vllm_layers import AttentionLayer, full, layers_of
+from vllm_layers import full
+from vllm_rank import SteppedRank, cache_config
 
 from omni_kvlink.testing.rig import until
 
@@ -48,6 +49,8 @@ class SteppedEngine:
     Args:
         groups: the layers' caches; one group of two layers with full attention by default.
         batch: the most tokens of one forward pass.
+        tensor, pipeline: the number of ranks by heads and by layers; they run one after the other.
+        layout: vLLM's name of the pools' layout.
     """
 
     def __init__(
@@ -58,6 +61,9 @@ class SteppedEngine:
         caching: bool = True,
         groups: Sequence[KVCacheGroupSpec] = GROUPS,
         batch: int = 512,
+        tensor: int = 1,
+        pipeline: int = 1,
+        layout: str = "LBHNC",
     ):
         config = VllmConfig(
             model_config=ModelConfig(model=model, max_model_len=512, dtype="float32"),
@@ -70,33 +76,35 @@ class SteppedEngine:
                 disable_hybrid_kv_cache_manager=False,
                 enable_chunked_prefill=True,
             ),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=pipeline,
+                distributed_executor_backend="mp",
+            ),
             kv_transfer_config=KVTransferConfig(**transfer),
         )
         config.cache_config.num_gpu_blocks = BLOCKS
-        config.cache_config.kv_cache_layout = "LBHNC"
+        config.cache_config.kv_cache_layout = layout
         for group in groups:
             if isinstance(group.kv_cache_spec, MambaSpec):
                 config.cache_config.mamba_cache_mode = group.kv_cache_spec.mamba_cache_mode
         if len(groups) == 1:
             config.cache_config.block_size = groups[0].kv_cache_spec.block_size
-        pools = KVCacheConfig(BLOCKS, [], [*groups])
-        sizes = resolve_kv_cache_block_sizes(pools, config)
+        world = range(tensor * pipeline)
+        pools = [cache_config(groups, each, tensor, pipeline, BLOCKS) for each in world]
+        sizes = resolve_kv_cache_block_sizes(pools[0], config)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(sizes[1], sha256)
         self.scheduler = Scheduler(
             config,
-            generate_scheduler_kv_cache_config([pools]),
+            generate_scheduler_kv_cache_config(pools),
             StructuredOutputManager(config),
             block_size=sizes[0],
             hash_block_size=sizes[1],
             log_stats=True,
         )
-        role = KVConnectorRole.WORKER
-        self.worker: Any = KVConnectorFactory.create_connector(config, role, pools)
-        self._layers = layers_of(groups, BLOCKS)
-        self._tables = {name: table for table, each in enumerate(groups) for name in each.layer_names}
-        self.wrong: set[str] = set()  # requests that read other than they or theirs had written
-        self.worker.register_kv_caches({name: each.pool for name, each in self._layers.items()})
+        self.ranks = [SteppedRank(config, groups, each, BLOCKS) for each in world]
+        self._aggregator = KVOutputAggregator(len(world))
         self.ended: dict[str, tuple[str, Any]] = {}  # the reason, and the kv_transfer_params
         self.cached: dict[str, int] = {}  # tokens that were not computed
         self.counts: dict[str, int] = {}
@@ -119,46 +127,21 @@ class SteppedEngine:
         plan = self.scheduler.schedule()
         for new in plan.scheduled_new_reqs:
             self.cached[new.req_id] = new.num_computed_tokens
-        for layer in self._layers.values():
-            if isinstance(layer, AttentionLayer):
-                layer.pool[plan.new_block_ids_to_zero or []] = 0.0
-        self.worker.bind_connector_metadata(plan.kv_connector_metadata)
-        if plan.has_sync_kv_loads:
-            self.worker.start_load_kv(None)
         names = list(plan.num_scheduled_tokens)
-        wrong = set()
-        for layer in self._layers if names else ():
-            is_reported = isinstance(self._layers[layer], AttentionLayer)  # as in vLLM
-            if is_reported:
-                self.worker.wait_for_layer_load(layer)
-            for name in names:
-                if not self._compute(layer, name, plan.num_scheduled_tokens[name]):
-                    wrong.add(name)
-            if is_reported:
-                self.worker.save_kv_layer(layer, self._layers[layer].pool, None)
-        if not plan.has_sync_kv_loads:
-            self.worker.start_load_kv(None)
-        if names:
-            self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(plan.finished_req_ids)
-        invalid = self.worker.get_block_ids_with_load_errors()
-        self.wrong |= {name for name in wrong if invalid.isdisjoint(self.blocks(name))}
-        if stats := self.worker.get_kv_connector_stats():
+        numbers = {name: number for number, name in enumerate(names)}
+        sampled = [[SAMPLED] if self._is_computed(plan, name) else [] for name in names]
+        requests, outputs = self.scheduler.requests, []
+        for rank in self.ranks:
+            made = rank.execute(plan, requests, self._block_ids)
+            outputs.append(ModelRunnerOutput(names, numbers, sampled, kv_connector_output=made))
+        output = self._aggregator.aggregate(outputs)
+        assert output is not None
+        assert output.kv_connector_output is not None
+        if stats := output.kv_connector_output.kv_connector_stats:
             for key, value in stats.data.items():
                 if isinstance(value, int):
                     self.counts[key] = self.counts.get(key, 0) + value
-        self.worker.clear_connector_metadata()
-        output = KVConnectorOutput(
-            results.finished_sending,
-            results.finished_recving,
-            invalid_block_ids=invalid,
-            failed_recving=results.failed_recving,
-        )
-        sampled = [[SAMPLED] if self._is_computed(plan, name) else [] for name in names]
-        numbers = {name: number for number, name in enumerate(names)}
-        answers = self.scheduler.update_from_output(
-            plan, ModelRunnerOutput(names, numbers, sampled, kv_connector_output=output)
-        )
+        answers = self.scheduler.update_from_output(plan, output)
         for answer in (one for each in answers.values() for one in each.outputs):
             if answer.finish_reason is not None:
                 params = answer.kv_transfer_params
@@ -198,21 +181,25 @@ class SteppedEngine:
         """The blocks of a request, in all groups."""
         return [block for table in self._block_ids(name) for block in table if block]
 
+    @property
+    def worker(self) -> Any:
+        """The connector of the first rank."""
+        return self.ranks[0].connector
+
+    @property
+    def wrong(self) -> set[str]:
+        """Requests that read other than they or theirs had written."""
+        return set().union(*(rank.wrong for rank in self.ranks))
+
     def close(self) -> None:
-        self.worker.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
         self.scheduler.shutdown()
         assert not self.wrong
 
     def _block_ids(self, name: str) -> tuple[list[int], ...]:
         found: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(name)
         return found
-
-    def _compute(self, layer: str, name: str, scheduled: int) -> bool:
-        request = self.scheduler.requests[name]
-        stop = request.num_computed_tokens  # of the whole step
-        table = self._block_ids(name)[self._tables[layer]]
-        tokens = request.all_token_ids[:stop]
-        return self._layers[layer].forward(tokens, stop - scheduled, table)
 
     def _is_computed(self, plan: Any, name: str) -> bool:
         request = self.scheduler.requests[name]

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink._native import cuda
-from omni_kvlink.copier import pinned
+from omni_kvlink.copier import pinned, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.payload.views import TensorView
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = (
     "devices",
     "refuses_registration",
@@ -32,6 +32,7 @@ FIELDS = (
     "unregistered_late",
     "readonly",
     "blocking",
+    "held",
 )
 
 
@@ -83,6 +84,10 @@ class FakeDevice:
         self._calls.append(call)
         self._library.fake_cuda_call(ctypes.c_uint64(stream), call)
 
+    def hold(self, held: bool) -> None:
+        """Let nothing that is enqueued run from now on, or again."""
+        self._field(FIELDS.index("held"))[0] = int(held)
+
     def run(self, stream: int) -> None:
         """Run all work of a stream, and what it waits for."""
         self._library.fake_cuda_run(ctypes.c_uint64(stream))
@@ -113,6 +118,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(cuda._part, "loaded", library)
     monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
-    monkeypatch.setattr(pinned, "device_of", lambda view: 0 if device.holds(view) else None)
+    for module in (pinned, streams):
+        monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     return device

@@ -1,0 +1,447 @@
+"""Pools on a device: the bytes of each layout, and who waits for what. No engine thread may block.
+
+The device is the fake one: what is enqueued on a stream runs when it is waited for. The tests
+marked `gpu` are the same ones on a real device.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import fake_device
+import pytest
+import torch
+from vllm_fixtures import transfer
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
+
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm_pools import (
+    BLOCK,
+    BLOCKS,
+    ENGINE,
+    FILLED,
+    HEADS,
+    LAYERS,
+    SENT,
+    SPECS,
+    UNTOUCHED,
+    PoolWorker,
+    RealDevice,
+    bytes_like,
+    load,
+    save,
+)
+
+from omni_kvlink._native import cuda, host
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm import connector
+from omni_kvlink.integrations.vllm import device as pool_device
+from omni_kvlink.integrations.vllm.blocks import BlockShape, bytes_of_blocks
+from omni_kvlink.integrations.vllm.saving import Saver
+from omni_kvlink.integrations.vllm.step import FailedSave, StepMetadata
+from omni_kvlink.link import producer as link_producer
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from omni_kvlink.payload.views import TensorView
+
+pytestmark = [
+    pytest.mark.skipif(bool(host.missing()), reason=host.missing() or ""),
+    pytest.mark.timeout(300),
+]
+HAS_DEVICE = torch.cuda.is_available() and not cuda.missing()
+REAL = pytest.param(
+    "real", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
+)
+EVERY = pytest.mark.parametrize("device", ["fake", REAL], indirect=True)
+FAKE = pytest.mark.parametrize("device", ["fake"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("fake")
+    fake_device.build(made)
+    return made
+
+
+@pytest.fixture
+def device(
+    request: pytest.FixtureRequest, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    if request.param == "real":
+        yield RealDevice()
+        return
+    monkeypatch.setenv(cuda.ENVIRONMENT, "300")
+    made: Any = fake_device.install(library, monkeypatch)
+    made.memory = torch.device("cpu")
+    pools: list[tuple[int, int]] = []  # the memory that counts as the device's
+
+    def holds(view: TensorView) -> bool:
+        tensor = view.pool if isinstance(view, PagedTensor) else view
+        return any(start <= tensor.data_ptr() < stop for start, stop in pools)
+
+    made.holds, made.add_pool = holds, pools.append
+    monkeypatch.setattr(pool_device, "is_on_device", holds)
+    monkeypatch.setattr(link_producer, "is_on_device", holds)
+    yield made
+    gc.collect()  # unregister with this library, not with the next one
+
+
+@pytest.fixture
+def worker(
+    model: Path,
+    sockets: str,
+    device: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    leaves_nothing: None,
+) -> Iterator[Callable[..., PoolWorker]]:
+    """`worker(role, …)`: a rank of the producer `p`, or of an engine that reads from it."""
+    monkeypatch.setattr(connector, "sibling_pids", list)
+    if isinstance(device, fake_device.FakeDevice):
+        register = connector.OmniKVLinkConnector.register_kv_caches
+
+        def on_device(self: Any, caches: dict[str, torch.Tensor]) -> None:
+            memory = next(iter(caches.values())).untyped_storage()
+            device.add_pool((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
+            register(self, caches)
+
+        monkeypatch.setattr(connector.OmniKVLinkConnector, "register_kv_caches", on_device)
+    opened: list[PoolWorker] = []
+
+    def worker(
+        role: str,
+        layout: KVCacheLayout = KVCacheLayout.LBNHC,
+        kind: str = "bfloat16",
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        kernel_block: int = BLOCK,
+        scale: float = 1.0,
+        **extra: Any,
+    ) -> PoolWorker:
+        options = {"directory": sockets, "copier": "pinned"}
+        if role == "producer":
+            extra = {"url": "shm://p", "serve": options, "ttl": 3600, **extra}
+        else:
+            extra = {"peers": ["shm://p"], "connect": options, "timeout": 60, **extra}
+        config: Any = VllmConfig(
+            model_config=ModelConfig(model=str(model), max_model_len=512, dtype="float32"),
+            cache_config=CacheConfig(block_size=BLOCK),
+            kv_transfer_config=KVTransferConfig(**transfer(role, **extra)),
+        )
+        config.cache_config.kv_cache_layout = layout.name
+        config.parallel_config.tensor_parallel_size = ranks
+        config.parallel_config.rank = rank
+        layers = config.compilation_config.static_forward_context
+        layers.update({name: SimpleNamespace(_k_scale_float=scale) for name in LAYERS})
+        spec = SPECS[kind](HEADS // ranks)
+        opened.append(PoolWorker(config, spec, device, kernel_block))
+        return opened[-1]
+
+    yield worker
+    if isinstance(device, fake_device.FakeDevice):
+        device.hold(False)
+    for each in reversed(opened):
+        each.worker.shutdown()
+
+
+def check_loaded(consumer: PoolWorker, sent: dict[str, torch.Tensor]) -> None:
+    """The blocks are as sent, and no other byte has changed."""
+    others = [block for block in range(BLOCKS) if block not in FILLED]
+    for layer, expected in sent.items():
+        found = consumer.bytes_of(layer).cpu()
+        assert torch.equal(found[FILLED], expected), layer
+        assert (found[others] == UNTOUCHED).all(), layer
+    assert not consumer.invalid
+
+
+def combinations() -> Iterator[Any]:
+    """Layout, kind of cache, and ranks of both sides; where vLLM itself has such a pool."""
+    for layout in KVCacheLayout:
+        for kind in SPECS:
+            if "padded" in kind and not layout.is_block_compact:
+                continue
+            yield layout, kind, (1, 1)
+        for ranks in ((2, 2), (1, 2), (2, 1)):
+            for kind in ("bfloat16", "int8 per token", "latent"):
+                yield layout, kind, ranks
+
+
+def heads_of(kind: str, rank: int, ranks: int) -> slice:
+    """The heads of a rank, of all `HEADS`; a latent is the same on each."""
+    if ranks == 1 or "latent" in kind:
+        return slice(None)
+    return slice(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("layout", "kind", "ranks"),
+    combinations(),
+    ids=lambda each: each.name if isinstance(each, KVCacheLayout) else str(each),
+)
+def test_each_byte(
+    worker: Callable[..., PoolWorker],
+    device: Any,
+    layout: KVCacheLayout,
+    kind: str,
+    ranks: tuple[int, int],
+) -> None:
+    """All of a block, what is packed beside K and V included, from the stream that computes it."""
+    blocking = device.get("blocking")
+    senders, receivers = ranks
+    producers = [
+        worker("producer", layout, kind, rank=rank, ranks=senders, peer_tp=receivers)
+        for rank in range(senders)
+    ]
+    consumers = [
+        worker("consumer", layout, kind, rank=rank, ranks=receivers, peer_tp=senders)
+        for rank in range(receivers)
+    ]
+    for consumer in consumers:
+        consumer.forward(load())
+    for rank, producer in enumerate(producers):
+        producer.forward(save(), bytes_like(producer, 7, heads_of(kind, rank, senders)), SENT)
+    for rank, consumer in enumerate(consumers):
+        consumer.run_until_loaded()
+        check_loaded(consumer, bytes_like(consumer, 7, heads_of(kind, rank, receivers)))
+    assert device.get("blocking") == blocking
+    for each in (*producers, *consumers):
+        if each.worker._saver is not None and not each.worker._saver._pools:
+            continue  # another rank sends the latents
+        until(lambda each=each: idle(each), "it was counted")  # type: ignore[misc]
+        assert each.counts["pinned_bytes"] > 0
+        assert each.counts["pageable_bytes"] == 0
+
+
+def idle(each: PoolWorker) -> bool:
+    each.forward(StepMetadata())
+    return "pinned_bytes" in each.counts
+
+
+@EVERY
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC])
+def test_blocks_of_the_kernel(
+    worker: Callable[..., PoolWorker], device: Any, layout: KVCacheLayout
+) -> None:
+    """vLLM's blocks are several of the kernel's: sent as they are, and only to an equal kernel."""
+    producer = worker("producer", layout, kernel_block=BLOCK // 4)
+    consumer = worker("consumer", layout, kernel_block=BLOCK // 4)
+    sent = bytes_like(producer, 3)
+    consumer.forward(load())
+    producer.forward(save(), sent, SENT)
+    consumer.run_until_loaded()
+    check_loaded(consumer, sent)
+    other = worker("consumer", layout, kernel_block=BLOCK // 2)
+    producer.forward(save(request_id="s", key="other"), sent, SENT)
+    other.forward(load(key="other"))
+    other.run_until_loaded()
+    assert other.invalid == set(FILLED)
+
+
+@FAKE
+def test_scales_of_the_weights(worker: Callable[..., PoolWorker], device: Any) -> None:
+    """Scales that are not in the blocks are compared."""
+    producer = worker("producer", kind="fp8", scale=0.5)
+    consumer, other = worker("consumer", kind="fp8", scale=0.5), worker("consumer", kind="fp8")
+    sent = bytes_like(producer, 3)
+    producer.forward(save(readers=2), sent, SENT)
+    for each in (consumer, other):
+        each.forward(load(readers=2))
+        each.run_until_loaded()
+    assert (consumer.invalid, other.invalid) == (set(), set(FILLED))
+
+
+@FAKE
+def test_the_next_pass_does_not_wait_for_copies(
+    worker: Callable[..., PoolWorker], device: Any
+) -> None:
+    """The device has computed nothing yet; a later pass writes behind the prompt's last token."""
+    producer, consumer = worker("producer"), worker("consumer")
+    sent, saver = bytes_like(producer, 1), producer.worker._saver
+    consumer.forward(load())
+    device.hold(True)
+    producer.forward(save(), sent, SENT)
+    saver.hold({"r"})
+    producer.forward(StepMetadata(), {layer: sent[layer][:1] for layer in LAYERS}, [9])
+    assert saver.released() == set(), "its blocks were to be freed while they are copied"
+    assert saver._open
+    assert not producer.seen, "the device was to be held"
+    device.hold(False)
+    consumer.run_until_loaded()
+    check_loaded(consumer, sent)
+    until(lambda: saver.released() == {"r"}, "its blocks are free")
+
+
+@FAKE
+@pytest.mark.parametrize("reason", ["preempted", "aborted"])
+def test_blocks_that_are_freed(
+    worker: Callable[..., PoolWorker], device: Any, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """The pass that may overwrite them begins when no copy reads them any more."""
+    producer, consumer = worker("producer"), worker("consumer")
+    sent, saver, wait = bytes_like(producer, 1), producer.worker._saver, Saver.wait
+    consumer.forward(load())
+    device.hold(True)
+    producer.forward(save(), sent, SENT)
+    assert saver._open
+    asked: list[set[str]] = []
+
+    def waited(self: Saver, request_ids: set[str]) -> None:
+        if "r" in request_ids:
+            asked.append(request_ids)
+            device.hold(False)
+        wait(self, request_ids)
+
+    monkeypatch.setattr(Saver, "wait", waited)
+    overwritten = {layer: torch.zeros_like(sent[layer]) for layer in LAYERS}
+    if reason == "preempted":
+        producer.forward(StepMetadata(preempted={"r"}), overwritten, SENT)
+    else:
+        producer.forward(StepMetadata(failed=[FailedSave("r", "key", "gone")]), overwritten, SENT)
+    assert asked
+    assert not saver._open
+    device.run(ENGINE)
+    consumer.run_until_loaded()
+    if reason == "preempted":  # else the consumer may have been told first
+        check_loaded(consumer, sent)
+
+
+@FAKE
+def test_blocks_that_are_not_held(worker: Callable[..., PoolWorker], device: Any) -> None:
+    """Without `delay_free` the next pass may have them: the pass ends when they are copied."""
+    producer, consumer = worker("producer", delay_free=False), worker("consumer")
+    sent = bytes_like(producer, 1)
+    producer.forward(save(), sent, SENT)
+    assert not producer.worker._saver._open
+    overwritten = {layer: torch.zeros_like(sent[layer]) for layer in LAYERS}
+    producer.forward(StepMetadata(), overwritten, SENT)
+    device.run(ENGINE)
+    consumer.forward(load())
+    consumer.run_until_loaded()
+    check_loaded(consumer, sent)
+
+
+@FAKE
+def test_the_pass_waits_for_loads_on_its_stream(
+    worker: Callable[..., PoolWorker], device: Any
+) -> None:
+    """The whole pass is enqueued while nothing runs; each layer then finds its blocks filled."""
+    producer, consumer = worker("producer"), worker("consumer")
+    sent = bytes_like(producer, 5)
+    producer.forward(save(), sent, SENT)
+    until(lambda: producer.worker._saver.released() or idle_saver(producer), "it is committed")
+    device.hold(True)
+    blocking = device.get("blocking")
+    consumer.forward(load(is_async=False))
+    assert device.get("blocking") == blocking
+    assert not consumer.seen
+    assert not consumer.invalid
+    device.hold(False)
+    device.run(ENGINE)
+    for layer in LAYERS:
+        assert torch.equal(consumer.seen[layer][:2], sent[layer][:2]), "it did not wait"
+        assert (consumer.seen[layer][2] == UNTOUCHED).all(), "the last block is computed"
+
+
+def idle_saver(producer: PoolWorker) -> bool:
+    return not producer.worker._saver._open
+
+
+@EVERY
+def test_a_load_follows_the_engines_earlier_work(
+    worker: Callable[..., PoolWorker], device: Any
+) -> None:
+    """A pass that still runs may write to blocks that were freed since."""
+    producer, consumer = worker("producer"), worker("consumer")
+    sent, old = bytes_like(producer, 1), bytes_like(consumer, 2)
+    producer.forward(save(), sent, SENT)
+    consumer.forward(StepMetadata(), old, FILLED)
+    consumer.forward(load())
+    consumer.run_until_loaded()
+    device.run(ENGINE)
+    check_loaded(consumer, sent)
+
+
+@EVERY
+@pytest.mark.parametrize("local", [BLOCK, 2 * BLOCK])
+def test_what_the_prefix_cache_has_is_not_written(
+    worker: Callable[..., PoolWorker], device: Any, local: int
+) -> None:
+    producer, consumer = worker("producer"), worker("consumer")
+    sent = bytes_like(producer, 1)
+    producer.forward(save(), sent, SENT)
+    consumer.forward(load(local=local))
+    consumer.run_until_loaded()
+    here = local // BLOCK
+    for layer in LAYERS:
+        found = consumer.bytes_of(layer).cpu()[FILLED]
+        assert torch.equal(found[here:], sent[layer][here:])
+        assert (found[:here] == UNTOUCHED).all()
+
+
+@FAKE
+@pytest.mark.filterwarnings("ignore:the payload cannot be page-locked:RuntimeWarning")
+def test_memory_that_cannot_be_page_locked(
+    worker: Callable[..., PoolWorker], device: Any
+) -> None:
+    """torch copies, and the statistics say so."""
+    producer, consumer = worker("producer"), worker("consumer")
+    sent = bytes_like(producer, 1)
+    producer.forward(StepMetadata(), sent, SENT)
+    device.run(ENGINE)  # torch's copies of the fake device's tensors follow no stream
+    with device.set("refuses_registration", 1):
+        producer.forward(save(), None, SENT)
+        consumer.forward(load())
+        consumer.run_until_loaded()
+    check_loaded(consumer, sent)
+    for each in (producer, consumer):
+        until(lambda each=each: idle(each), "it was counted")  # type: ignore[misc]
+        assert each.counts["pageable_bytes"] > 0
+        assert each.counts["pinned_bytes"] == 0
+
+
+def test_pieces_of_a_block() -> None:
+    """Heads far apart; what overlaps, or is of no layout of vLLM, is refused."""
+    memory = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)  # [H, B, N, C]
+    found = bytes_of_blocks(memory.transpose(0, 1), "x", num_blocks=3, block_size=4)
+    assert found.shape == (3, 2, 20)
+    assert torch.equal(found[1, 1], memory[1, 1].flatten())
+    assert found.data_ptr() == memory.data_ptr()
+    overlapping = memory.as_strided((3, 2, 4, 5), (20, 10, 5, 1))
+    with pytest.raises(SchemaError, match="layer x: .* has an unknown layout"):
+        bytes_of_blocks(overlapping, "x", num_blocks=3, block_size=4)
+    with pytest.raises(SchemaError, match="layer x: .* has an unknown layout"):
+        bytes_of_blocks(memory.permute(1, 2, 0, 3)[:, ::2], "x", num_blocks=3, block_size=4)
+
+
+def test_a_pool_that_is_not_its_specs() -> None:
+    spec = SPECS["bfloat16"](HEADS)
+    pool = torch.zeros(BLOCKS, HEADS, BLOCK, 32, dtype=torch.bfloat16)
+    assert BlockShape.of(spec, pool, BLOCKS, "x").nbytes == spec.page_size_bytes
+    for wrong in (pool.float(), pool[:, :2], pool.transpose(1, 2), pool[:-1]):
+        with pytest.raises(SchemaError, match="layer x: a pool .* its FullAttentionSpec of 12"):
+            BlockShape.of(spec, wrong, BLOCKS, "x")
+
+
+def test_a_thread_that_was_told_not_to_block_is_noticed(library: Path) -> None:
+    """The counter that these tests rely on."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = fake_device.install(library, patch)
+        ticket = cuda.record(0, ENGINE)
+        with made.without_blocking():
+            ticket.wait(0)
+        assert made.get("blocking") == 1
+        thread = threading.Thread(target=ticket.wait, args=(0,))
+        thread.start()
+        thread.join()
+        assert made.get("blocking") == 1
