@@ -60,25 +60,33 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 def test_as_a_local_prefix_cache_hit(start: Any, layout: tuple[int, int]) -> None:
     """Synchronous: bit for bit. Asynchronous, where only the last token is computed: as near."""
     producer = start("p", "producer", **ranks(*layout))
-    for load in ("sync", "async"):
-        consumer = start("d", "consumer", extra={"load": load}, **ranks(*layout))
-        free = producer.call("free_blocks")
-        for length in (5, BLOCK, 3 * BLOCK + 7):
-            tokens = prompt(length, seed=length)
-            expected = oracle(consumer, tokens)
-            got = consumer.generate(tokens, producer.prefill(tokens))
-            here = (length - 1) // BLOCK * BLOCK if load == "sync" else length
-            assert (got["reason"], got["cached"]) == ("length", here)
-            assert got["tokens"] == expected["tokens"]
-            if load == "sync":
-                assert got["logprobs"] == expected["logprobs"]
-            assert difference(got, expected) < 1e-4
-            assert consumer.call("forget")
-        producer.call("settle")
-        producer.call("forget")
-        assert producer.call("free_blocks") == free
-        consumer.close()
-    producer.close()
+    try:
+        for load in ("sync", "async"):
+            consumer = start("d", "consumer", extra={"load": load}, **ranks(*layout))
+            try:
+                compare(producer, consumer, load)
+            finally:
+                consumer.close()
+    finally:
+        producer.close()
+
+
+def compare(producer: EngineProcess, consumer: EngineProcess, load: str) -> None:
+    free = producer.call("free_blocks")
+    for length in (5, BLOCK, 3 * BLOCK + 7):
+        tokens = prompt(length, seed=length)
+        expected = oracle(consumer, tokens)
+        got = consumer.generate(tokens, producer.prefill(tokens))
+        here = (length - 1) // BLOCK * BLOCK if load == "sync" else length
+        assert (got["reason"], got["cached"]) == ("length", here)
+        assert got["tokens"] == expected["tokens"]
+        if load == "sync":
+            assert got["logprobs"] == expected["logprobs"]
+        assert difference(got, expected) < 1e-4
+        assert consumer.call("forget")
+    producer.call("settle")
+    producer.call("forget")
+    assert producer.call("free_blocks") == free
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(2, 1), (1, 2)])
@@ -99,7 +107,7 @@ def test_engines_of_other_sizes(start: Any, senders: int, receivers: int) -> Non
             assert difference(got, expected) < 1e-4
             assert consumer.call("forget")
         producer.call("settle")
-        assert consumer.count("received") == 2 * receivers * max(1, senders // receivers)
+        assert consumer.count("received") == 2 * receivers
     finally:
         producer.close()
         consumer.close()

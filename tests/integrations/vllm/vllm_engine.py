@@ -32,6 +32,8 @@ class Engine:
             kv_transfer_config=transfer and KVTransferConfig(**transfer),
             **config,
         )
+        if config.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc(profile)
         self.engine = self.llm.llm_engine
         self.over: dict[str, dict[str, Any]] = {}
 
@@ -124,6 +126,11 @@ def waiting(worker: Any) -> int:
 
     link = get_kv_transfer_group()._saver._link
     return int(link.stats()["transfers"]["waiting"])
+
+
+def profile(worker: Any) -> None:
+    """A rank's first pass, which a second stage needs; vLLM 0.30 for CPUs leaves it out if eager."""
+    worker.model_runner.profile_run()
 
 
 def main() -> None:
