@@ -22,7 +22,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "integrations" / "vllm")]
@@ -31,6 +31,9 @@ from vllm_fixtures import PATIENCE, EngineProcess, prompt  # noqa: E402
 from vllm_fleet import DECODE, PREFILL, ROUTER, Completion, Fleet, complete, stream  # noqa: E402
 
 from omni_kvlink.testing.rig import until  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AT_ONCE = 4
 """Requests in flight."""
@@ -88,11 +91,12 @@ class Campaign:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             ends = list(pool.map(lambda n: self._send(n, faults.get(n)), range(len(self._asked))))
         self.ends.update(ends)
-        for wait in (
+        waits: list[Callable[[], None]] = [
             lambda: until(self._serves, "a request is answered", PATIENCE),
             self._fleet.servers[PREFILL].until_all_blocks_are_free,
             self._fleet.servers[DECODE].until_all_blocks_are_free,
-        ):
+        ]
+        for wait in waits:
             try:
                 wait()
             except AssertionError as error:  # noqa: PERF203 (three)
@@ -166,8 +170,8 @@ def main() -> int:
         expected = answers(model, directory, asked)
         fleet = Fleet(model, directory, ttl=10.0)
         try:
-            for side in (PREFILL, DECODE, ROUTER):
-                fleet.start(side)
+            fleet.start(PREFILL, DECODE)
+            fleet.start(ROUTER)
             campaign = Campaign(fleet, asked, expected)
             campaign.run(faults)
             received = fleet.servers[DECODE].metric("vllm:omni_kvlink_received_total")

@@ -39,6 +39,7 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all on the first core
             "VLLM_NO_USAGE_STATS": "1",
         }
         with log.open("a") as out:
@@ -95,21 +96,21 @@ class Fleet:
         make_tokenizer(self._tokenizer)
         self.servers: dict[str, Server] = {}
 
-    def start(self, side: str, *options: str) -> Server:
-        """Start one side, again on its port, and wait until it answers."""
-        port = self._ports[(PREFILL, DECODE, ROUTER).index(side)]
-        command = self._router() if side == ROUTER else self._serve(side, port, *options)
-        server = self.servers[side] = Server(
-            command, port, self._directory / f"{side}.log", self._packages
-        )
-        server.wait_ready()
-        return server
+    def start(self, *sides: str) -> None:
+        """Start these sides at once, each on its port, and wait until all answer."""
+        for side in sides:
+            port = self._ports[(PREFILL, DECODE, ROUTER).index(side)]
+            command = self._router() if side == ROUTER else self._serve(side, port)
+            log = self._directory / f"{side}.log"
+            self.servers[side] = Server(command, port, log, self._packages)
+        for side in sides:
+            self.servers[side].wait_ready()
 
     def close(self) -> None:
         for server in self.servers.values():
             server.kill()
 
-    def _serve(self, side: str, port: int, *options: str) -> list[str]:
+    def _serve(self, side: str, port: int) -> list[str]:
         own = {"directory": str(self._directory)}
         if side == PREFILL:
             config = transfer("producer", url="shm://fleet-prefill", serve=own, ttl=self._ttl)
@@ -121,7 +122,8 @@ class Fleet:
             *("--served-model-name", MODEL, "--tokenizer", str(self._tokenizer)),
             *("--host", HOST, "--port", str(port)),
             *("--dtype", "float32", "--max-model-len", "1024", "--block-size", str(BLOCK)),
-            *("--enforce-eager", "--kv-transfer-config", json.dumps(config), *options),
+            *("--enforce-eager", "--shutdown-timeout", "120"),
+            *("--kv-transfer-config", json.dumps(config)),
         ]
 
     def _router(self) -> list[str]:
