@@ -114,12 +114,16 @@ class Campaign:
         try:
             with closing(stream(port, self._asked[number], TOKENS)) as states:
                 for last in states:
-                    if fault is not None and len(last.tokens) >= fault.tokens:
-                        self.faults[fault.kind] += 1
-                        if fault.kind == "abort":
-                            break
-                        self._kill(fault.kind.removeprefix("kill "), number)
-                        fault = None
+                    if fault is None or len(last.tokens) < fault.tokens:
+                        continue
+                    self.faults[fault.kind] += 1
+                    if fault.kind == "abort":
+                        break
+                    self._kill(fault.kind, number)
+                    fault = None
+            if fault is not None and fault.kind != "abort":  # the request has failed before
+                self.faults[fault.kind] += 1
+                self._kill(fault.kind, number)
         except TimeoutError as error:
             self.problems.append(f"HUNG: request {number}: {error}")
             return "HUNG"
@@ -137,8 +141,9 @@ class Campaign:
             return "SHORT"
         return "error" if last.error or last.reason else "left"
 
-    def _kill(self, side: str, number: int) -> None:
+    def _kill(self, kind: str, number: int) -> None:
         """Kill a server, ask something meanwhile, and start it again."""
+        side = kind.removeprefix("kill ")
         with self._outage:
             self._serving.clear()
             began = time.monotonic()
