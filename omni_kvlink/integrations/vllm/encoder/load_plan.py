@@ -1,0 +1,157 @@
+"""The consumer's scheduler: which requests wait for which encoder outputs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput
+from omni_kvlink.integrations.vllm.encoder.params import Source, other_items, read_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from concurrent.futures import Future
+
+    import torch
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+    from omni_kvlink.integrations.vllm.encoder.loader import LoadedOutput, EncoderLoader
+
+log = logging.getLogger(f"vllm.{__name__}")
+
+
+class _Load(NamedTuple):
+    """A load that was begun for an item; its output is kept until the engine takes it."""
+
+    source: Source
+    output: Future[LoadedOutput]
+
+
+class LoadPlan:
+    """Loads each item that a request names a source of, once, and holds the request back until then.
+
+    `cached` are the items in the engine's encoder cache, kept by the caller. `can_encode` is
+    whether a request has the media themselves: then a failed load may end in the engine's own
+    encoder, as `encodes_failed` says. Otherwise the request ends with an error; an output that the
+    engine cannot encode again is kept until the last request that names it has ended.
+    """
+
+    def __init__(
+        self,
+        loader: EncoderLoader,
+        cached: Collection[str],
+        adapter: Callable[[Request], str],
+        can_encode: Callable[[MultiModalFeatureSpec], bool],
+        *,
+        encodes_failed: bool,
+    ):
+        self._loader, self._cached, self._adapter = loader, cached, adapter
+        self._can_encode, self._encodes_failed = can_encode, encodes_failed
+        self._sources: dict[str, dict[str, Source]] = {}  # of live requests, by item
+        self._users: Counter[Source] = Counter()  # live requests that name a source
+        self._used: dict[Source, str] = {}  # sources that were read, and the error if that failed
+        self._loads: dict[str, _Load] = {}  # by item
+        self._unavailable: set[str] = set()  # requests to end, since the last call
+        self._ended: set[str] = set()  # those that were reported, while they live
+
+    def is_ready(self, request: Request, computed: int) -> bool:
+        """Whether a request with so many computed tokens can run; begins the loads it needs."""
+        sources, ready = self._sources_of(request), True
+        for index, feature in enumerate(request.mm_features):
+            position = feature.mm_position
+            if position.offset + position.length > computed:
+                ready &= self._is_item_ready(request, index, sources.get(feature.identifier))
+        return ready
+
+    def has(self, item: str) -> bool:
+        """Whether an item was loaded, and the engine need not encode it."""
+        load = self._loads.get(item)
+        return load is not None and load.output.done() and not load.output.result().error
+
+    def take(self, request: Request, index: int) -> torch.Tensor | None:
+        """The loaded output of a request's item, for the engine's encoder cache; None if none is."""
+        feature = request.mm_features[index]
+        if not self.has(feature.identifier):
+            return None
+        tensor = self._loads[feature.identifier].output.result().tensor
+        if self._can_encode(feature):
+            del self._loads[feature.identifier]
+        return tensor
+
+    def take_unavailable(self) -> set[str]:
+        """The requests since the last call that need an output which cannot be had."""
+        unavailable, self._unavailable = self._unavailable, set()
+        return unavailable
+
+    def finish(self, request: Request) -> None:
+        """A request has ended: forget what only it names, and free what it has not read."""
+        for item, source in self._sources.pop(request.request_id, {}).items():
+            self._users[source] -= 1
+            if not self._users[source]:
+                del self._users[source]
+                is_unread = self._used.pop(source, None) is None
+                if is_unread and source.readers == 1 and not source.error:
+                    self._loader.abort(source, "its reader does not need it any more")
+            if not any(item in others for others in self._sources.values()):
+                self._loads.pop(item, None)
+        self._ended.discard(request.request_id)
+
+    def _sources_of(self, request: Request) -> dict[str, Source]:
+        name, params = request.request_id, request.ec_transfer_params
+        if name not in self._sources:
+            items = {each.identifier for each in request.mm_features}
+            self._sources[name] = read_sources(params, items)
+            self._users.update(self._sources[name].values())
+            if others := other_items(params, items):
+                log.warning(
+                    "request %.200r names encoder outputs of %s; its own items are %s: is `model` "
+                    "the same text in both engines?", name, others, sorted(items),
+                )
+        return self._sources[name]
+
+    def _is_item_ready(self, request: Request, index: int, source: Source | None) -> bool:
+        feature = request.mm_features[index]
+        item = feature.identifier
+        if item in self._cached and self._can_encode(feature):
+            return True
+        load = self._loads.get(item)
+        if load is None and source is not None and source not in self._used:
+            load = self._begin(request, index, source)
+        if load is None:
+            return self._is_encoded(request, feature, source)
+        if not load.output.done():
+            return False
+        error = load.output.result().error
+        if not error:
+            return True
+        log.error("encoder output %.200r of %.200r was not loaded: %s", item, request.request_id, error)
+        del self._loads[item]
+        self._used[load.source] = error
+        return self._is_item_ready(request, index, source)  # which may be another one
+
+    def _begin(self, request: Request, index: int, source: Source) -> _Load:
+        item = request.mm_features[index].identifier
+        embeds, adapter = request.get_num_encoder_embeds(index), self._adapter(request)
+        self._used[source] = ""
+        load = _Load(source, self._loader.load(source, ExpectedOutput(item, embeds, adapter)))
+        self._loads[item] = load
+        return load
+
+    def _is_encoded(
+        self, request: Request, feature: MultiModalFeatureSpec, source: Source | None
+    ) -> bool:
+        """Whether the engine encodes an item that is not loaded; else the request ends."""
+        error = self._used.get(source, "") if source is not None else ""
+        if self._can_encode(feature) and (self._encodes_failed or not error):
+            return True
+        if request.request_id not in self._ended:
+            self._ended.add(request.request_id)
+            self._unavailable.add(request.request_id)
+            why = error or ("it has been evicted" if source else "it names no source of it")
+            log.error(
+                "request %.200r ends: encoder output %.200r cannot be had: %s",
+                request.request_id, feature.identifier, why,
+            )
+        return False
