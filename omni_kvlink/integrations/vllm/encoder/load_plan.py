@@ -87,7 +87,8 @@ class LoadPlan:
 
     def finish(self, request: Request) -> None:
         """A request has ended: forget what only it names, and free what it has not read."""
-        for item, source in self._sources.pop(request.request_id, {}).items():
+        self._sources_of(request)  # also if it was never considered
+        for item, source in self._sources.pop(request.request_id).items():
             self._users[source] -= 1
             if not self._users[source]:
                 del self._users[source]
