@@ -16,6 +16,7 @@ from vllm_encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
 
 from omni_kvlink import KVLink, TensorTransferData
 from omni_kvlink.integrations.vllm.encoder.identity import OUTPUT
+from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
 
 Open = Callable[..., SteppedEncoderEngine]
@@ -285,6 +286,29 @@ def test_a_full_link(engine: Open, sockets: str, caplog: pytest.LogCaptureFixtur
     assert consumer.run("r") == ["length"]
     assert consumer.encodes == ["cat"]
     assert any("CapacityError" in line and "not loaded" in line for line in lines(caplog))
+    check_nothing_is_kept(producer, consumer)
+
+
+def test_a_flipped_bit(
+    engine: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an output in the link's memory, after its digest was taken."""
+    producer, consumer = engine("producer"), engine("consumer")
+    end = producer.worker._sender._link._end
+    publish = end.publish
+
+    def flip(lease: Any, **given: Any) -> Any:
+        view = lease.region.view()
+        plan = Manifest.decode(view, lease.region.nbytes)
+        view[plan.header_nbytes + plan.tensors[0].start + 100] ^= 1
+        return publish(lease, **given)
+
+    monkeypatch.setattr(end, "publish", flip)
+    consumer.add("r", ["cat"], producer.encode("r", "cat"))
+    assert consumer.run("r") == ["length"]
+    assert consumer.encodes == ["cat"]
+    assert same(consumer.inputs["r"]["cat"], "cat")
+    assert any("IntegrityError" in line for line in lines(caplog))
     check_nothing_is_kept(producer, consumer)
 
 

@@ -1,1 +1,1 @@
-"""The vLLM encoder-cache connector: the encoder runs in one engine, the language model in others."""
+"""The vLLM encoder-cache connector: encoder in one engine, language model in others."""

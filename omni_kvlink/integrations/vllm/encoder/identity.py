@@ -42,8 +42,8 @@ def encoder_identity(vllm_config: VllmConfig, name: str) -> dict[str, str]:
     """
     model = vllm_config.model_config
     media, whole = model.multimodal_config, model_identity(vllm_config, name)
-    # vLLM adds the device to a producer's settings alone; it runs the same transform there.
-    processor = {key: value for key, value in _mapping(media.mm_processor_kwargs) if key != "device"}
+    processor = dict(media.mm_processor_kwargs or {})
+    processor.pop("device", None)  # vLLM adds it on a producer alone; the transform is the same
     config = hashlib.sha256(_json(_without_origin(model.hf_config.to_dict())).encode())
     return {
         **{field: whole[field] for field in _SHARED},
@@ -75,9 +75,12 @@ def check_output(
     if not isinstance(data, TensorTransferData) or not isinstance(theirs, Mapping):
         raise SchemaError(f"{peer} sent {data.request_id!r}, which is no encoder output")
     mine = {**identity, "adapter": expected.adapter}
-    if other := [name for name in mine if theirs.get(name) != mine[name]]:
-        fields = (f"{each} is {theirs.get(each)!r:.200} there, {mine[each]!r:.200} here" for each in other)
-        raise SchemaError(f"the encoder of {peer} is not this engine's: {'; '.join(fields)}")
+    if other := [
+        f"{name} is {theirs.get(name)!r:.200} there, {value!r:.200} here"
+        for name, value in mine.items()
+        if theirs.get(name) != value
+    ]:
+        raise SchemaError(f"the encoder of {peer} is not this engine's: {'; '.join(other)}")
     if data.metadata.get("item") != expected.item:
         raise SchemaError(
             f"{peer} sent the encoder output of item {data.metadata.get('item')!r:.200}; "
@@ -87,10 +90,6 @@ def check_output(
     if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != expected.embeds:
         raise SchemaError(f"{peer} sent {data!r} for {expected.embeds} embeddings")
     return output
-
-
-def _mapping(found: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
-    return list((found or {}).items())
 
 
 def _json(found: Mapping[str, Any]) -> str:

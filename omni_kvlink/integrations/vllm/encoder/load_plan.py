@@ -30,7 +30,7 @@ class _Load(NamedTuple):
 
 
 class LoadPlan:
-    """Loads each item that a request names a source of, once, and holds the request back until then.
+    """Loads each item that a request names a source of, and lets the request wait until then.
 
     `cached` are the items in the engine's encoder cache, kept by the caller. `can_encode` is
     whether a request has the media themselves: then a failed load may end in the engine's own
@@ -71,7 +71,7 @@ class LoadPlan:
         return load is not None and load.output.done() and not load.output.result().error
 
     def take(self, request: Request, index: int) -> torch.Tensor | None:
-        """The loaded output of a request's item, for the engine's encoder cache; None if none is."""
+        """The loaded output of a request's item, for the encoder cache; None if there is none."""
         feature = request.mm_features[index]
         if not self.has(feature.identifier):
             return None
@@ -127,7 +127,8 @@ class LoadPlan:
         error = load.output.result().error
         if not error:
             return True
-        log.error("encoder output %.200r of %.200r was not loaded: %s", item, request.request_id, error)
+        name = request.request_id
+        log.error("encoder output %.200r of %.200r was not loaded: %s", item, name, error)
         del self._loads[item]
         self._used[load.source] = error
         return self._is_item_ready(request, index, source)  # which may be another one

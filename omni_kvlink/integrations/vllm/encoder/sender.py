@@ -43,7 +43,7 @@ class EncoderSender:
             self.put(item, cache[item])
 
     def put(self, item: str, output: torch.Tensor) -> None:
-        """Put an output for each request of this step that sends it; copies it before it returns."""
+        """Copy an output into the link, for each request of this step that sends it."""
         for save in self._saves.pop(item, ()):
             metadata = {"item": item, "identity": {**self._identity, "adapter": save.adapter}}
             try:

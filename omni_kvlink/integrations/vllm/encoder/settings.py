@@ -31,14 +31,17 @@ class EncoderSettings:
         Raises:
             SchemaError: a setting is unknown or wrong, or one that a role needs is missing.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        problems = [f"{name} is unknown; there are {', '.join(known)}" for name in extra.keys() - known]
-        peers = extra.get("peers", ())
-        if not isinstance(peers, (list, tuple)):
+        known = [field.name for field in dataclasses.fields(cls)]
+        given = {name: value for name, value in extra.items() if name in known}
+        problems = [f"{name} is unknown; there are {', '.join(known)}" for name in extra if name not in known]
+        if isinstance(given.get("peers", ()), (list, tuple)):
+            given["peers"] = tuple(given.get("peers", ()))
+        else:
             problems.append('peers must be a list of URLs, such as ["shm://encoder-0"]')
-        settings = cls(**{name: extra[name] for name in extra.keys() & known} | {"peers": tuple(peers)})
+        settings = cls(**given)
         if settings.load_failure_policy not in ("encode", "fail"):
-            problems.append(f"load_failure_policy must be 'encode' or 'fail', not {settings.load_failure_policy!r}")
+            policy = settings.load_failure_policy
+            problems.append(f"load_failure_policy must be 'encode' or 'fail', not {policy!r}")
         for name in ("timeout", "ttl"):
             if not getattr(settings, name) > 0:
                 problems.append(f"{name} must be more than 0 s, not {getattr(settings, name)!r}")
@@ -47,5 +50,5 @@ class EncoderSettings:
         if consumes and not settings.peers:
             problems.append('peers is missing: the producers to read from, ["shm://encoder-0"]')
         if problems:
-            raise SchemaError(f"ec_connector_extra_config: {'; '.join(sorted(problems))}")
+            raise SchemaError(f"ec_connector_extra_config: {'; '.join(problems)}")
         return settings
