@@ -44,13 +44,18 @@ def register() -> None:
 
     Does not raise: vLLM starts without them, too. A failure is logged.
     """
-    for name, (_, module, factory) in _CONNECTORS.items():
-        try:
-            found = getattr(importlib.import_module(module), factory)
-            if name not in found._registry:
-                found.register_connector(name, __name__, name)
-        except Exception as error:
-            log.warning("%s is not registered with vLLM: %s (docs/vllm.md)", name, str(error))
+    for name in _CONNECTORS:
+        _register(name)
+
+
+def _register(name: str) -> None:
+    _, module, factory = _CONNECTORS[name]
+    try:
+        found = getattr(importlib.import_module(module), factory)
+        if name not in found._registry:
+            found.register_connector(name, __name__, name)
+    except Exception as error:
+        log.warning("%s is not registered with vLLM: %s (docs/vllm.md)", name, str(error))
 
 
 def __getattr__(name: str) -> Any:

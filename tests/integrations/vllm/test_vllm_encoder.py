@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,6 +17,9 @@ from omni_kvlink import KVLink, TensorTransferData
 from omni_kvlink.integrations.vllm.encoder.identity import OUTPUT
 from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Open = Callable[..., SteppedEncoderEngine]
 
@@ -365,7 +367,7 @@ def test_an_aborted_request_of_a_producer(engine: Open) -> None:
 
 
 def test_settings_are_checked(engine: Open) -> None:
-    with pytest.raises(ValueError, match="colour is unknown; there are .*ttl"):
+    with pytest.raises(ValueError, match=r"colour is unknown; there are .*ttl"):
         engine("producer", colour="red")
     with pytest.raises(ValueError, match="url is missing"):
         engine("producer", url="")
@@ -373,7 +375,7 @@ def test_settings_are_checked(engine: Open) -> None:
         engine("consumer", peers="shm://e")
     with pytest.raises(ValueError, match="load_failure_policy must be 'encode' or 'fail'"):
         engine("consumer", load_failure_policy="recompute")
-    with pytest.raises(ValueError, match="ttl must be more than 0 s"):
+    with pytest.raises(ValueError, match="ttl 0: more than 0 s"):
         engine("producer", ttl=0)
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm_fixtures import EngineProcess, prompt
 
 from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.skipif(
@@ -62,7 +64,10 @@ class Engines:
             "ec_role": f"ec_{role}",
             "ec_connector_extra_config": {**given, "model": "tiny", **extra},
         }
-        log, config = self._directory / f"{name}.log", {"max_model_len": 512, "enable_prefix_caching": False}
+        log, config = (
+            self._directory / f"{name}.log",
+            {"max_model_len": 512, "enable_prefix_caching": False},
+        )
         engine = EngineProcess(model, log, transfer, script=SCRIPT, **config)
         self._stack.callback(engine.close)
         return engine

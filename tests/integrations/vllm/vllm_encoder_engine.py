@@ -20,7 +20,9 @@ class EncoderEngine(vllm_engine.Engine):
         from vllm.config import ECTransferConfig
 
         transfer = ECTransferConfig(**config.pop("transfer"))
-        self.llm = LLM(enforce_eager=True, disable_log_stats=False, ec_transfer_config=transfer, **config)
+        self.llm = LLM(
+            enforce_eager=True, disable_log_stats=False, ec_transfer_config=transfer, **config
+        )
         self.engine = self.llm.llm_engine
         self.over = {}
 
@@ -43,9 +45,7 @@ class EncoderEngine(vllm_engine.Engine):
             ignore_eos=True,
             extra_args={"ec_transfer_params": params} if params else None,
         )
-        whole = TokensPrompt(
-            prompt_token_ids=prompt, multi_modal_data={"image": make_image(image)}
-        )
+        whole = TokensPrompt(prompt_token_ids=prompt, multi_modal_data={"image": make_image(image)})
         if item is not None:
             whole["multi_modal_uuids"] = {"image": [item]}
         self.engine.add_request(name, whole, sampling)

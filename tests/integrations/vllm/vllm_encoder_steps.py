@@ -128,9 +128,12 @@ class SteppedEncoderEngine:
             self.cache.pop(item, None)
         names, output = list(plan.num_scheduled_tokens), None
         if names or self._only_encodes:
-            with self._as_the_connector(), ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(
-                plan, encoder_cache=self.cache
-            ) as output:
+            with (
+                self._as_the_connector(),
+                ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(
+                    plan, encoder_cache=self.cache
+                ) as output,
+            ):
                 self._encode(plan)
                 if not self._only_encodes:
                     for name in names:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-    from omni_kvlink.integrations.vllm.encoder.loader import LoadedOutput, EncoderLoader
+    from omni_kvlink.integrations.vllm.encoder.loader import EncoderLoader, LoadedOutput
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -108,7 +108,10 @@ class LoadPlan:
             if others := other_items(params, items):
                 log.warning(
                     "request %.200r names encoder outputs of %s; its own items are %s: is `model` "
-                    "the same text in both engines?", name, others, sorted(items),
+                    "the same text in both engines?",
+                    name,
+                    others,
+                    sorted(items),
                 )
         return self._sources[name]
 
@@ -154,6 +157,8 @@ class LoadPlan:
             why = error or ("it has been evicted" if source else "it names no source of it")
             log.error(
                 "request %.200r ends: encoder output %.200r cannot be had: %s",
-                request.request_id, feature.identifier, why,
+                request.request_id,
+                feature.identifier,
+                why,
             )
         return False

@@ -8,6 +8,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+from vllm.v1.request import Request
 
 from omni_kvlink.integrations.vllm.encoder.params import KEY, READERS, URL, read_readers
 from omni_kvlink.integrations.vllm.encoder.step import Save
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
-    from vllm.v1.request import Request
 
 log = logging.getLogger(f"vllm.{__name__}")
 

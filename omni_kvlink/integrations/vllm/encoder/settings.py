@@ -33,7 +33,11 @@ class EncoderSettings:
         """
         known = [field.name for field in dataclasses.fields(cls)]
         given = {name: value for name, value in extra.items() if name in known}
-        problems = [f"{name} is unknown; there are {', '.join(known)}" for name in extra if name not in known]
+        problems = [
+            f"{name} is unknown; there are {', '.join(known)}"
+            for name in extra
+            if name not in known
+        ]
         if isinstance(given.get("peers", ()), (list, tuple)):
             given["peers"] = tuple(given.get("peers", ()))
         else:
@@ -42,9 +46,8 @@ class EncoderSettings:
         if settings.load_failure_policy not in ("encode", "fail"):
             policy = settings.load_failure_policy
             problems.append(f"load_failure_policy must be 'encode' or 'fail', not {policy!r}")
-        for name in ("timeout", "ttl"):
-            if not getattr(settings, name) > 0:
-                problems.append(f"{name} must be more than 0 s, not {getattr(settings, name)!r}")
+        if not (settings.timeout > 0 and settings.ttl > 0):
+            problems.append(f"timeout {settings.timeout}, ttl {settings.ttl}: more than 0 s")
         if produces and not settings.url:
             problems.append('url is missing: what this producer serves, such as "shm://encoder-0"')
         if consumes and not settings.peers:
