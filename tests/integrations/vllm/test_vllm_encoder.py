@@ -366,6 +366,31 @@ def test_an_aborted_request_of_a_producer(engine: Open) -> None:
     assert producer.live == 0
 
 
+def test_an_aborted_request_of_an_engine_with_both_roles(engine: Open) -> None:
+    """Its keys wait for a step that computes something: vLLM passes no other to the worker."""
+    both = engine("both", url="shm://b")
+    both.add("r", ["cat", "dog"], {"readers": 1}, embeds=300)
+    both.step()
+    assert both.live == 1
+    both.abort("r")
+    both.settle()
+    both.add("next", ["bird"])
+    assert both.run("next") == ["length"]
+    assert both.live == 0
+
+
+def test_an_item_that_the_producer_could_not_encode(
+    engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It came without the media: the consumer learns it at once."""
+    producer, consumer = engine("producer"), engine("consumer", load_failure_policy="fail")
+    params = producer.encode("r", "cat", has_media=False)
+    consumer.add("r", ["cat"], params)
+    assert consumer.run("r") == ["error"]
+    assert any("its step ended without it" in line for line in lines(caplog))
+    check_nothing_is_kept(producer, consumer)
+
+
 def test_settings_are_checked(engine: Open) -> None:
     with pytest.raises(ValueError, match=r"colour is unknown; there are .*ttl"):
         engine("producer", colour="red")

@@ -38,13 +38,16 @@ class Engines:
     """
 
     def __init__(self, vlm: Path, half: Path, directory: Path, stack: ExitStack):
-        self._vlm, self._directory, self._stack = vlm, directory, stack
+        self._vlm, self._half, self._directory, self._stack = vlm, half, directory, stack
         self.producer = self.start_producer()
         self.whole = self._start("whole", vlm, "consumer")
-        self.half = self._start("half", half, "consumer", load_failure_policy="fail")
+        self.half = self.start_half()
 
-    def start_producer(self) -> EngineProcess:
-        return self._start("e", self._vlm, "producer")
+    def start_producer(self, ranks: int = 1) -> EngineProcess:
+        return self._start("e", self._vlm, "producer", ranks)
+
+    def start_half(self, ranks: int = 1) -> EngineProcess:
+        return self._start("half", self._half, "consumer", ranks, load_failure_policy="fail")
 
     def encode(self, image: int, **given: Any) -> dict[str, Any]:
         """Encode an image; what the request of a consumer needs."""
@@ -53,9 +56,11 @@ class Engines:
         params: dict[str, Any] = answer["params"]
         return params
 
-    def _start(self, name: str, model: Path, role: str, **extra: Any) -> EngineProcess:
+    def _start(
+        self, name: str, model: Path, role: str, ranks: int = 1, **extra: Any
+    ) -> EngineProcess:
         options = {"directory": str(self._directory)}
-        given = {"url": "shm://e", "serve": options}
+        given: dict[str, Any] = {"url": "shm://e", "serve": options}
         if role == "consumer":
             given = {"peers": ["shm://e"], "connect": options, "timeout": 20}
         transfer = {
@@ -64,11 +69,16 @@ class Engines:
             "ec_role": f"ec_{role}",
             "ec_connector_extra_config": {**given, "model": "tiny", **extra},
         }
-        log, config = (
+        engine = EngineProcess(
+            model,
             self._directory / f"{name}.log",
-            {"max_model_len": 512, "enable_prefix_caching": False},
+            transfer,
+            {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if ranks > 1 else None,
+            script=SCRIPT,
+            max_model_len=512,
+            enable_prefix_caching=False,
+            tensor_parallel_size=ranks,
         )
-        engine = EngineProcess(model, log, transfer, script=SCRIPT, **config)
         self._stack.callback(engine.close)
         return engine
 
@@ -144,3 +154,14 @@ def test_the_producer_is_killed(engines: Engines) -> None:
     engines.producer = engines.start_producer()
     params = engines.encode(5, item="image 5")
     assert outcome(run(engines.half, 5, item="image 5", params=params)) == expected
+
+
+def test_two_ranks_on_either_side(engines: Engines) -> None:
+    """One of the producer's sends; the consumer's scheduler loads once, for both."""
+    expected = local(engines, 6)
+    engines.producer.close()
+    engines.half.close()
+    engines.producer, engines.half = engines.start_producer(ranks=2), engines.start_half(ranks=2)
+    params = engines.encode(6, item="image 6")
+    got = run(engines.half, 6, item="image 6", params=params)
+    assert (got["reason"], got["tokens"]) == ("length", expected["tokens"])

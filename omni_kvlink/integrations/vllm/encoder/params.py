@@ -24,9 +24,9 @@ class Source:
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> Source:
-        """Read the params of one media item; never raises."""
-        url, key = given.get(URL) or "", given.get(KEY)
-        readers = given.get(READERS, 1)
+        """Read the params of one media item, which have a key; never raises."""
+        url, key, readers = given.get(URL), given[KEY], given.get(READERS, 1)
+        url = "" if url is None else url
         if not isinstance(url, str):
             return cls(error=_wrong(URL, url, "a string"))
         try:
