@@ -54,6 +54,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in records if "omni_kvlink" in record.name]
 
 
+def transfers(producer: SteppedEncoderEngine) -> dict[str, int]:
+    counts: dict[str, int] = producer.worker._sender._link.stats()["transfers"]
+    return counts
+
+
 def check_nothing_is_kept(producer: SteppedEncoderEngine, consumer: SteppedEncoderEngine) -> None:
     """No payload, and nothing about a request that has ended."""
     consumer.settle()
@@ -214,7 +219,9 @@ WRONG = {
     "key is a dict, not a string": {"cat": {"key": {}}},
     "readers is True, not an integer from 1": {"cat": {"key": "k", "readers": True}},
     "readers is 0, not an integer from 1": {"cat": {"key": "k", "readers": 0}},
-    "'shm://x' is not one of this engine's peers: shm://e": {"cat": {"key": "k", "url": "shm://x"}},
+    "'shm://x', which is not one of this engine's peers: shm://e": {
+        "cat": {"key": "k", "url": "shm://x"}
+    },
 }
 
 
@@ -325,10 +332,37 @@ def test_an_output_that_is_gone(engine: Open, sockets: str, end: str) -> None:
         producer.worker._sender._link.abort(params["cat"]["key"])
     else:
         producer.close()
-        consumer.plans._loader._timeout = 0.1  # it may come back until then
+        consumer.plans._loader.timeout = 0.1  # it may come back until then
     consumer.add("r", ["cat"], params)
     assert consumer.run("r") == ["length"]
     assert "cat" in consumer.encodes
+
+
+def test_outputs_that_do_not_come_hold_up_no_other(engine: Open) -> None:
+    """More of them than there are threads; when their requests end, nothing waits for them."""
+    producer, consumer = engine("producer"), engine("consumer")
+    stale = [f"stale {number}" for number in range(6)]
+    for name in stale:
+        consumer.add(name, [name], {name: {"key": name}})
+    consumer.step_until(lambda: transfers(producer)["waiting"] == len(stale))
+    consumer.add("sound", ["cat"], producer.encode("r", "cat"))
+    assert consumer.run("sound") == ["length"]
+    assert consumer.encodes == []
+    for name in stale:
+        consumer.abort(name)
+    until(lambda: transfers(producer)["waiting"] == 0, "the requests are withdrawn", timeout=60)
+    check_nothing_is_kept(producer, consumer)
+
+
+def test_an_output_that_does_not_come_in_time(
+    engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = engine("producer"), engine("consumer", timeout=0.2)
+    consumer.add("r", ["cat"], {"cat": {"key": "never"}})
+    assert consumer.run("r") == ["length"]
+    assert consumer.encodes == ["cat"]
+    assert any("TransferTimeout" in line for line in lines(caplog))
+    check_nothing_is_kept(producer, consumer)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

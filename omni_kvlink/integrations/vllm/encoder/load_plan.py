@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput
 from omni_kvlink.integrations.vllm.encoder.params import Source, other_items, read_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from concurrent.futures import Future
 
     import torch
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-    from omni_kvlink.integrations.vllm.encoder.loader import EncoderLoader, LoadedOutput
+    from omni_kvlink.integrations.vllm.encoder.loader import EncoderLoader, OutputLoad
 
 log = logging.getLogger(f"vllm.{__name__}")
-
-
-class _Load(NamedTuple):
-    """A load that was begun for an item; its output is kept until the engine takes it."""
-
-    source: Source
-    output: Future[LoadedOutput]
 
 
 class LoadPlan:
@@ -52,7 +44,7 @@ class LoadPlan:
         self._sources: dict[str, dict[str, Source]] = {}  # of live requests, by item
         self._users: Counter[Source] = Counter()  # live requests that name a source
         self._used: dict[Source, str] = {}  # sources that were read, and the error if that failed
-        self._loads: dict[str, _Load] = {}  # by item
+        self._loads: dict[str, OutputLoad] = {}  # by item; kept until the engine takes the output
         self._unavailable: set[str] = set()  # requests to end, since the last call
         self._ended: set[str] = set()  # those that were reported, while they live
 
@@ -68,17 +60,17 @@ class LoadPlan:
     def has(self, item: str) -> bool:
         """Whether an item was loaded, and the engine need not encode it."""
         load = self._loads.get(item)
-        return load is not None and load.output.done() and not load.output.result().error
+        return load is not None and load.is_done() and not load.error
 
     def take(self, request: Request, index: int) -> torch.Tensor | None:
         """The loaded output of a request's item, for the encoder cache; None if there is none."""
         feature = request.mm_features[index]
         if not self.has(feature.identifier):
             return None
-        tensor = self._loads[feature.identifier].output.result().tensor
+        load = self._loads[feature.identifier]
         if self._can_encode(feature):
             del self._loads[feature.identifier]
-        return tensor
+        return load.tensor
 
     def take_unavailable(self) -> set[str]:
         """The requests since the last call that need an output which cannot be had."""
@@ -92,11 +84,12 @@ class LoadPlan:
             self._users[source] -= 1
             if not self._users[source]:
                 del self._users[source]
-                is_unread = self._used.pop(source, None) is None
-                if is_unread and source.readers == 1 and not source.error:
-                    self._loader.abort(source, "its reader does not need it any more")
-            if not any(item in others for others in self._sources.values()):
-                self._loads.pop(item, None)
+                if self._used.pop(source, None) is None:
+                    self._loader.decline(source)
+            is_shared = any(item in others for others in self._sources.values())
+            load = None if is_shared else self._loads.pop(item, None)
+            if load is not None and load.cancel():
+                self._loader.decline(load.source)
         self._ended.discard(request.request_id)
 
     def _sources_of(self, request: Request) -> dict[str, Source]:
@@ -125,22 +118,21 @@ class LoadPlan:
             load = self._begin(request, index, source)
         if load is None:
             return self._is_encoded(request, feature, source)
-        if not load.output.done():
+        if not load.is_done():
             return False
-        error = load.output.result().error
-        if not error:
+        if not load.error:
             return True
         name = request.request_id
-        log.error("encoder output %.200r of %.200r was not loaded: %s", item, name, error)
+        log.error("encoder output %.200r of %.200r was not loaded: %s", item, name, load.error)
         del self._loads[item]
-        self._used[load.source] = error
+        self._used[load.source] = load.error
         return self._is_item_ready(request, index, source)  # which may be another one
 
-    def _begin(self, request: Request, index: int, source: Source) -> _Load:
+    def _begin(self, request: Request, index: int, source: Source) -> OutputLoad:
         item = request.mm_features[index].identifier
         embeds, adapter = request.get_num_encoder_embeds(index), self._adapter(request)
         self._used[source] = ""
-        load = _Load(source, self._loader.load(source, ExpectedOutput(item, embeds, adapter)))
+        load = self._loader.load(source, ExpectedOutput(item, embeds, adapter))
         self._loads[item] = load
         return load
 
