@@ -64,7 +64,7 @@ def check_nothing_is_kept(producer: SteppedEncoderEngine, consumer: SteppedEncod
     consumer.settle()
     until(lambda: producer.live == 0, "every payload is freed", timeout=60)
     loads, sends = consumer.plans.loads, producer.plans.sends
-    kept = (loads._sources, loads._users, loads._used, loads._loads, loads._ended)
+    kept = (loads._named, loads._loads, loads._ended)
     assert not any([*kept, sends._sending, consumer.plans._loaded])
 
 
@@ -103,8 +103,10 @@ def test_an_output_from_the_encoder_cache_is_sent_again(engine: Open) -> None:
     assert producer.encodes == ["cat"]
     assert first["cat"]["key"] != second["cat"]["key"]
     consumer.add("first", ["cat"], first)
-    consumer.add("another", ["dog"])  # evicts it
-    assert consumer.run("first", "another") == ["length"] * 2
+    assert consumer.run("first") == ["length"]
+    consumer.add("another", ["dog"])
+    assert consumer.run("another") == ["length"]
+    assert "cat" not in consumer.cache  # evicted
     consumer.add("second", ["cat"], second, text=4)
     assert consumer.run("second") == ["length"]
     assert consumer.encodes == ["dog"]
@@ -156,8 +158,10 @@ def test_an_item_that_the_prefix_cache_covers(engine: Open) -> None:
     """It is neither loaded nor encoded, and its payload is freed."""
     producer, consumer = engine("producer"), engine("consumer", cache=EMBEDS)
     consumer.add("before", ["cat"], text=2 * 32)
+    assert consumer.run("before") == ["length"]
     consumer.add("another", ["dog"])
-    assert consumer.run("before", "another") == ["length"] * 2
+    assert consumer.run("another") == ["length"]
+    assert "cat" not in consumer.cache
     params = producer.encode("r", "cat")
     consumer.add("r", ["cat"], params, text=2 * 32)
     assert consumer.run("r") == ["length"]
@@ -376,16 +380,28 @@ def test_an_aborted_request_of_a_consumer(engine: Open, steps: int) -> None:
     check_nothing_is_kept(producer, consumer)
 
 
-def test_one_of_two_requests_that_share_an_output_is_aborted(engine: Open) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_of_two_requests_that_share_an_output_is_aborted(engine: Open, is_first: bool) -> None:
     """As with `n` > 1: the other one loads it."""
     producer, consumer = engine("producer"), engine("consumer", load_failure_policy="fail")
     params = producer.encode("r", "cat")
     consumer.add("first", ["cat"], params)
     consumer.add("second", ["cat"], params)
     consumer.step()
-    consumer.abort("first")
-    assert consumer.run("second") == ["length"]
+    consumer.abort("first" if is_first else "second")
+    assert consumer.run("second" if is_first else "first") == ["length"]
     assert consumer.encodes == []
+    check_nothing_is_kept(producer, consumer)
+
+
+def test_a_failed_output_that_two_requests_share(engine: Open) -> None:
+    """Each of them ends; one that names another source of the item does not."""
+    producer, consumer = engine("producer"), engine("consumer", load_failure_policy="fail")
+    producer.worker._sender._link.fail("k", "no reason")
+    for name in ("first", "second"):
+        consumer.add(name, ["cat"], {"cat": {"key": "k"}})
+    consumer.add("third", ["cat"], producer.encode("r", "cat"))
+    assert consumer.run("first", "second", "third") == ["error", "error", "length"]
     check_nothing_is_kept(producer, consumer)
 
 

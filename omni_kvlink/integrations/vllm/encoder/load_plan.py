@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.encoder.loader import EncoderLoader, OutputLoad
 
 log = logging.getLogger(f"vllm.{__name__}")
+
+
+@dataclasses.dataclass
+class NamedSource:
+    """A source that a live request names for one of its items."""
+
+    source: Source
+    is_used: bool = False  # this request has begun a load from it
+    error: str = ""  # why a load from it failed
 
 
 class LoadPlan:
@@ -41,20 +50,18 @@ class LoadPlan:
     ):
         self._loader, self._cached, self._adapter = loader, cached, adapter
         self._can_encode, self._encodes_failed = can_encode, encodes_failed
-        self._sources: dict[str, dict[str, Source]] = {}  # of live requests, by item
-        self._users: Counter[Source] = Counter()  # live requests that name a source
-        self._used: dict[Source, str] = {}  # sources that were read, and the error if that failed
+        self._named: dict[str, dict[str, NamedSource]] = {}  # by live request and item
         self._loads: dict[str, OutputLoad] = {}  # by item; kept until the engine takes the output
         self._unavailable: set[str] = set()  # requests to end, since the last call
         self._ended: set[str] = set()  # those that were reported, while they live
 
     def is_ready(self, request: Request, computed: int) -> bool:
         """Whether a request with so many computed tokens can run; begins the loads it needs."""
-        sources, ready = self._sources_of(request), True
+        named, ready = self._named_by(request), True
         for index, feature in enumerate(request.mm_features):
             position = feature.mm_position
             if position.offset + position.length > computed:
-                ready &= self._is_item_ready(request, index, sources.get(feature.identifier))
+                ready &= self._is_item_ready(request, index, named.get(feature.identifier))
         return ready
 
     def has(self, item: str) -> bool:
@@ -79,25 +86,26 @@ class LoadPlan:
 
     def finish(self, request: Request) -> None:
         """A request has ended: forget what only it names, and free what it has not read."""
-        self._sources_of(request)  # also if it was never considered
-        for item, source in self._sources.pop(request.request_id).items():
-            self._users[source] -= 1
-            if not self._users[source]:
-                del self._users[source]
-                if self._used.pop(source, None) is None:
-                    self._loader.decline(source)
-            is_shared = any(item in others for others in self._sources.values())
-            load = None if is_shared else self._loads.pop(item, None)
+        self._named_by(request)  # also if it was never considered
+        for item, named in self._named.pop(request.request_id).items():
+            others = self._others(item)
+            if not named.is_used and all(other.source != named.source for other in others):
+                self._loader.decline(named.source)
+            load = None if others else self._loads.pop(item, None)
             if load is not None and load.cancel():
                 self._loader.decline(load.source)
         self._ended.discard(request.request_id)
 
-    def _sources_of(self, request: Request) -> dict[str, Source]:
+    def _others(self, item: str) -> list[NamedSource]:
+        """What live requests name for an item."""
+        return [named[item] for named in self._named.values() if item in named]
+
+    def _named_by(self, request: Request) -> dict[str, NamedSource]:
         name, params = request.request_id, request.ec_transfer_params
-        if name not in self._sources:
+        if name not in self._named:
             items = {each.identifier for each in request.mm_features}
-            self._sources[name] = read_sources(params, items)
-            self._users.update(self._sources[name].values())
+            sources = read_sources(params, items)
+            self._named[name] = {item: NamedSource(source) for item, source in sources.items()}
             if others := other_items(params, items):
                 log.warning(
                     "request %.200r names encoder outputs of %s; its own items are %s: is `model` "
@@ -106,18 +114,18 @@ class LoadPlan:
                     others,
                     sorted(items),
                 )
-        return self._sources[name]
+        return self._named[name]
 
-    def _is_item_ready(self, request: Request, index: int, source: Source | None) -> bool:
+    def _is_item_ready(self, request: Request, index: int, named: NamedSource | None) -> bool:
         feature = request.mm_features[index]
         item = feature.identifier
         if item in self._cached and self._can_encode(feature):
             return True
         load = self._loads.get(item)
-        if load is None and source is not None and source not in self._used:
-            load = self._begin(request, index, source)
+        if load is None and named is not None and not named.is_used:
+            load = self._begin(request, index, named)
         if load is None:
-            return self._is_encoded(request, feature, source)
+            return self._is_encoded(request, feature, named)
         if not load.is_done():
             return False
         if not load.error:
@@ -125,28 +133,30 @@ class LoadPlan:
         name = request.request_id
         log.error("encoder output %.200r of %.200r was not loaded: %s", item, name, load.error)
         del self._loads[item]
-        self._used[load.source] = load.error
-        return self._is_item_ready(request, index, source)  # which may be another one
+        for other in self._others(item):
+            if other.source == load.source:
+                other.is_used, other.error = True, load.error
+        return self._is_item_ready(request, index, named)  # whose source may be another one
 
-    def _begin(self, request: Request, index: int, source: Source) -> OutputLoad:
+    def _begin(self, request: Request, index: int, named: NamedSource) -> OutputLoad:
         item = request.mm_features[index].identifier
         embeds, adapter = request.get_num_encoder_embeds(index), self._adapter(request)
-        self._used[source] = ""
-        load = self._loader.load(source, ExpectedOutput(item, embeds, adapter))
+        named.is_used = True
+        load = self._loader.load(named.source, ExpectedOutput(item, embeds, adapter))
         self._loads[item] = load
         return load
 
     def _is_encoded(
-        self, request: Request, feature: MultiModalFeatureSpec, source: Source | None
+        self, request: Request, feature: MultiModalFeatureSpec, named: NamedSource | None
     ) -> bool:
         """Whether the engine encodes an item that is not loaded; else the request ends."""
-        error = self._used.get(source, "") if source is not None else ""
+        error = named.error if named is not None else ""
         if self._can_encode(feature) and (self._encodes_failed or not error):
             return True
         if request.request_id not in self._ended:
             self._ended.add(request.request_id)
             self._unavailable.add(request.request_id)
-            why = error or ("it has been evicted" if source else "it names no source of it")
+            why = error or ("it has been evicted" if named else "it names no source of it")
             log.error(
                 "request %.200r ends: encoder output %.200r cannot be had: %s",
                 request.request_id,
