@@ -131,6 +131,7 @@ VLLM_TESTS := tests/integrations/vllm
 test-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/bin/python examples/pd_vllm.py
+	.venv-vllm/bin/python examples/epd_vllm.py
 
 # Not in `test`: vLLM for CPUs, vLLM-Omni and UCX, in an environment of their own.
 OMNI := .venv-vllm-omni

@@ -49,6 +49,9 @@ ELSEWHERE = {
     ("docs/vllm.md", 'vllm serve MODEL --kv-transfer-config \'{"kv_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_page.py"
     ),
+    ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
+        "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
+    ),
 }
 """Blocks that a suite of a host runs, by page and the beginning of their first line."""
 

