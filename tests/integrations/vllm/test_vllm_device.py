@@ -142,7 +142,8 @@ def worker(
         config.parallel_config.tensor_parallel_size = ranks
         config.parallel_config.rank = rank
         layers = config.compilation_config.static_forward_context
-        layers.update({name: SimpleNamespace(_k_scale_float=scale) for name in LAYERS})
+        layer = SimpleNamespace(kv_cache_dtype=kind, _k_scale_float=scale)
+        layers.update(dict.fromkeys(LAYERS, layer))
         spec = SPECS[kind](HEADS // ranks)
         opened.append(PoolWorker(config, spec, device, kernel_block))
         return opened[-1]
