@@ -22,7 +22,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "integrations" / "vllm")]
@@ -31,6 +31,9 @@ from vllm_fixtures import PATIENCE, EngineProcess, prompt  # noqa: E402
 from vllm_fleet import DECODE, PREFILL, ROUTER, Completion, Fleet, complete, stream  # noqa: E402
 
 from omni_kvlink.testing.rig import until  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AT_ONCE = 4
 """Requests in flight."""
@@ -88,11 +91,12 @@ class Campaign:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             ends = list(pool.map(lambda n: self._send(n, faults.get(n)), range(len(self._asked))))
         self.ends.update(ends)
-        for wait in (
+        waits: list[Callable[[], None]] = [
             lambda: until(self._serves, "a request is answered", PATIENCE),
             self._fleet.servers[PREFILL].until_all_blocks_are_free,
             self._fleet.servers[DECODE].until_all_blocks_are_free,
-        ):
+        ]
+        for wait in waits:
             try:
                 wait()
             except AssertionError as error:  # noqa: PERF203 (three)
@@ -110,12 +114,16 @@ class Campaign:
         try:
             with closing(stream(port, self._asked[number], TOKENS)) as states:
                 for last in states:
-                    if fault is not None and len(last.tokens) >= fault.tokens:
-                        self.faults[fault.kind] += 1
-                        if fault.kind == "abort":
-                            break
-                        self._kill(fault.kind.removeprefix("kill "), number)
-                        fault = None
+                    if fault is None or len(last.tokens) < fault.tokens:
+                        continue
+                    self.faults[fault.kind] += 1
+                    if fault.kind == "abort":
+                        break
+                    self._kill(fault.kind, number)
+                    fault = None
+            if fault is not None and fault.kind != "abort":  # the request has failed before
+                self.faults[fault.kind] += 1
+                self._kill(fault.kind, number)
         except TimeoutError as error:
             self.problems.append(f"HUNG: request {number}: {error}")
             return "HUNG"
@@ -133,8 +141,9 @@ class Campaign:
             return "SHORT"
         return "error" if last.error or last.reason else "left"
 
-    def _kill(self, side: str, number: int) -> None:
+    def _kill(self, kind: str, number: int) -> None:
         """Kill a server, ask something meanwhile, and start it again."""
+        side = kind.removeprefix("kill ")
         with self._outage:
             self._serving.clear()
             began = time.monotonic()
@@ -166,8 +175,8 @@ def main() -> int:
         expected = answers(model, directory, asked)
         fleet = Fleet(model, directory, ttl=10.0)
         try:
-            for side in (PREFILL, DECODE, ROUTER):
-                fleet.start(side)
+            fleet.start(PREFILL, DECODE)
+            fleet.start(ROUTER)
             campaign = Campaign(fleet, asked, expected)
             campaign.run(faults)
             received = fleet.servers[DECODE].metric("vllm:omni_kvlink_received_total")

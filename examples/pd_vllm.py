@@ -27,13 +27,13 @@ Ending = tuple[list[int], list[float], int]
 def make_model(path: Path) -> None:
     """A Qwen2 with random weights, and a tokenizer of numbered words."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     vocabulary = models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0")
-    words = Tokenizer(vocabulary)
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(vocabulary), unk_token="w0", eos_token="w1"
+    )
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     config = Qwen2Config(

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm_fixtures import BLOCK, PATIENCE, transfer
@@ -31,12 +32,14 @@ PREFILL, DECODE, ROUTER = "prefill", "decode", "router"
 class Server:
     """A process that serves HTTP on `port`; its output is kept in `log`."""
 
-    def __init__(self, command: list[str], port: int, log: Path):
+    def __init__(self, command: list[str], port: int, log: Path, packages: Path):
         self.port, self.log = port, log
         environment = {
+            "PYTHONPATH": os.pathsep.join([str(packages), *sys.path]),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all on the first core
             "VLLM_NO_USAGE_STATS": "1",
         }
         with log.open("a") as out:
@@ -88,21 +91,26 @@ class Fleet:
     def __init__(self, model: Path, directory: Path, *, ttl: float = 3600.0):
         self._model, self._directory, self._ttl = model, directory, ttl
         self._ports = free_ports(4)
+        self._packages = vllm_metadata(directory)
+        self._tokenizer = directory / "tokenizer"
+        make_tokenizer(self._tokenizer)
         self.servers: dict[str, Server] = {}
 
-    def start(self, side: str, *options: str) -> Server:
-        """Start one side, again on its port, and wait until it answers."""
-        port = self._ports[(PREFILL, DECODE, ROUTER).index(side)]
-        command = self._router() if side == ROUTER else self._serve(side, port, *options)
-        server = self.servers[side] = Server(command, port, self._directory / f"{side}.log")
-        server.wait_ready()
-        return server
+    def start(self, *sides: str) -> None:
+        """Start these sides at once, each on its port, and wait until all answer."""
+        for side in sides:
+            port = self._ports[(PREFILL, DECODE, ROUTER).index(side)]
+            command = self._router() if side == ROUTER else self._serve(side, port)
+            log = self._directory / f"{side}.log"
+            self.servers[side] = Server(command, port, log, self._packages)
+        for side in sides:
+            self.servers[side].wait_ready()
 
     def close(self) -> None:
         for server in self.servers.values():
             server.kill()
 
-    def _serve(self, side: str, port: int, *options: str) -> list[str]:
+    def _serve(self, side: str, port: int) -> list[str]:
         own = {"directory": str(self._directory)}
         if side == PREFILL:
             config = transfer("producer", url="shm://fleet-prefill", serve=own, ttl=self._ttl)
@@ -111,9 +119,11 @@ class Fleet:
             config = transfer("consumer", "recompute", **peers)
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self._model)),
-            *("--served-model-name", MODEL, "--host", HOST, "--port", str(port)),
+            *("--served-model-name", MODEL, "--tokenizer", str(self._tokenizer)),
+            *("--host", HOST, "--port", str(port)),
             *("--dtype", "float32", "--max-model-len", "1024", "--block-size", str(BLOCK)),
-            *("--enforce-eager", "--kv-transfer-config", json.dumps(config), *options),
+            *("--enforce-eager", "--shutdown-timeout", "120"),
+            *("--kv-transfer-config", json.dumps(config)),
         ]
 
     def _router(self) -> list[str]:
@@ -122,8 +132,34 @@ class Fleet:
             *(sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"),
             *("--prefill", f"http://{HOST}:{prefill}", "--decode", f"http://{HOST}:{decode}"),
             *("--host", HOST, "--port", str(router), "--prometheus-port", str(metrics)),
-            *("--policy", "round_robin"),
+            *("--policy", "round_robin", "--worker-startup-check-interval", "1"),
         ]
+
+
+def vllm_metadata(directory: Path) -> Path:
+    """A folder with the metadata of a package `vllm`, whose version `vllm serve` reads.
+
+    Its build for CPUs, vllm-cpu 0.30.0, has them under its own name only.
+    """
+    folder = directory / "packages"
+    info = folder / "vllm-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    version = f"{metadata.version('vllm-cpu')}+cpu"
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (info / "METADATA").write_text(text)
+    return folder
+
+
+def make_tokenizer(path: Path) -> None:
+    """A tokenizer of numbered words, apart from the model: Qwen2's would be taken instead."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    unknown, end = (AddedToken(word, single_word=True, special=True) for word in ("w0", "w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=unknown, eos_token=end)
+    tokenizer.save_pretrained(path)
 
 
 def free_ports(count: int) -> list[int]:
