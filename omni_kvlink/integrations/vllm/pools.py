@@ -77,6 +77,7 @@ class BlockFormat:
     rope: str = ""  # the rotary embedding's parameters, as JSON
     compute_dtype: str = ""  # of the model's activations
     cache_dtype: str = ""  # as vLLM's option of that name
+    kv_scales: str = ""  # a digest of each layer's, where K and V are quantized
 
 
 @dataclasses.dataclass(frozen=True)
