@@ -60,7 +60,6 @@ class GroupFormat:
     chunk: int = 0  # tokens
     state: str = ""  # the shapes of a recurrent state
     shape: list[int] = dataclasses.field(default_factory=list)  # of a block: see `BlockShape`
-    scales: list[list[float]] = dataclasses.field(default_factory=list)  # per layer: of K, of V
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +131,6 @@ class Pools:
                 dataclasses.replace(
                     _group_format(group, tables[group.table].kv_cache_spec, layers),
                     shape=_block_shape(group, kv_cache_config, ordered),
-                    scales=_scales([context.get(name) for name in layers]),
                 )
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
@@ -375,13 +373,6 @@ def _block_shape(
     if len(shapes) > 1:
         raise SchemaError(f"the layers of a group have blocks of several shapes: {shapes}")
     return [each for shape in shapes for each in dataclasses.astuple(shape)]
-
-
-def _scales(layers: Sequence[Any]) -> list[list[float]]:
-    """Each layer's scales of quantized K and V, which are not in the blocks; empty if all are 1."""
-    names = ("_k_scale_float", "_v_scale_float")
-    scales = [[float(getattr(layer, name, 1.0)) for name in names] for layer in layers]
-    return scales if any(each != [1.0, 1.0] for each in scales) else []
 
 
 def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:

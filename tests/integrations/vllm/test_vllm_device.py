@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import fake_device
@@ -125,7 +124,6 @@ def worker(
         rank: int = 0,
         ranks: int = 1,
         kernel_block: int = BLOCK,
-        scale: float = 1.0,
         **extra: Any,
     ) -> PoolWorker:
         options = {"directory": sockets, "copier": "pinned"}
@@ -141,8 +139,6 @@ def worker(
         config.cache_config.kv_cache_layout = layout.name
         config.parallel_config.tensor_parallel_size = ranks
         config.parallel_config.rank = rank
-        layers = config.compilation_config.static_forward_context
-        layers.update({name: SimpleNamespace(_k_scale_float=scale) for name in LAYERS})
         spec = SPECS[kind](HEADS // ranks)
         opened.append(PoolWorker(config, spec, device, kernel_block))
         return opened[-1]
@@ -244,19 +240,6 @@ def test_blocks_of_the_kernel(
     other.forward(load(key="other"))
     other.run_until_loaded()
     assert other.invalid == set(FILLED)
-
-
-@FAKE
-def test_scales_of_the_weights(worker: Callable[..., PoolWorker], device: Any) -> None:
-    """Scales that are not in the blocks are compared."""
-    producer = worker("producer", kind="fp8", scale=0.5)
-    consumer, other = worker("consumer", kind="fp8", scale=0.5), worker("consumer", kind="fp8")
-    sent = bytes_like(producer, 3)
-    producer.forward(save(readers=2), sent, SENT)
-    for each in (consumer, other):
-        each.forward(load(readers=2))
-        each.run_until_loaded()
-    assert (consumer.invalid, other.invalid) == (set(), set(FILLED))
 
 
 @FAKE
