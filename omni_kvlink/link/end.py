@@ -39,7 +39,8 @@ class LinkEnd:
         `device_copies` are of its copier, which other links may share: see `Copier`.
         """
         self._check_process()
-        return {"url": self.url, **self._end.health(), "device_copies": self._copier.device_copies()}
+        copies = self._copier.device_copies()
+        return {"url": self.url, **self._end.health(), "device_copies": copies}
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record what the current CUDA streams of these tensors hold now.
