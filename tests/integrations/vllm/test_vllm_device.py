@@ -57,9 +57,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 HAS_DEVICE = torch.cuda.is_available() and not cuda.missing()
-REAL = pytest.param(
-    "real", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
-)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
+REAL = pytest.param("real", marks=GPU)
 EVERY = pytest.mark.parametrize("device", ["fake", REAL], indirect=True)
 FAKE = pytest.mark.parametrize("device", ["fake"], indirect=True)
 
