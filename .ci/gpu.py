@@ -59,6 +59,7 @@ PYTEST = [
     *("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning"),
     *("-W", "ignore::UserWarning"),
 ]
+TESTS = ("tests/gpu", "tests/integrations/vllm")  # the second needs vllm, and is skipped without
 SANITIZED = "test_host_and_device_in_one_payload or test_pages"
 
 
@@ -169,7 +170,7 @@ def test() -> str:
     report = WORK / "tests.xml"
     report.unlink(missing_ok=True)
     try:
-        run("test", [sys.executable, *PYTEST, "tests/gpu", f"--junitxml={report}"])
+        run("test", [sys.executable, *PYTEST, *TESTS, f"--junitxml={report}"])
     finally:
         text = summary(report)
     if text.startswith("0 passed"):

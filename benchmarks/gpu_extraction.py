@@ -324,11 +324,15 @@ def _color(name: str) -> str:
 
 
 def describe() -> dict[str, Any]:
+    peer = Mapping.for_readers("gpu-extraction", 1 << 20).readers
+    assert peer is not None
     return {
         **machine.describe(),
         "device": cuda.describe(0),
         "torch_cuda": torch.version.cuda,
         "crossovers_bytes": cuda.measured_crossovers(0),
+        # As a consumer of another process has a payload; if it is refused, torch copies.
+        "readonly_mapping": cuda.register(peer.region, 0) or "page-locked",
     }
 
 

@@ -130,6 +130,15 @@ def test_every_measurement(
     assert gpu_extraction.text("shape", cache.nbytes, found, cache.outlasted)
 
 
+def test_the_device_is_described(device: FakeDevice) -> None:
+    about = gpu_extraction.describe()
+    assert about["device"] == "cuda 13.0, Fake"
+    assert about["readonly_mapping"] == "page-locked"
+    assert len(about["crossovers_bytes"]) == 2
+    with device.set("refuses_registration", 1):
+        assert "cudaHostRegister" in gpu_extraction.describe()["readonly_mapping"]
+
+
 @pytest.mark.skipif(HAS_DEVICE, reason="there is a CUDA device")
 def test_without_a_device() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)

@@ -96,8 +96,8 @@ class Meter:
         """Add what `Copier.device_copies` has grown by since the last call for a direction."""
         with self._lock:
             before = self._copied.get(direction, {})
-            for way, nbytes in now.items():
-                self._stats.data[f"{way}_bytes"] += nbytes - before.get(way, 0)
+            for kind, nbytes in now.items():
+                self._stats.data[f"{kind}_bytes"] += nbytes - before.get(kind, 0)
             self._copied[direction] = now
 
     def observe(self, **values: float) -> None:

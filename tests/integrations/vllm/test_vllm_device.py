@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import fake_device
@@ -58,9 +57,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 HAS_DEVICE = torch.cuda.is_available() and not cuda.missing()
-REAL = pytest.param(
-    "real", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
-)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
+REAL = pytest.param("real", marks=GPU)
 EVERY = pytest.mark.parametrize("device", ["fake", REAL], indirect=True)
 FAKE = pytest.mark.parametrize("device", ["fake"], indirect=True)
 
@@ -125,7 +123,6 @@ def worker(
         rank: int = 0,
         ranks: int = 1,
         kernel_block: int = BLOCK,
-        scale: float = 1.0,
         **extra: Any,
     ) -> PoolWorker:
         options = {"directory": sockets, "copier": "pinned"}
@@ -141,9 +138,6 @@ def worker(
         config.cache_config.kv_cache_layout = layout.name
         config.parallel_config.tensor_parallel_size = ranks
         config.parallel_config.rank = rank
-        layers = config.compilation_config.static_forward_context
-        layer = SimpleNamespace(kv_cache_dtype=kind, _k_scale_float=scale)
-        layers.update(dict.fromkeys(LAYERS, layer))
         spec = SPECS[kind](HEADS // ranks)
         opened.append(PoolWorker(config, spec, device, kernel_block))
         return opened[-1]
@@ -245,19 +239,6 @@ def test_blocks_of_the_kernel(
     other.forward(load(key="other"))
     other.run_until_loaded()
     assert other.invalid == set(FILLED)
-
-
-@FAKE
-def test_scales_of_the_weights(worker: Callable[..., PoolWorker], device: Any) -> None:
-    """Scales that are not in the blocks are compared."""
-    producer = worker("producer", kind="fp8", scale=0.5)
-    consumer, other = worker("consumer", kind="fp8", scale=0.5), worker("consumer", kind="fp8")
-    sent = bytes_like(producer, 3)
-    producer.forward(save(readers=2), sent, SENT)
-    for each in (consumer, other):
-        each.forward(load(readers=2))
-        each.run_until_loaded()
-    assert (consumer.invalid, other.invalid) == (set(), set(FILLED))
 
 
 @FAKE

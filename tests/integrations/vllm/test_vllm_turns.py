@@ -1,4 +1,4 @@
-"""A decode engine offers a prompt and its answer; the next turn's prefill computes only the rest."""
+"""A decode engine offers a prompt and its answer; the next turn's prefill computes the rest."""
 
 from __future__ import annotations
 
