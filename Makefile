@@ -6,8 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
-	lint format mutants fuzz asan tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
+.PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
+	lint format mutants fuzz asan asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -23,6 +23,11 @@ test: $(VENV)/.ready
 test-all: $(VENV)/.ready
 	KVLINK_EXAMPLES=$${KVLINK_EXAMPLES:-5} $(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" \
 		--timeout=3600 $(ARGS)
+
+# On a machine with a GPU, from a fresh clone: builds the CUDA part, tests it, measures it.
+# PYTHON names an interpreter whose torch has CUDA; the exit status is 2 without a device.
+gpu:
+	$(PYTHON) .ci/gpu.py $(ARGS)
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/tests/*/*.h)
 
@@ -150,6 +155,12 @@ asan:
 	mkdir -p build
 	$(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all -o build/native-asan
 	build/native-asan
+
+# vLLM's pools on the fake device; torch's memory has the sanitizer's borders, too.
+asan-vllm: .venv-vllm/.ready
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 FAKE_CUDA_FLAGS="-g -fsanitize=address" \
+		.venv-vllm/bin/python -m pytest -m "not gpu" tests/integrations/vllm/test_vllm_device.py $(ARGS)
 
 tsan:
 	mkdir -p build

@@ -141,7 +141,7 @@ def device_code(nvcc: list[str]) -> list[str]:
         listing = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     known = {int(number) for number in re.findall(r"\bsm_(\d+)\b", listing)} or set(OLDEST_NVCC)
     chosen = [number for number in ARCHITECTURES if number in known]
-    portable = max(number for number in chosen if number <= PORTABLE)
+    portable = max((n for n in chosen if n <= PORTABLE), default=min(known))
     pairs = [(number, f"sm_{number}") for number in chosen] + [(portable, f"compute_{portable}")]
     return [part for n, code in pairs for part in ("-gencode", f"arch=compute_{n},code={code}")]
 

@@ -142,7 +142,8 @@ def native_problems(mutant: Mutant, text: str, root: Path, scratch: Path) -> Ite
     header = mutant.file.endswith(".h")
     draft = scratch / f"{mutant.name}{'.h' if header else '.cpp'}".replace("/", "-")
     draft.write_text(text)
-    options = ["-std=c++17", "-fsyntax-only", "-x", "c++", "-I", str(root / "csrc")]
+    folders = (Path(mutant.file).parent, "csrc", "csrc/tests/fake_cuda")
+    options = ["-std=c++17", "-fsyntax-only", "-x", "c++", *(f"-I{root / one}" for one in folders)]
     done = subprocess.run([compiler, *options, str(draft)], capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if " error: " in line]

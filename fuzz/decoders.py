@@ -40,6 +40,7 @@ from omni_kvlink.errors import ConnectorError
 from omni_kvlink.link.kvlink import _parse
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
+from omni_kvlink.lookup.namespace import DIGEST_SIZE, digest
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
 from omni_kvlink.payload.manifest import Manifest
@@ -264,8 +265,11 @@ def read_lookup(data: bytes) -> None:
         with contextlib.suppress(SchemaError):
             lookup.read_message(payload, kind)
     with contextlib.suppress(SchemaError):
-        prompt = lookup.read_prompt(payload)
-        tokens.common(prompt, prompt[: len(prompt) // 8 * 4])
+        question = lookup.read_message(payload, lookup.Question)
+        prompt = lookup.read_prompt(payload, question)
+        assert lookup.namespace_of(prompt) in (question.namespace, "")
+        half = DIGEST_SIZE + tokens.count(prompt) // 2 * tokens.SIZE
+        tokens.common(prompt, prompt[:half])
     lookup.read_answer(payload, 3)
 
 
@@ -273,10 +277,11 @@ def lookup_seeds() -> list[bytes]:
     every = (
         lookup.Found(0),
         lookup.Found(3),
-        lookup.LookupHello("lookup/inbox", "model"),
+        lookup.LookupHello("lookup/inbox", "model", namespaces=True),
         lookup.Question("lookup/answer", 1.0, True),
+        lookup.Question("lookup/answer", 1.0, namespace=digest({"salt": "a"}).hex()),
     )
-    prompt = tokens.encode([1, 2, 3], None)
+    prompt = tokens.encode([1, 2, 3], None)[DIGEST_SIZE:]
     return [msgspec.msgpack.encode([msgspec.to_builtins(one), prompt]) for one in every]
 
 

@@ -17,7 +17,7 @@ the producer.
 | `check_private`, `default_directory` | directories of this user |
 | `LockFile`, `WakeupFifo`, `wake`, `wait_readable` | who serves at a path, and who waits for it |
 | `Copier`, `GatherHandle`, `TorchCopier` | base classes of a copier of one's own |
-| `StreamEvents`, `CurrentStreams`, `named_copier` | the order of copies and of work on CUDA streams |
+| `StreamEvents`, `CurrentStreams`, `named_copier` | copies in the order of CUDA streams |
 | `ArenaPool`, `Block`, `Mapping`, `Region`, `is_sealed`, `byte_tensor` | shared memory |
 | `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shlex
 import shutil
@@ -17,12 +18,15 @@ import pytest
 
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import pinned, streams
+from omni_kvlink.link import producer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.payload.views import TensorView
 
+ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
+"""Values of OMNI_KVLINK_CUDA_CROSSOVER."""
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = (
     "devices",
@@ -32,8 +36,11 @@ FIELDS = (
     "unregistered_late",
     "readonly",
     "blocking",
+    "capturing_elsewhere",
     "held",
 )
+
+_calls: list[object] = []  # ctypes functions; the library keeps none, and may call them late
 
 
 def build(directory: Path) -> None:
@@ -45,6 +52,7 @@ def build(directory: Path) -> None:
     sources = [*(CSRC / "cuda").glob("*.cpp"), CSRC / "view.cpp", CSRC / "failure.cpp"]
     fake = CSRC / "tests" / "fake_cuda.cpp"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-I{CSRC}/tests/fake_cuda"]
+    flags += shlex.split(os.environ.get("FAKE_CUDA_FLAGS", ""))
     command = [*compiler, *flags, *map(str, sources), str(fake), "-o"]
     subprocess.run([*command, str(directory / cuda.LIBRARY)], check=True)
 
@@ -55,7 +63,6 @@ class FakeDevice:
     def __init__(self, library: ctypes.CDLL):
         self.holds: Callable[[TensorView], bool] = lambda view: True
         self._library, self._current = library, threading.local()
-        self._calls: list[object] = []  # ctypes functions, which the library does not keep
         self._field = library.fake_cuda_field
         self._field.restype = ctypes.POINTER(ctypes.c_int)
 
@@ -81,7 +88,7 @@ class FakeDevice:
     def enqueue(self, stream: int, work: Callable[[], object]) -> None:
         """Enqueue work on a stream; it runs once somebody waits for what is behind it."""
         call = ctypes.CFUNCTYPE(None)(work)
-        self._calls.append(call)
+        _calls.append(call)
         self._library.fake_cuda_call(ctypes.c_uint64(stream), call)
 
     def hold(self, held: bool) -> None:
@@ -120,5 +127,22 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
     for module in (pinned, streams):
         monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
+    monkeypatch.setattr(producer, "is_on_device", lambda view: device.holds(view))
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     return device
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the library on the fake device was built."""
+    made = tmp_path_factory.mktemp("fake")
+    build(made)
+    return made
+
+
+@pytest.fixture
+def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """The fake device, in place of all others, for one test."""
+    monkeypatch.setenv(cuda.ENVIRONMENT, MIXED)
+    yield install(directory, monkeypatch)
+    gc.collect()  # unregister with this library, not with the next one

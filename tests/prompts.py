@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,11 +38,11 @@ def hidden(tokens: Sequence[int]) -> torch.Tensor:
     return (states(tokens)[:, None] * torch.arange(1, 7)).float()
 
 
-def insert(store: PrefixStore, tokens: Sequence[int], *, states: int = 0) -> None:
+def insert(store: PrefixStore, tokens: Sequence[int], *, states: int = 0, **options: Any) -> None:
     """A prompt, with the hidden states of its last `states` tokens."""
     keys, values = kv(tokens)
     last = hidden(tokens)[-states:] if states else None
-    store.insert(list(tokens), None, keys, values, last)
+    store.insert(list(tokens), None, keys, values, last, **options)
 
 
 def assert_right(match: Match, prompt: Sequence[int]) -> None:

@@ -137,7 +137,7 @@ def test_each_side_has_its_own_verbs() -> None:
         KVProducer: {"put", "stream_put", "allocate", "fail"},
         KVConsumer: {"get", "stream_get", "is_connected"},
     }
-    shared = {"abort", "stats", "close"}
+    shared = {"abort", "stats", "close", "record"}
     for kind, verbs in own.items():
         assert {name for name in dir(kind) if not name.startswith("_")} == verbs | shared
 

@@ -3,13 +3,6 @@
 
 namespace kvlc {
 
-void refuse_capture(cudaStream_t stream) {
-    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &state), "cudaStreamIsCapturing");
-    if (state != cudaStreamCaptureStatusNone)
-        kvl::fail(KVL_EARGUMENT, "the stream is being captured into a graph; copy outside of it");
-}
-
 Recorded::Recorded(Device &device, cudaStream_t stream) : Pending(device), stream_(stream) {
     refuse_capture(stream);
     event_ = device_.acquire_event(kEventFlags);
@@ -20,9 +13,7 @@ Recorded::Recorded(Device &device, cudaStream_t stream) : Pending(device), strea
 
 Recorded::~Recorded() { device_.release_event(event_, kEventFlags); }
 
-void Recorded::wait(uint64_t) const {
-    check(cudaEventSynchronize(event_), "cudaEventSynchronize");
-}
+void Recorded::wait(uint64_t) const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
 
 uint64_t Recorded::complete() const {
     cudaError_t status = cudaEventQuery(event_);

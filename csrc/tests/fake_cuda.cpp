@@ -126,7 +126,7 @@ int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
     int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
                      &fake.unregistered, &fake.unregistered_late,    &fake.readonly,
-                     &fake.blocking,     &fake.held};
+                     &fake.blocking,     &fake.capturing_elsewhere,  &fake.held};
     return fields[number];
 }
 

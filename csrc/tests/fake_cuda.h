@@ -11,9 +11,9 @@ struct FakeCuda {
     int devices = 1;
     int refuses_registration = 0, fails_after = -1;  // fails_after: number of launches and copies
     bool readonly_supported = true, has_batch = true, capturing = false;
-    bool capturing_elsewhere = false;  // another thread captures a graph in the global mode
-    bool event_fails = false;          // recording one
-    bool wait_fails = false;           // blocking until one
+    int capturing_elsewhere = 0;  // another thread captures a graph in the global mode
+    bool event_fails = false;     // recording one
+    bool wait_fails = false;      // blocking until one
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by single calls
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
     int readonly = 0;                                // registrations of that kind

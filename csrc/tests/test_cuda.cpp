@@ -24,7 +24,7 @@ struct Fixture {
     std::vector<Case> cases;
     std::vector<kvl_copy> copies;
     Bytes expected, payload;
-    kvlc_options options{0, 0, kEngines};
+    kvlc_options options{0, 0, 0, kEngines};
     uint64_t ticket = 0;
 
     void add(Case made, uint64_t start) {
@@ -135,7 +135,7 @@ void another_device() {
         Fixture fixture;
         fixture.add(flat_case(random, 5000), 0);
         fixture.pin();
-        fixture.options = {1, 0, crossover};
+        fixture.options = {1, 0, 0, crossover};
         CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_wait(fixture.ticket, 0) == KVL_OK);
         CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK && fixture.copied(0));
         CHECK_CUDA(fixture.scatter() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK);
@@ -174,6 +174,99 @@ void the_callers_stream() {
     CHECK(other_ran && slow.copied(0));
 }
 
+constexpr uint64_t kStream = 64, kOtherStream = 65;
+
+void after_what_was_recorded() {
+    Random random(9);
+    Fixture fixture;
+    fixture.add(flat_case(random, 5000), 64);
+    fixture.pin();
+    Bytes &memory = fixture.cases[0].memory;
+    auto write = [&](uint8_t value) {
+        fake_enqueue(reinterpret_cast<cudaStream_t>(kStream),
+                     [&memory, value] { std::fill(memory.begin(), memory.end(), value); });
+    };
+    uint64_t recorded = 0, complete = 9;
+    write(1);
+    CHECK_CUDA(kvlc_record(0, kStream, &recorded) == KVL_OK);
+    write(2);
+    CHECK_CUDA(kvlc_poll(recorded, &complete) == KVL_OK && complete == 0);
+    fixture.options.after = recorded;  // and not after the stream of the options
+    CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK);
+    CHECK(fixture.payload[64] == 1 && fixture.payload[5063] == 1 && memory[0] == 1);
+    CHECK_CUDA(kvlc_poll(recorded, &complete) == KVL_OK && complete == 1);
+
+    CHECK_CUDA(fixture.scatter() == KVL_OK);
+    fake_run(reinterpret_cast<cudaStream_t>(kStream));
+    CHECK(memory[0] == 2);  // no stream waits for these copies by itself
+    CHECK_CUDA(kvlc_stream_wait(fixture.ticket, kOtherStream) == KVL_OK);
+    fake_run(reinterpret_cast<cudaStream_t>(kOtherStream));
+    CHECK(memory[0] == 1 && memory[4999] == 1);
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
+
+    write(3);
+    uint64_t unreached = 0;
+    CHECK_CUDA(kvlc_record(0, kStream, &unreached) == KVL_OK);
+    CHECK_CUDA(kvlc_finish(unreached) == KVL_OK);
+    CHECK(memory[0] == 1);  // did not wait for it
+    CHECK_CUDA(kvlc_record(0, kStream, &unreached) == KVL_OK);
+    CHECK_CUDA(kvlc_wait(unreached, 0) == KVL_OK && memory[0] == 3);
+    CHECK_CUDA(kvlc_finish(unreached) == KVL_OK && kvlc_finish(recorded) == KVL_OK);
+}
+
+void wrong_predecessors() {
+    Random random(10);
+    Fixture fixture;
+    fixture.add(flat_case(random, 64), 0);
+    fixture.pin();
+    auto refused = [&](const char *text) {
+        return fixture.gather() == KVL_EARGUMENT && std::strstr(kvlc_last_error(), text);
+    };
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    uint64_t transfer = fixture.ticket, recorded = 0;
+    fixture.options.after = transfer;
+    CHECK(refused("is not of kvlc_record on device 0"));
+    fake_cuda().devices = 2;
+    CHECK_CUDA(kvlc_record(1, 0, &recorded) == KVL_OK);
+    fixture.options.after = recorded;
+    CHECK(refused("is not of kvlc_record on device 0"));
+    CHECK_CUDA(kvlc_finish(recorded) == KVL_OK && kvlc_finish(transfer) == KVL_OK);
+    fake_cuda().devices = 1;
+    CHECK(refused("no ticket"));
+    fake_cuda().capturing = true;
+    CHECK(kvlc_record(0, 0, &recorded) == KVL_EARGUMENT);
+    CHECK(std::strstr(kvlc_last_error(), "captured"));
+    fake_cuda().capturing = false;
+}
+
+// CUDA forbids most calls to all threads while one of them captures a graph.
+void while_another_thread_captures() {
+    fake_cuda().capturing_elsewhere = true;
+    for (uint64_t crossover : {kEngines, kKernel}) round_trip(11, crossover, true);
+    Random random(11);
+    Fixture fixture;
+    fixture.add(flat_case(random, 64), 0);
+    fixture.pin();
+    uint64_t complete = 0;
+    CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_poll(fixture.ticket, &complete) == KVL_OK);
+    CHECK_CUDA(kvlc_wait(fixture.ticket, 0) == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK);
+    CHECK(fixture.copied(0) && !fake_is_relaxed());
+    fake_cuda().capturing_elsewhere = false;
+}
+
+void no_call_off_the_device() {
+    Random random(12);
+    Fixture fixture;
+    fixture.add(flat_case(random, 64), 0);
+    fixture.pin();
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    fake_cuda().wait_fails = true;
+    CHECK(kvlc_finish(fixture.ticket) == KVLC_ECUDA);  // and deletes the ticket
+    fake_cuda().wait_fails = false;
+    CHECK(fake_cuda().off_device == 0 && !fake_has_context());
+    CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK);
+}
+
 void progress() {
     Random random(2);
     Fixture fixture;
@@ -209,6 +302,15 @@ void a_failure_midway() {
     CHECK(fixture.copied(2) && !fixture.copied(1));  // no copy is in progress any more
     CHECK_CUDA(fixture.gather() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK &&
                fixture.copied(1));
+
+    Fixture unmarked;  // copies that no event could be recorded behind
+    unmarked.add(flat_case(random, 5000), 0);
+    unmarked.pin();
+    CHECK_CUDA(kvlc_record(0, 0, &unmarked.options.after) == KVL_OK);
+    fake_cuda().event_fails = true;
+    CHECK(unmarked.gather() == KVLC_ECUDA && unmarked.copied(0));
+    fake_cuda().event_fails = false;
+    CHECK_CUDA(kvlc_finish(unmarked.options.after) == KVL_OK);
 }
 
 void refused(Fixture &fixture, int status, const char *text) {
@@ -369,6 +471,10 @@ void test_cuda() {
     refusals();
     measured();
     the_callers_stream();
+    after_what_was_recorded();
+    wrong_predecessors();
+    while_another_thread_captures();
+    no_call_off_the_device();
     progress();
     a_failure_midway();
     copies_of_both_kinds();

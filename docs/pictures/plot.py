@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from omni_kvlink.bench.chart import OTHER, OURS, BarRow, times
+from omni_kvlink.bench.chart import chart as svg
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 AMD, XEON = "amd-epyc-2core", "intel-xeon-2core"
-INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
-OURS, OTHER = "#a5b4fc", "#d1d5db"
-FONT = "font-family='system-ui, sans-serif'"
-LEFT, WIDTH, ROW = 300, 820, 30
-
-
-class Row(NamedTuple):
-    """A bar from 0 to `p50`, and a line from `least` to `most`."""
-
-    label: str
-    p50: float
-    least: float
-    most: float
-    color: str = OURS
 
 
 def read(machine: str, name: str) -> dict[str, Any]:
@@ -31,62 +20,9 @@ def read(machine: str, name: str) -> dict[str, Any]:
     return found
 
 
-def times(label: str, values: dict[str, float], color: str = OURS) -> Row:
-    """A row of p50, min and max."""
-    return Row(label, values["p50"], values["min"], values["max"], color)
-
-
-def text(x: float, y: float, content: str, anchor: str, color: str = INK, weight: int = 400) -> str:
-    """One line."""
-    return (
-        f"<text x='{x:.1f}' y='{y:.1f}' {FONT} font-size='13' font-weight='{weight}' "
-        f"fill='{color}' text-anchor='{anchor}'>{content}</text>"
-    )
-
-
-def ticks(most: float) -> list[float]:
-    """Five or fewer round numbers above 0."""
-    step = next(
-        step
-        for power in (0.01, 0.1, 1, 10, 100, 1000)
-        for step in (power, 2 * power, 5 * power)
-        if most / step <= 5.5
-    )
-    return [step * n for n in range(1, int(most / step) + 1)]
-
-
-def chart(name: str, title: str, unit: str, rows: list[Row], *, mark: float = 0.0) -> None:
-    """Write horizontal bars with ranges; `mark` is a dashed line."""
-    most = max(max(row.most for row in rows), mark) * 1.12
-    scale, bottom = (WIDTH - LEFT - 30) / most, 56 + ROW * len(rows)
-    parts = [text(20, 26, title, "start", weight=600)]
-    for tick in ticks(most):
-        x = LEFT + tick * scale
-        parts.append(f"<line x1='{x:.1f}' y1='44' x2='{x:.1f}' y2='{bottom}' stroke='{GRID}'/>")
-        parts.append(text(x, bottom + 18, f"{tick:g}", "middle", MUTED))
-    for number, row in enumerate(rows):
-        y = 50 + ROW * number
-        least, most_x = LEFT + row.least * scale, LEFT + row.most * scale
-        parts += [
-            text(LEFT - 10, y + 14, row.label, "end"),
-            f"<rect x='{LEFT}' y='{y}' width='{row.p50 * scale:.1f}' height='20' rx='3' "
-            f"fill='{row.color}'/>",
-            f"<line x1='{least:.1f}' y1='{y + 10}' x2='{most_x:.1f}' y2='{y + 10}' "
-            f"stroke='{INK}' stroke-width='2'/>",
-            text(max(most_x, LEFT + row.p50 * scale) + 6, y + 14, f"{row.p50:.3g}", "start", MUTED),
-        ]
-    if mark:
-        x = LEFT + mark * scale
-        parts.append(
-            f"<line x1='{x:.1f}' y1='44' x2='{x:.1f}' y2='{bottom}' stroke='{INK}' "
-            "stroke-dasharray='5 4'/>"
-        )
-    parts.append(text(WIDTH - 20, 26, unit, "end", MUTED))
-    height = bottom + 30
-    ground = f"<rect width='{WIDTH}' height='{height}' rx='12' fill='white'/>"
-    opening = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}'>"
-    body = "\n".join((opening, ground, *parts, "</svg>\n"))
-    (HERE / f"bench_{name}.svg").write_text(body)
+def chart(name: str, title: str, unit: str, rows: list[BarRow], *, mark: float = 0.0) -> None:
+    """Write one picture."""
+    (HERE / f"bench_{name}.svg").write_text(svg(title, unit, rows, mark=mark))
 
 
 def ratios() -> None:
@@ -169,7 +105,7 @@ def copies() -> None:
         values = row["milliseconds"]
         p50, least, most = (nbytes / 1e6 / values[key] for key in ("p50", "max", "min"))
         color = OTHER if name in ("plain_copy", "torch_copy") else OURS
-        rows.append(Row(name.replace("_", " "), p50, least, most, color))
+        rows.append(BarRow(name.replace("_", " "), p50, least, most, color))
     chart("copy", "Copies within one process, 235 MB (EPYC)", "GB/s", rows)
 
 

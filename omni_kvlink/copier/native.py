@@ -54,7 +54,6 @@ class NativeCopier(Copier):
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
         check_fit(sources, manifest, region)
-        self._copies.add("pageable", sources)
         native, others, rest = self._split(sources, manifest, region)
         for source, target in rest:
             if isinstance(source, PagedTensor):
@@ -68,7 +67,6 @@ class NativeCopier(Copier):
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
         check_targets(targets, manifest, region)
-        self._copies.add("pageable", targets)
         native, others, rest = self._split(targets, manifest, region)
         native.scatter()
         others.verify()
@@ -106,7 +104,13 @@ class NativeCopier(Copier):
             else:
                 others.add(spec)
                 rest.append((view, tensor_view(region, spec, manifest.header_nbytes)))
+        self._count([view for view, _ in rest])
         return native, others, rest
+
+    def _count(self, views: list[TensorView]) -> None:
+        """Count the device tensors among those that torch copies."""
+        if views:
+            self._copies.add("pageable", views)
 
 
 class _Batch:

@@ -168,9 +168,13 @@ class PinnedCopier(NativeCopier):
                 specs.append(spec)
             else:
                 devices.setdefault(device, _OnDevice(device)).add(view, spec, packed)
+        self._copies.add("pageable", on_host)
         for part in devices.values():
             self._copies.add("pinned", part.views)
         return on_host, specs, list(devices.values())
+
+    def _count(self, views: list[TensorView]) -> None:
+        """Count nothing: `_by_device` has done so."""
 
     def _is_pinned(self, region: Region, device: int) -> bool:
         reason = cuda.register(region, device)

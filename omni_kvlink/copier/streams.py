@@ -38,14 +38,14 @@ class DeviceCopies:
         self._lock = threading.Lock()
         self._nbytes = {"pinned": 0, "pageable": 0}
 
-    def add(self, way: str, views: Iterable[TensorView]) -> None:
+    def add(self, kind: str, views: Iterable[TensorView]) -> None:
         """Add tensors: "pinned" in page-locked memory, "pageable" through other memory."""
         nbytes = sum(view.nbytes for view in views if device_of(view) is not None)
         with self._lock:
-            self._nbytes[way] += nbytes
+            self._nbytes[kind] += nbytes
 
     def nbytes(self) -> dict[str, int]:
-        """The bytes so far, by way."""
+        """The bytes so far, by kind."""
         with self._lock:
             return dict(self._nbytes)
 
@@ -90,12 +90,15 @@ class TorchEvent:
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
+        """Block until the device has reached it."""
         self._event.synchronize()
 
     def is_done(self) -> bool:
-        return self._event.query()
+        """Whether the device has reached it; does not block."""
+        return bool(self._event.query())
 
     def make_stream_wait(self) -> None:
+        """Make later work of the calling thread's current stream wait for it."""
         torch.cuda.current_stream(self.device).wait_event(self._event)
 
 

@@ -525,9 +525,7 @@ def _done() -> Future[None]:
     return future
 
 
-def _scatter(
-    copier: Copier, delivery: Delivery, ledger: Ledger, copy: Callable[[Region], T]
-) -> T:
+def _scatter(copier: Copier, delivery: Delivery, ledger: Ledger, copy: Callable[[Region], T]) -> T:
     """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
     started = time.perf_counter()
     try:

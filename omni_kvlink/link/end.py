@@ -34,9 +34,13 @@ class LinkEnd:
         _open_ends.add(self)
 
     def stats(self) -> dict[str, Any]:
-        """Return state and counters of this end, as JSON values."""
+        """Return state and counters of this end, as JSON values.
+
+        `device_copies` are of its copier, which other links may share: see `Copier`.
+        """
         self._check_process()
-        return {"url": self.url, **self._end.health(), "device_copies": self.device_copies()}
+        copies = self._copier.device_copies()
+        return {"url": self.url, **self._end.health(), "device_copies": copies}
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record what the current CUDA streams of these tensors hold now.
@@ -45,12 +49,6 @@ class LinkEnd:
         copies these tensors. Does not block.
         """
         return self._copier.record(views)
-
-    def device_copies(self) -> dict[str, int]:
-        """Bytes of device tensors copied so far: "pinned", or "pageable" by torch, through memory
-        that is not page-locked. Of all links that share this one's copier.
-        """
-        return self._copier.device_copies()
 
     def close(self) -> None:
         """Refuse new calls (ClosedError), wake every waiting call and free the memory; idempotent.

@@ -535,7 +535,8 @@ class PutStream:
             if fault_points.enabled:
                 fault_points.point("stream.layer")
             if any(map(is_on_device, views)):
-                handle = self._begin_gather(views, part, lease.region, after)
+                copier = self._put.copier
+                handle = copier.begin_gather(views, part, lease.region, after=after)
                 self._queue.add(tensors, handle)
                 self.ledger.copies = 1
             else:
@@ -600,18 +601,6 @@ class PutStream:
             self._queue.call_when_drained(abort)  # a late copy must not land in another payload
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
-
-    def _begin_gather(
-        self,
-        views: Sequence[TensorView],
-        part: Manifest,
-        region: Region,
-        after: StreamEvents | None,
-    ) -> GatherHandle:
-        copier = self._put.copier
-        if after is None:  # a copier of one's own may not know it
-            return copier.begin_gather(views, part, region)
-        return copier.begin_gather(views, part, region, after=after)
 
     def _check_process(self) -> None:
         check_process(self._pid, f"stream {self.manifest.request_id!r}")

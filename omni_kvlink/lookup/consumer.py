@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.lookup.namespace import Namespace
 
 RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
 """Seconds that a select waits for a lost producer, and how often at most it tries again."""
@@ -69,6 +70,7 @@ class _RemoteStore:
         self._sending = threading.RLock()
         self._session = -1
         self._inbox = ""
+        self._reads_namespaces = False
         self._last_question: Receipt | None = None
 
     def send(self, question: messages.Question, prompt: bytes, deadline: float) -> _PendingAnswer:
@@ -98,6 +100,11 @@ class _RemoteStore:
                     phase="requested",
                 )
             self._read_hello(deadline)
+            if question.namespace and not self._reads_namespaces:
+                raise SchemaError(
+                    f"{self.link.url} has an omni_kvlink that would ignore the namespace: update "
+                    'it, or select without one (namespace="")'
+                )
             if self._last_question is not None:
                 with contextlib.suppress(TransferFailed):  # that is its own select's error
                     self._last_question.wait(timeout=_seconds_left(deadline))
@@ -123,6 +130,7 @@ class _RemoteStore:
             self._questions.fail(self._inbox, "the producer that read this inbox is gone")
             self._last_question = None
         self._session, self._inbox = session, hello.inbox
+        self._reads_namespaces = hello.namespaces
 
 
 class LookupConsumer:
@@ -160,6 +168,7 @@ class LookupConsumer:
         tokens: TokenIds,
         roi: torch.Tensor | None = None,
         *,
+        namespace: Namespace = "",
         wait: bool = False,
         timeout: float,
     ) -> Match:
@@ -172,10 +181,11 @@ class LookupConsumer:
             TransferTimeout: a producer did not answer, or with `wait` none has all tokens.
             TransferFailed: a producer reported why it cannot answer, or that a prefill failed.
             PeerLostError: every producer is gone.
-            SchemaError: a producer is of another model.
+            SchemaError: a producer is of another model, or of a version without namespaces; or the
+                namespace is none.
         """
         deadline = time.monotonic() + check_timeout(timeout)
-        prompt = encode(tokens, roi)
+        prompt = encode(tokens, roi, namespace)
         stores = list(self._stores)
         if not stores:
             raise SchemaError("no producer to ask: add(link)")
@@ -206,7 +216,7 @@ class LookupConsumer:
 
     def _fetch(self, store: _RemoteStore, prompt: bytes, wait: bool, deadline: float) -> Match:
         """K and V from one producer; fewer tokens than it reported if some were evicted since."""
-        question = _question(deadline, wait=wait)
+        question = _question(prompt, deadline, wait=wait)
         received = store.send(question, prompt, deadline).receive(deadline, self._verify)
         try:
             data, hidden = messages.read_answer(received.data, count(prompt))
@@ -227,7 +237,7 @@ class LookupConsumer:
         try:
             for store in list(stores):
                 try:
-                    question = _question(deadline, wait=wait, probe=True)
+                    question = _question(prompt, deadline, wait=wait, probe=True)
                     answer = store.send(question, prompt, deadline)
                     pending[answer.get.future] = answer
                 except PeerLostError as error:  # noqa: PERF203 - of each store
@@ -266,9 +276,11 @@ def _seconds_left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _question(deadline: float, *, wait: bool, probe: bool = False) -> messages.Question:
-    left = _seconds_left(deadline)
-    return messages.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe)
+def _question(
+    prompt: bytes, deadline: float, *, wait: bool, probe: bool = False
+) -> messages.Question:
+    left, namespace = _seconds_left(deadline), messages.namespace_of(prompt)
+    return messages.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe, namespace)
 
 
 def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: float) -> set[Future[Any]]:

@@ -7,12 +7,13 @@ link, under the key that the question names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import torch
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE
 from omni_kvlink.lookup.tokens import SIZE
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData
@@ -30,23 +31,29 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LookupHello(msgspec.Struct, frozen=True):
-    """A producer's introduction: the key of questions to it, and what made its K and V."""
+    """A producer's introduction: the key of questions to it, and what made its K and V.
+
+    `namespaces`: it reads a question's namespace; one of an earlier version would ignore it.
+    """
 
     inbox: str
     model: str
+    namespaces: bool = False
 
 
 class Question(msgspec.Struct, frozen=True):
     """A `select` of another process, which waits `timeout` seconds for the key `answer`.
 
     With `wait`, the answer comes only once all tokens are in the store; with `probe`, it is the
-    number of tokens without their K and V.
+    number of tokens without their K and V. `namespace` is the hexadecimal digest of the prompt's
+    namespace, "" for none.
     """
 
     answer: str
     timeout: float
     wait: bool = False
     probe: bool = False
+    namespace: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -56,9 +63,15 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def message_payload(key: str, message: msgspec.Struct, prompt: bytes = b"") -> TensorTransferData:
-    """A message, and the encoded tokens that a question is about."""
-    tokens = {TOKENS: torch.tensor(list(prompt), dtype=torch.uint8)} if prompt else {}
+    """A message, and the tokens of the encoded prompt that a question is about."""
+    tokens = {TOKENS: torch.tensor(list(prompt[DIGEST_SIZE:]), dtype=torch.uint8)} if prompt else {}
     return TensorTransferData(key, tokens, msgspec.to_builtins(message))
+
+
+def namespace_of(prompt: bytes) -> str:
+    """The namespace of an encoded prompt, as a question has it."""
+    digest = prompt[:DIGEST_SIZE]
+    return "" if digest == NO_NAMESPACE else digest.hex()
 
 
 def answer_payload(key: str, match: Match) -> KVCacheBundle | TensorTransferData:
@@ -81,12 +94,13 @@ def read_message(data: Payload, kind: type[T]) -> T:
         raise SchemaError(f"payload {data.request_id!r} is no {kind.__name__}: {error}") from None
 
 
-def read_prompt(data: Payload) -> bytes:
-    """The encoded tokens of a question; SchemaError if there are none."""
+def read_prompt(data: Payload, question: Question) -> bytes:
+    """The encoded prompt of a question; SchemaError if there is none."""
     tokens = data.tensors()[0] if data.tensors() else None
     if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.uint8 or tokens.numel() % SIZE:
         raise SchemaError(f"payload {data.request_id!r} has no tokens")
-    return bytes(tokens.flatten().tolist())
+    digest = bytes.fromhex(question.namespace) or NO_NAMESPACE
+    return digest + bytes(tokens.flatten().tolist())
 
 
 def read_answer(

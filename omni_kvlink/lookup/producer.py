@@ -74,7 +74,7 @@ class LookupProducer:
         self._is_closing = threading.Event()
         self.answered, self.nbytes, self.ignored = 0, 0, 0
         self._recheck = partial(self._queue.put, _RECHECK)
-        hello = messages.LookupHello(self._inbox, model)
+        hello = messages.LookupHello(self._inbox, model, namespaces=True)
         payload = messages.message_payload(messages.HELLO, hello)
         link.put(payload, readers=UNLIMITED_READERS, ttl=MAX_TIMEOUT)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
@@ -124,7 +124,7 @@ class LookupProducer:
             try:
                 with consumer.get(self._inbox, timeout=MAX_TIMEOUT, verify="full") as data:
                     question = messages.read_message(data, messages.Question)
-                    prompt = messages.read_prompt(data)
+                    prompt = messages.read_prompt(data, question)
                 expires = time.monotonic() + min(question.timeout, MAX_TIMEOUT)
                 self._queue.put(_OpenQuestion(question, prompt, expires))
             except ClosedError:  # noqa: PERF203 - a `get` waits in between

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.link import check_timeout
 from omni_kvlink.lookup.match import Match
@@ -21,6 +22,7 @@ from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from omni_kvlink.lookup.namespace import Namespace
     from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096
@@ -45,8 +47,8 @@ class _Entry:
 class PrefixStore:
     """A buffer of K and V by token prefix, of `budget` bytes with hidden states; thread-safe.
 
-    The least recently used prompts are evicted for new ones, except those on lease. For text alone:
-    the position of a token is its index.
+    The least recently used prompts are evicted for new ones, except those on lease. The position of
+    a token is its index. Prompts match inside one namespace only.
     """
 
     def __init__(self, budget: int):
@@ -67,6 +69,7 @@ class PrefixStore:
         values: Sequence[TensorView],
         hidden: torch.Tensor | None = None,
         *,
+        namespace: Namespace = "",
         extra: Mapping[str, Any] | None = None,
         copy: bool = True,
     ) -> None:
@@ -81,14 +84,17 @@ class PrefixStore:
             values: the same of V.
             hidden: `[n, dim]`, the last hidden states of the last n tokens; with it, the forward
                 pass of the same prompt can be left out.
+            namespace: text, bytes or a mapping of JSON values that names what K and V depend on
+                besides the tokens, such as an adapter, a salt or media.
             extra: travels with the match's metadata, as JSON values.
             copy: False if these tensors are not written to any more; the store then keeps them.
 
         Raises:
-            SchemaError: the tensors do not fit the tokens, or what the store holds already.
+            SchemaError: the tensors do not fit the tokens, or what the store holds already; or the
+                namespace is none.
             CapacityError: not enough memory beside the prompts on lease.
         """
-        key = encode(tokens, roi)
+        key = encode(tokens, roi, namespace)
         blocks = {"key_cache": list(keys), "value_cache": list(values)}
         metadata = _metadata(count(key), len(blocks["key_cache"]), extra)
         data = KVCacheTransferData("prefix", blocks, (), metadata)
@@ -104,6 +110,9 @@ class PrefixStore:
                     copies = {name: list(map(_copy, views)) for name, views in blocks.items()}
                     data = KVCacheTransferData("prefix", copies, (), data.metadata)
                     hidden = None if hidden is None else hidden.clone()
+                # Other threads read them, whose CUDA streams do not wait for this one's.
+                added = [*data.tensors(), *([] if hidden is None else [hidden])]
+                TorchCopier().record(added).wait()
                 self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
             self._changed.notify_all()
@@ -116,17 +125,18 @@ class PrefixStore:
         tokens: TokenIds,
         roi: torch.Tensor | None = None,
         *,
+        namespace: Namespace = "",
         wait: bool = False,
         timeout: float = 0.0,
     ) -> Match:
         """The longest prefix in the store of the tokens that `roi` marks; maybe an empty match.
 
         With `wait`, it blocks up to `timeout` seconds until the K and V of all of them are here:
-        decode before prefill. Tokens and roi are as for `insert`. TransferFailed if `fail` was
+        decode before prefill. The other arguments are as for `insert`. TransferFailed if `fail` was
         called for this prompt, TransferTimeout if not all tokens were inserted in time.
         """
         deadline = time.monotonic() + check_timeout(timeout)
-        key = encode(tokens, roi)
+        key = encode(tokens, roi, namespace)
         with self._changed:
             while wait and not self.covers(key):
                 if not self._changed.wait(deadline - time.monotonic()):
@@ -138,9 +148,9 @@ class PrefixStore:
                     )
             return self.lease(key)
 
-    def fail(self, tokens: TokenIds, reason: str) -> None:
+    def fail(self, tokens: TokenIds, reason: str, *, namespace: Namespace = "") -> None:
         """Make every `select` that waits for this prompt, now or later, raise TransferFailed."""
-        key = encode(tokens, None)
+        key = encode(tokens, None, namespace)
         with self._changed:
             self._failures[key] = reason
             if len(self._failures) > MAX_FAILURES:

@@ -1,4 +1,7 @@
-"""Token sequences as bytes, four for each token, which sort as the tokens do; their index."""
+"""Token sequences as bytes, which sort by namespace, then as the tokens do; their index.
+
+An encoded prompt is the 32 bytes of its namespace's digest, then four bytes for each token.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ import numpy as np
 import torch
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.lookup.namespace import DIGEST_SIZE, Namespace, digest
 
 TokenIds: TypeAlias = Sequence[int] | torch.Tensor
 SIZE = 4
 """Bytes of a token, big-endian."""
 
 
-def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
+def encode(tokens: TokenIds, roi: torch.Tensor | None, namespace: Namespace = "") -> bytes:
     """Encode the tokens, ids from 0 to 2**32 - 1, that `roi` (bool `[tokens]`, all if None) marks.
 
     SchemaError unless it marks the first ones and no others: the K and V of a token depend on every
-    token before it.
+    token before it. SchemaError, too, if the namespace is none.
     """
     plain = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
     array = np.asarray(plain)
@@ -35,40 +39,46 @@ def encode(tokens: TokenIds, roi: torch.Tensor | None) -> bytes:
         marked = int(roi.sum())
         if not marked or not bool(roi[:marked].all()):
             raise SchemaError("roi: it must mark the first tokens, and no others")
-    return array[:marked].astype(">u4").tobytes()
+    return digest(namespace) + array[:marked].astype(">u4").tobytes()
 
 
 def count(key: bytes) -> int:
-    """The number of tokens in an encoded sequence."""
-    return len(key) // SIZE
+    """The number of tokens in an encoded prompt."""
+    return (len(key) - DIGEST_SIZE) // SIZE
 
 
 def common(a: bytes, b: bytes) -> int:
-    """The number of tokens in the longest common prefix of two encoded sequences."""
-    size = min(len(a), len(b)) // SIZE
-    first, second = (np.frombuffer(key, np.uint32, size) for key in (a, b))
+    """The number of tokens in the longest common prefix of two encoded prompts.
+
+    0 if their namespaces differ.
+    """
+    if a[:DIGEST_SIZE] != b[:DIGEST_SIZE]:
+        return 0
+    size = min(count(a), count(b))
+    first, second = (np.frombuffer(key, np.uint32, size, DIGEST_SIZE) for key in (a, b))
     differ = np.flatnonzero(first != second)
     return int(differ[0]) if differ.size else size
 
 
 class PrefixIndex:
-    """Encoded token sequences in sorted order; the best match is next to the insertion point."""
+    """Encoded prompts in sorted order; the best match is next to the insertion point."""
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
 
     def add(self, key: bytes) -> None:
-        """Add a sequence that is not in the index."""
+        """Add a prompt that is not in the index."""
         self._keys.insert(bisect_left(self._keys, key), key)
 
     def remove(self, key: bytes) -> None:
-        """Remove a sequence that is in the index."""
+        """Remove a prompt that is in the index."""
         del self._keys[bisect_left(self._keys, key)]
 
     def longest(self, key: bytes) -> tuple[int, bytes]:
-        """The length of the longest common prefix, and a sequence that has it.
+        """The tokens in the longest common prefix, and a prompt that has it.
 
-        A sequence equal to `key` comes before a longer one. (0, b"") if none has the first token.
+        A prompt equal to `key` comes before a longer one. (0, b"") if none of its namespace has the
+        first token.
         """
         at = bisect_left(self._keys, key)
         best = (0, b"")

@@ -275,7 +275,14 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
     def rows(self, rows: range) -> TensorSpec:
-        """These rows of the tensor, without a digest, which is of the whole tensor."""
+        """These rows of the tensor, without a digest, which is of the whole tensor.
+
+        Raises:
+            SchemaError: the tensor does not have them, or they are not consecutive.
+        """
+        count = self.shape[0] if self.shape else 0
+        if rows.step != 1 or not 0 <= rows.start < rows.stop <= count:
+            raise SchemaError(f"{self.where()} has {count} rows; {rows} are not some of them")
         nbytes = self.nbytes // self.shape[0]
         start, stop = (self.start + row * nbytes for row in (rows.start, rows.stop))
         return TensorSpec(self.name, self.dtype, (len(rows), *self.shape[1:]), start, stop)

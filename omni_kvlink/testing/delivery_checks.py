@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import time
+from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import DuplicateKeyError, TransferTimeout
-from omni_kvlink.link import begin_get
+from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
+from omni_kvlink.link import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_requested
+
+if TYPE_CHECKING:
+    from omni_kvlink.lowlevel import Delivery, PendingGet
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:
@@ -134,6 +139,41 @@ def check_a_wait_has_all_its_time(rig: Rig) -> None:
     began = time.monotonic()
     expect(TransferTimeout, pending.wait, timeout=timeout, mentions=("never",))
     assert time.monotonic() - began > 0.99 * timeout
+
+
+def check_a_done_get_does_not_wait(rig: Rig) -> None:
+    """As soon as a get's future is done, `wait` returns without waiting, or raises its error."""
+    producer, here = rig.serve(), rig.connect_here()
+    outcomes: queue.SimpleQueue[Delivery | Exception] = queue.SimpleQueue()
+
+    def begin(key: str) -> PendingGet:
+        pending = begin_get(here, key, timeout=60)
+
+        def on_done(_: object) -> None:
+            try:
+                outcomes.put(pending.wait(timeout=0.0))
+            except Exception as error:
+                outcomes.put(error)
+
+        pending.future.add_done_callback(on_done)
+        return pending
+
+    for key in ("done", "at once"):  # there is memory for the second when it is offered
+        data = Recipe(key).make()
+        pending = begin(key)
+        until_requested(producer, 1)  # the answer comes while the callback is there
+        receipt = producer.put(data)
+        outcome = outcomes.get(timeout=PATIENCE)
+        assert not isinstance(outcome, Exception), outcome
+        with open_delivery(here, outcome, started=time.perf_counter()) as found:
+            assert fingerprint(found) == fingerprint(data)
+        del found, outcome
+        receipt.wait(timeout=60)
+    pending = begin("failed")
+    until_requested(producer, 1)
+    producer.fail("failed", "on purpose")
+    assert isinstance(outcomes.get(timeout=PATIENCE), TransferFailed)
+    del pending  # a get that nobody has is cancelled
 
 
 def check_duplicate_key(rig: Rig) -> None:

@@ -9,11 +9,12 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import fake_device
 import msgspec
 import pytest
 import torch
-from fake_device import FakeDevice
+from fake_device import ENGINES, KERNEL, MIXED, FakeDevice
+from fake_device import device as device
+from fake_device import directory as directory
 from native_fixtures import NEEDS_LIBRARY, Locked, plan_of, tensor_of
 from paged_fixtures import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
@@ -27,29 +28,13 @@ from omni_kvlink.memory.region import MappedPages, Mapping, Region
 from omni_kvlink.testing import check_copier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20
-ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
-
-
-@pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("fake")
-    fake_device.build(made)
-    return made
-
-
-@pytest.fixture
-def device(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    monkeypatch.setenv(cuda.ENVIRONMENT, MIXED)
-    yield fake_device.install(directory, monkeypatch)
-    gc.collect()  # unregister with this library, not with the next one
 
 
 def payload(sources: Sequence[torch.Tensor]) -> tuple[Manifest, Region]:

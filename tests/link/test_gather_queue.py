@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import KVConsumer, KVProducer, SchemaError, TransferFailed, TransferTimeout
-from omni_kvlink.copier import GatherHandle, TorchCopier
+from omni_kvlink.copier import GatherHandle, StreamEvents, TorchCopier
 from omni_kvlink.link import PutStream
 from omni_kvlink.link import producer as producer_module
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
@@ -37,7 +37,12 @@ class Late(TorchCopier):
         self.error: Exception | None = None
 
     def begin_gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        after: StreamEvents | None = None,
     ) -> GatherHandle:
         def finish() -> list[str]:
             assert self.go.wait(60)

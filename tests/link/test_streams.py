@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
+from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
 from omni_kvlink.testing.zero_copy_checks import fill
@@ -264,3 +265,17 @@ def _first(data: Any, tokens: int) -> KVCacheTransferData:
     about = {"kv_lens": [tokens], "ropes": [tokens], "num_layers": 3}
     blocks = {name: [t[:tokens] for t in layers] for name, layers in data.layer_blocks.items()}
     return KVCacheTransferData("s", blocks, metadata=about)
+
+
+def test_rows_of_a_layer(ends: Ends) -> None:
+    producer, consumer = ends
+    producer.put(cache())
+    with consumer.stream_get("s", timeout=60) as stream:
+        layer = stream.wait_for_layer(1)
+        targets = [torch.zeros_like(tensor[4:9]) for tensor in layer.tensors]
+        layer.begin_scatter(*targets, rows=range(4, 9)).wait()
+        for target, tensor in zip(targets, layer.tensors, strict=True):
+            assert same_bytes(target, tensor[4:9])
+        for wrong in (range(6, 11), range(-1, 4), range(4, 9, 2), range(4, 8)):
+            with pytest.raises(SchemaError):
+                layer.begin_scatter(*targets, rows=wrong)

@@ -34,7 +34,16 @@ from omni_kvlink import (
 from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 from omni_kvlink.lookup import consumer as lookup_consumer
-from omni_kvlink.lookup.messages import HELLO, LookupHello, message_payload
+from omni_kvlink.lookup.messages import (
+    HELLO,
+    LookupHello,
+    Question,
+    message_payload,
+    read_answer,
+    read_message,
+    read_prompt,
+)
+from omni_kvlink.lookup.tokens import encode
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -372,6 +381,119 @@ def test_close_wakes_who_waits(bed: LookupStages) -> None:
     bed.producers[0].close()
     with pytest.raises(ClosedError):
         bed.producers[0].listen(lookup._stores[0].link)
+
+
+# Namespaces
+
+
+def select_as(lookup: LookupConsumer, namespace: str, prompt: list[int]) -> tuple[int, object]:
+    """The number of tokens found, and the namespace that they were inserted with."""
+    with lookup.select(prompt, namespace=namespace, timeout=60) as match:
+        assert_right(match, prompt)
+        return match.tokens, match.data and match.data.metadata.extra["namespace"]
+
+
+def insert_as(store: PrefixStore, namespace: str, prompt: list[int]) -> None:
+    insert(store, prompt, states=1, namespace=namespace, extra={"namespace": namespace})
+
+
+def test_prompts_of_one_namespace_match(bed: LookupStages) -> None:
+    lookup = bed.start()
+    for name in ("a", "b", ""):
+        assert select_as(lookup, name, TOKENS) == (0, None)
+        insert_as(bed.stores[0], name, TOKENS)
+        for prompt, found in ((TOKENS, 50), (TOKENS[:20], 19), ([*TOKENS[:30], 7], 30)):
+            assert select_as(lookup, name, prompt) == (found, name)
+    assert select_as(lookup, "c", TOKENS[:20]) == (0, None)
+    bed.settle()
+
+
+def test_producers_of_several_namespaces(bed: LookupStages) -> None:
+    """The longest match of the namespace is taken, not one that is longer in another."""
+    lookup = bed.start(producers=3)
+    for number, name, tokens in ((0, "a", 50), (1, "b", 40), (2, "a", 30), (2, "", 20)):
+        insert_as(bed.stores[number], name, TOKENS[:tokens])
+    assert select_as(lookup, "a", TOKENS) == (50, "a")
+    assert select_as(lookup, "b", TOKENS) == (40, "b")
+    assert select_as(lookup, "", TOKENS) == (20, "")
+    assert select_as(lookup, "c", TOKENS) == (0, None)
+    bed.settle()
+    assert [producer.stats()["answered"] for producer in bed.producers] == [1, 1, 1]
+
+
+def test_decode_first_waits_for_its_namespace(bed: LookupStages) -> None:
+    lookup = bed.start(producers=2)
+
+    def insert_others_first() -> None:
+        for store, name in itertools.product(bed.stores, ("", "b")):
+            insert_as(store, name, TOKENS)
+        insert_as(bed.stores[1], "a", TOKENS)
+
+    timer = once_asked(bed.producers, insert_others_first)
+    with lookup.select(TOKENS, namespace="a", wait=True, timeout=60) as match:
+        assert match.is_complete
+        assert match.data
+        assert match.data.metadata.extra == {"namespace": "a"}
+    timer.join()
+
+
+def test_a_mapping_is_a_namespace(bed: LookupStages) -> None:
+    lookup = bed.start()
+    insert(bed.stores[0], TOKENS, namespace={"adapter": "l", "salt": "s"})
+    for namespace, found in (({"salt": "s", "adapter": "l"}, 49), ({"adapter": "l"}, 0)):
+        with lookup.select(TOKENS, namespace=namespace, timeout=60) as match:
+            assert match.tokens == found
+
+
+def test_a_select_in_what_is_no_namespace_sends_nothing(shm: LookupStages) -> None:
+    lookup = shm.start()
+    with pytest.raises(SchemaError, match="namespace: int; wanted"):
+        lookup.select(TOKENS, namespace=3, timeout=60)  # type: ignore[arg-type]
+    assert lookup._stores[0]._last_question is None
+
+
+def test_a_producer_that_reads_no_namespaces_is_refused(shm: LookupStages) -> None:
+    """It would answer from other namespaces. Without a namespace it is asked."""
+    link, questions = shm.serve(), shm.serve()
+    with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
+        earlier = {"inbox": "x", "model": "m"}
+        link.put(TensorTransferData(HELLO, {}, earlier), readers=2)
+        with pytest.raises(SchemaError, match=f"{link.url} has .* would ignore the namespace"):
+            lookup.select(TOKENS, namespace="a", timeout=60)
+        assert lookup._stores[0]._last_question is None
+        while lookup._stores[0]._last_question is None:
+            with pytest.raises(TransferTimeout):  # nobody listens there
+                lookup.select(TOKENS, timeout=0.3)
+
+
+def test_a_question_of_an_earlier_version_has_no_namespace(shm: LookupStages) -> None:
+    lookup = shm.start()
+    insert_as(shm.stores[0], "a", TOKENS)
+    insert_as(shm.stores[0], "", TOKENS[:30])
+    encoded = torch.tensor(TOKENS, dtype=torch.int32).numpy().astype(">u4").tobytes()
+    tokens = {"tokens": torch.tensor(list(encoded), dtype=torch.uint8)}
+    question = {"answer": "k", "timeout": 60.0, "wait": False, "probe": False}
+    lookup._link.put(TensorTransferData(shm.producers[0]._inbox, tokens, question))
+    with lookup._stores[0].link.get("k", timeout=60) as data:
+        found, _ = read_answer(data, len(TOKENS))
+        assert found
+        assert (found.metadata.seq_len, found.metadata.extra) == (30, {"namespace": ""})
+
+
+@pytest.mark.parametrize("name", ["", "a"])
+def test_a_question_brings_the_namespace(name: str) -> None:
+    prompt = encode(TOKENS, None, name)
+    question = Question("k", 1.0, namespace=prompt[:32].hex() if name else "")
+    payload = message_payload("x", question, prompt)
+    assert payload.tensors()[0].nbytes == 4 * len(TOKENS)
+    assert read_prompt(payload, read_message(payload, Question)) == prompt
+
+
+@pytest.mark.parametrize("name", ["0" * 63, "0" * 65, "0" * 64 + "\n", "g" * 64, "AB" * 32, "a"])
+def test_a_question_with_a_wrong_namespace_is_refused(name: str) -> None:
+    payload = message_payload("x", Question("k", 1.0, namespace=name), encode(TOKENS, None))
+    with pytest.raises(SchemaError, match="namespace"):
+        read_message(payload, Question)
 
 
 # Other processes, which die

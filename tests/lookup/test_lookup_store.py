@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,32 +21,47 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.copier import TorchCopier
 from omni_kvlink.lookup import PrefixStore
+from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE, digest
 from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.lookup import Match
+
 BIG = 1 << 30
-prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+Prompt = tuple[str, tuple[int, ...]]
+"""A namespace and tokens."""
+prompts = st.tuples(
+    st.sampled_from(["", "a", "b"]), st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
+)
 
 
-@given(st.lists(prompts, max_size=12), st.lists(prompts, max_size=4), prompts)
+def shared(a: Prompt, b: Prompt) -> int:
+    """The number of tokens that two prompts begin with, as their lists say it."""
+    equal = (mine == theirs for mine, theirs in zip(a[1], b[1], strict=False))
+    return sum(itertools.takewhile(bool, equal)) if a[0] == b[0] else 0
+
+
+@given(st.lists(prompts, max_size=16), st.lists(prompts, max_size=4), prompts)
 def test_the_longest_prefix_is_found(
-    added: list[list[int]], gone: list[list[int]], prompt: list[int]
+    added: list[Prompt], gone: list[Prompt], prompt: Prompt
 ) -> None:
     """Against looking at every one of them."""
-    index, keys = PrefixIndex(), {encode(prompt, None) for prompt in added}
+    keys = {encode(tokens, None, name): (name, tokens) for name, tokens in added}
+    index = PrefixIndex()
     for key in keys:
         index.add(key)
-    for key in keys & {encode(prompt, None) for prompt in gone}:
-        index.remove(key)
-        keys.discard(key)
-    key = encode(prompt, None)
+    for name, tokens in gone:
+        if keys.pop(encode(tokens, None, name), None):
+            index.remove(encode(tokens, None, name))
+    key = encode(prompt[1], None, prompt[0])
     found, other = index.longest(key)
-    assert found == max((common(key, one) for one in keys), default=0)
-    assert not found or (other in keys and common(key, other) == found)
+    assert found == max((shared(prompt, one) for one in keys.values()), default=0)
+    assert not found or shared(prompt, keys[other]) == found
     assert key not in keys or other == key
 
 
@@ -222,6 +239,133 @@ def test_another_models_cache_is_refused() -> None:
         store.insert([4, 5], None, keys, values, hidden([1, 2, 3]))
 
 
+# ---- namespaces
+
+NAMES: list[Any] = [
+    *("a", '"a"', '{"a":null}', 'json {"a":null}', "bytes a", "\ud800"),
+    *(b"a", b"", b'json {"a":null}', b"text a"),
+    *({"a": None}, {"a": "b"}, {"b": "a"}, {}),
+]
+
+
+def test_each_namespace_has_a_digest_of_its_own() -> None:
+    """Values of different types are different namespaces."""
+    digests = {digest(name) for name in NAMES}
+    assert len(digests) == len(NAMES)
+    assert {len(one) for one in digests} == {DIGEST_SIZE}
+    assert digest("") == NO_NAMESPACE
+    assert NO_NAMESPACE not in digests
+
+
+def test_the_order_of_a_mapping_does_not_count() -> None:
+    one = {"salt": "s", "rope": {"type": "yarn", "factor": 4.0}}
+    other = {"rope": {"factor": 4.0, "type": "yarn"}, "salt": "s"}
+    assert list(one) != list(other)
+    assert digest(one) == digest(other)
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    [
+        None,
+        3,
+        ["a"],
+        bytearray(b"a"),
+        {1: "a"},
+        {"a": {1: "b"}},
+        {"a": {"b"}},
+        {"a": (1, 2)},
+        {"a": b"b"},
+        {"a": float("nan")},
+        {"a": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_what_is_no_namespace_is_refused(namespace: Any) -> None:
+    store = PrefixStore(BIG)
+    with pytest.raises(SchemaError, match="namespace"):
+        insert(store, [1, 2], namespace=namespace)
+    with pytest.raises(SchemaError, match="namespace"):
+        store.select([1, 2], namespace=namespace)
+    with pytest.raises(SchemaError, match="namespace"):
+        store.fail([1, 2], "no", namespace=namespace)
+    assert store.stats()["prompts"] == 0
+
+
+@pytest.mark.parametrize("position", range(DIGEST_SIZE))
+def test_every_byte_of_the_digest_counts(position: int) -> None:
+    key, index = encode([1, 2, 3], None, "a"), PrefixIndex()
+    other = bytes(byte ^ (number == position) for number, byte in enumerate(key))
+    assert common(key, other) == 0
+    index.add(other)
+    assert index.longest(key) == (0, b"")
+    index.add(key)
+    assert index.longest(other) == (3, other)
+
+
+def alike(name: str) -> str:
+    """Another namespace whose digest has the same first byte."""
+    first = digest(name)[0]
+    return next(each for each in map(str, itertools.count()) if digest(each)[0] == first)
+
+
+def inserted_as(match: Match) -> object:
+    return match.data and match.data.metadata.extra["namespace"]
+
+
+@pytest.mark.parametrize("others", [[], [""], ["c"], [alike("a")], ["", alike("a"), "b"]])
+def test_prompts_match_inside_a_namespace_only(others: list[str]) -> None:
+    """All of a prompt, a part of it, and a longer one."""
+    store, tokens = PrefixStore(BIG), list(range(10))
+    for name in others:
+        insert(store, tokens, states=4, namespace=name, extra={"namespace": name})
+    selected = (tokens, tokens[:8], [*tokens, 1], [*tokens[:5], 9])
+    for prompt in selected:
+        with store.select(prompt, namespace="a") as match:
+            assert (match.tokens, match.data) == (0, None)
+    insert(store, tokens, states=4, namespace="a", extra={"namespace": "a"})
+    for name in ["a", *others]:
+        for prompt, found in zip(selected, (10, 8, 10, 5), strict=True):
+            with store.select(prompt, namespace=name) as match:
+                assert (match.tokens, inserted_as(match)) == (found, name)
+                assert_right(match, prompt)
+    assert store.stats()["prompts"] == 1 + len(others)
+
+
+def test_tokens_are_no_namespace() -> None:
+    """Not even those that are written as the digest of one."""
+    store = PrefixStore(BIG)
+    written = np.frombuffer(digest("a"), ">u4").tolist()
+    insert(store, [1, 2, 3], namespace="a")
+    with store.select([*written, 1, 2, 3]) as match:
+        assert match.tokens == 0
+    insert(store, [*written, 4, 5, 6])
+    with store.select([4, 5, 6], namespace="a") as match:
+        assert match.tokens == 0
+
+
+def test_a_failure_is_of_its_namespace() -> None:
+    store = PrefixStore(BIG)
+    store.fail([1, 2], "out of memory", namespace="a")
+    with pytest.raises(TransferFailed, match="out of memory"):
+        store.select([1, 2], namespace="a", wait=True)
+    with pytest.raises(TransferTimeout, match=r"these 2 tokens.*; 0 of them"):
+        store.select([1, 2], namespace="b", wait=True)
+
+
+def test_a_namespace_changes_no_number() -> None:
+    def used(namespace: str) -> dict[str, int]:
+        store = PrefixStore(6 * ROW)
+        for prompt in ([1, 2, 3], [1, 2, 3, 4], [7, 8]):
+            insert(store, prompt, states=1, namespace=namespace)
+            store.select(prompt[:2], namespace=namespace).release()
+        store.select([9], namespace=namespace).release()
+        return store.stats()
+
+    assert used("") == used("a")
+    assert used("")["evicted"] > 0
+
+
 def once_awaited(store: PrefixStore, call: Callable[[], None]) -> threading.Thread:
     """Call this when a thread waits for the store."""
 
@@ -290,3 +434,23 @@ def test_many_threads() -> None:
     assert stats["pinned"] == 0
     assert stats["evicted"] > 0
     assert stats["used"] <= stats["budget"]
+
+
+def test_tensors_of_a_device_are_complete_when_another_thread_finds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is inserted on a stream is read on others."""
+    store, waited = PrefixStore(BIG), list[int]()
+
+    class Recorded:
+        def __init__(self, views: list[torch.Tensor]):
+            self.count = len(views)
+
+        def wait(self) -> None:
+            waited.append(self.count)
+            assert not store.covers(encode([1, 2], None))  # nobody has found them yet
+
+    monkeypatch.setattr(TorchCopier, "record", lambda self, views: Recorded(views))
+    insert(store, [1, 2])
+    assert waited == [2 * LAYERS]
+    assert store.covers(encode([1, 2], None))

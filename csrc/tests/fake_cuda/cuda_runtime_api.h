@@ -5,7 +5,10 @@
 
 #include <cstddef>
 
+// Declarations of other versions are for a check that the sources compile with them.
+#ifndef CUDART_VERSION
 #define CUDART_VERSION 13000
+#endif
 
 using cudaStream_t = struct FakeStream *;
 using cudaEvent_t = struct FakeEvent *;
@@ -33,18 +36,11 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrHostRegisterReadOnlySupported = 113,
 };
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0 };
 enum { cudaStreamNonBlocking = 1, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
 enum {
     cudaHostRegisterPortable = 1,
     cudaHostRegisterMapped = 2,
     cudaHostRegisterReadOnly = 8,
-};
-enum { cudaMemcpySrcAccessOrderStream = 1, cudaMemcpyFlagPreferOverlapWithCompute = 1 };
-
-struct cudaMemcpyAttributes {
-    int srcAccessOrder;
-    unsigned flags;
 };
 struct cudaDeviceProp {
     char name[256];
@@ -57,9 +53,18 @@ cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device);
+#if CUDART_VERSION >= 12050
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0 };
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult *found);
+#elif CUDART_VERSION >= 12000
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0 };
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
+                                    cudaDriverEntryPointQueryResult *found = nullptr);
+#else
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags);
+#endif
 cudaError_t cudaMalloc(void **memory, size_t nbytes);
 cudaError_t cudaMallocHost(void **memory, size_t nbytes);
 cudaError_t cudaFreeHost(void *memory);
@@ -79,6 +84,19 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
+#if CUDART_VERSION >= 12080
+enum { cudaMemcpySrcAccessOrderStream = 1, cudaMemcpyFlagPreferOverlapWithCompute = 1 };
+struct cudaMemcpyAttributes {
+    int srcAccessOrder;
+    unsigned flags;
+};
+#endif
+#if CUDART_VERSION >= 13000
 cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes,
                                  size_t count, cudaMemcpyAttributes *how, size_t *first,
                                  size_t attributes, cudaStream_t stream);
+#elif CUDART_VERSION >= 12080
+cudaError_t cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count,
+                                 cudaMemcpyAttributes *how, size_t *first, size_t attributes,
+                                 size_t *failed, cudaStream_t stream);
+#endif

@@ -194,11 +194,12 @@ class RemoteSession(Session):
         """
         if isinstance(message, Offer):
             self._on_offer(message, inline_bytes)
-        elif isinstance(message, (Layer, Committed)):
+            return
+        if isinstance(message, (Layer, Committed)):
             if message.get_id in self._inbound_transfers:
                 self._inbound_transfers[message.get_id].on_message(message)
             return
-        elif isinstance(message, Failed) and message.get_id in self._inbound_transfers:
+        if isinstance(message, Failed) and message.get_id in self._inbound_transfers:
             inbound = self._inbound_transfers[message.get_id]
             self._fail_one(inbound, get_error(inbound.key, message))
         self.get_table.on_message(message)
@@ -213,13 +214,12 @@ class RemoteSession(Session):
         start, stop = offer.first
         if inline_bytes and len(inline_bytes) != stop - start:
             raise WireError(f"{self._url} sent another payload than it offered")
-        if offer.get_id in self._inbound_transfers:
-            return  # a repeated offer: its payload is in use
         if offer.draft > 8 + MAX_HEADER:
             raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
         get_state = self.get_table.find(offer.get_id)
-        if get_state is None:
-            return  # cancelled; the get table releases the payload
+        if get_state is None or offer.get_id in self._inbound_transfers:
+            self.get_table.on_message(offer)  # cancelled, or a repeated offer
+            return
         release = partial(self.get_table.release, offer.get_id, offer.epoch)
         reject = partial(self.get_table.reject, offer.get_id, offer.epoch)
         chunk = self.fetch_limits.chunk
@@ -237,6 +237,8 @@ class RemoteSession(Session):
         self._inbound_transfers[offer.get_id] = inbound
         if fault_points.enabled:
             fault_points.point("get.offered")
+        # First, because `allocate` may complete `ready`: whoever it wakes finds the get answered.
+        self.get_table.on_message(offer)
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
     def _fetch_more(self, inbound: InboundTransfer) -> None:

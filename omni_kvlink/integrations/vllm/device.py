@@ -27,6 +27,7 @@ class PoolDevice:
         self._pools = [pool for pool in pools if is_on_device(pool)]
         self.is_async = bool(self._pools)
         self._copier = copier
+        self.record()  # the first one sets up the device, which allocates on it
 
     def record(self) -> StreamEvents | None:
         """What the calling thread's current stream holds now; None in host memory.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.pools import Pools
+from omni_kvlink.integrations.vllm.ranks import EngineRank
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from omni_kvlink.integrations.vllm.pools import GroupFormat, Pools
-    from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart
+    from omni_kvlink.integrations.vllm.pools import GroupFormat
+    from omni_kvlink.integrations.vllm.ranks import RankPart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_SCALES = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
+"""Of an attention layer: tensors for kernels on a device, one value or one per head; and floats."""
 
 
 def prompt_identity(request: Request, tokens: int = 0) -> dict[str, str]:
@@ -58,7 +62,26 @@ def model_identity(vllm_config: VllmConfig, name: str) -> dict[str, Any]:
         "rope": json.dumps(_without_none(rope), sort_keys=True, default=str),
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(cache.cache_dtype),
+        "kv_scales": kv_scales(vllm_config.compilation_config.static_forward_context),
     }
+
+
+def kv_scales(layers: Mapping[str, Any]) -> str:
+    """SHA-256 of what the layers' quantized K and V are multiplied by; "" if none is quantized.
+
+    `layers` are an engine's attention layers by name, after it has loaded its weights.
+    """
+    dtypes = {name: str(getattr(layer, "kv_cache_dtype", "")) for name, layer in layers.items()}
+    scales = {
+        name: [dtype, *(_plain(getattr(layers[name], each, None)) for each in _SCALES)]
+        for name, dtype in sorted(dtypes.items())
+        if is_quantized_kv_cache(dtype)
+    }
+    return hashlib.sha256(repr(scales).encode()).hexdigest() if scales else ""
+
+
+def _plain(scale: Any) -> Any:
+    return scale.tolist() if isinstance(scale, torch.Tensor) else scale
 
 
 def _without_none(found: Mapping[str, Any]) -> dict[str, Any]:

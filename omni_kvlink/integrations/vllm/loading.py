@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 class CacheLoad:
-    """The load of a part of a cache: a pool thread requests it; none waits; a pool thread copies it.
+    """The load of a part of a cache: a pool thread requests it, none waits, one of them copies it.
 
     `submit` runs a function in the thread pool; the load ends within `timeout` seconds. `ended` is
     called once, in any thread, with the error of a failed load. Blocks on a device are written
@@ -132,9 +132,10 @@ class CacheLoad:
             if pending is not None:
                 pending.cancel()
             self._complete(TransferFailed(cancelled.reason, key=self.load.key))
-        elif pending is not None and not self.done.is_set():
-            if cancelled.declines and cancelled.readers == 1:
-                self._submit(self._abort)
+            return
+        is_copying = pending is not None and not self.done.is_set()
+        if is_copying and cancelled.declines and cancelled.readers == 1:
+            self._submit(self._abort)
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer is in its blocks, the load has ended, or its deadline has passed.
@@ -251,9 +252,7 @@ class CacheLoad:
                 if (target := self._target(group, part, sent, needed)) is not None
             ]
             for group, (parts, needed) in enumerate(
-                zip(
-                    self._pools.received(manifest), self._pools.needed(self.load), strict=True
-                )
+                zip(self._pools.received(manifest), self._pools.needed(self.load), strict=True)
             )
         ]
 
@@ -491,7 +490,7 @@ class Loader:
         """Count an ended load; the blocks of a failed one are invalid."""
         load, error = loading.load, loading.error
         del self._loading[load.request_id]
-        self._meter.copied(self._peers.copier)
+        self._meter.copied("received", self._peers.copier.device_copies())
         if error is None:
             self._meter.count("received")
             for part in loading.parts:

@@ -56,16 +56,16 @@ class Peers:
             raise SchemaError(
                 f"remote_url {url!r:.200} is not one of this engine's peers: {self._allowed}"
             )
-        place = url, rank
+        key = url, rank
         with self._lock:
-            peer = self._links.setdefault(place, PeerLink())
+            peer = self._links.setdefault(key, PeerLink())
             peer.calls += 1
         try:
-            return self._open(place, peer, timeout)
+            return self._open(key, peer, timeout)
         finally:
             with self._lock:
                 peer.calls -= 1
-                self._forget(place, peer)
+                self._forget(key, peer)
 
     def is_connected(self, url: str, rank: int = 0) -> bool:
         """Whether `link` would return at once, and a get need not reconnect; never blocks."""
@@ -78,14 +78,14 @@ class Peers:
         """Close the links, beside those `in_use`, to producers that are gone or not allowed now."""
         with self._lock:
             peers = [each for each in self._links.items() if each[0][0] not in in_use]
-        for place, peer in peers:
-            if peer.link is None or (peer.link.is_connected and self._allowed.allow(place[0])):
+        for key, peer in peers:
+            if peer.link is None or (peer.link.is_connected and self._allowed.allow(key[0])):
                 continue
             with self._lock:
                 link = None
                 if not peer.calls:
                     link, peer.link = peer.link, None
-                    self._forget(place, peer)
+                    self._forget(key, peer)
             if link is not None:
                 link.close()
 
@@ -100,8 +100,8 @@ class Peers:
             if link is not None:
                 link.close()
 
-    def _open(self, place: tuple[str, int], peer: PeerLink, timeout: float) -> KVConsumer:
-        url, deadline = rank_url(*place), time.monotonic() + timeout
+    def _open(self, key: tuple[str, int], peer: PeerLink, timeout: float) -> KVConsumer:
+        url, deadline = rank_url(*key), time.monotonic() + timeout
         if not peer.lock.acquire(timeout=max(0.0, timeout)):
             raise TransferTimeout(f"{url}: no connection after {timeout:g} s", waited=timeout)
         try:
@@ -120,7 +120,7 @@ class Peers:
         finally:
             peer.lock.release()
 
-    def _forget(self, place: tuple[str, int], peer: PeerLink) -> None:
+    def _forget(self, key: tuple[str, int], peer: PeerLink) -> None:
         """Forget a URL that has no link: requests may name many that nobody serves."""
-        if peer.link is None and not peer.calls and self._links.get(place) is peer:
-            del self._links[place]
+        if peer.link is None and not peer.calls and self._links.get(key) is peer:
+            del self._links[key]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import vllm
@@ -38,11 +38,11 @@ log = logging.getLogger(f"vllm.{__name__}")
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer is: its group, and its index among the layers of the group."""
+    """Where a layer is: its group, and its number among the layers of the group."""
 
     name: str
     group: int
-    index: int
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,6 @@ class GroupFormat:
     chunk: int = 0  # tokens
     state: str = ""  # the shapes of a recurrent state
     shape: list[int] = dataclasses.field(default_factory=list)  # of a block: see `BlockShape`
-    scales: list[list[float]] = dataclasses.field(default_factory=list)  # per layer: of K, of V
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +76,7 @@ class BlockFormat:
     rope: str = ""  # the rotary embedding's parameters, as JSON
     compute_dtype: str = ""  # of the model's activations
     cache_dtype: str = ""  # as vLLM's option of that name
+    kv_scales: str = ""  # a digest of each layer's, where K and V are quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Pools:
     pools: Sequence[Mapping[str, torch.Tensor]]
     layers: Sequence[LayerPlace]
     compatible_with: tuple[str, ...] = ()
-    part: RankPart = RankPart(EngineRank())
+    part: RankPart = dataclasses.field(default_factory=RankPart)
 
     @classmethod
     def of(
@@ -131,7 +131,6 @@ class Pools:
                 dataclasses.replace(
                     _group_format(group, tables[group.table].kv_cache_spec, layers),
                     shape=_block_shape(group, kv_cache_config, ordered),
-                    scales=_scales([context.get(name) for name in layers]),
                 )
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
@@ -160,9 +159,7 @@ class Pools:
                 part: _present(group, cache.blocks[group.table], blocks)
                 for part, blocks in parts.items()
             }
-            for group, parts in zip(
-                self.groups.groups, self.groups.sent(cache.tokens), strict=True
-            )
+            for group, parts in zip(self.groups.groups, self.groups.sent(cache.tokens), strict=True)
         ]
 
     def needed(self, load: Load) -> list[range]:
@@ -273,14 +270,16 @@ class Pools:
 
     def _check_rows(self, manifest: Manifest, peer: str) -> None:
         """Check that each branch has the rows of the blocks that it names, for each layer."""
+        names = {
+            branch_name(group, part): group
+            for group in range(len(self.pools))
+            for part in (HEAD, LAST)
+        }
         for branch in manifest.branches:
-            part, _, group = branch.name.rpartition("-")
             blocks = branch.extra.get("blocks")
-            is_range = isinstance(blocks, list) and [type(each) for each in blocks] == [int, int]
-            known = [branch_name(number, part) for number in range(len(self.pools))]
-            if branch.name not in known or not (is_range and 0 <= blocks[0] < blocks[1]):
+            if branch.name not in names or not _is_range(blocks):
                 raise SchemaError(f"{peer} sent the blocks {blocks!r:.100} as {branch.name!r:.100}")
-            pools = self.pools[int(group)]
+            pools = self.pools[names[branch.name]]
             here = [(blocks[1] - blocks[0]) * pool.shape[1] for pool in pools.values()]
             there = [spec.shape[0] for spec in manifest.tensors_of(branch)]
             if there != here or list(branch.tree or ()) != list(pools):
@@ -327,9 +326,7 @@ def byte_pools(
             )
         first.setdefault((cache.data_ptr(), cache.stride(0)), name)
     return {
-        name: bytes_of_blocks(
-            kv_caches[name], name, num_blocks=num_blocks, block_size=block_size
-        )
+        name: bytes_of_blocks(kv_caches[name], name, num_blocks=num_blocks, block_size=block_size)
         for name in first.values()
     }
 
@@ -345,9 +342,7 @@ def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
     return found
 
 
-def _group_format(
-    group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]
-) -> GroupFormat:
+def _group_format(group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]) -> GroupFormat:
     spec = spec_of(spec, next(iter(group.layers), ""))
     dtypes = spec.dtypes if group.is_state else (spec.dtype,)
     pool = next(iter(layers.values()), None)
@@ -380,13 +375,6 @@ def _block_shape(
     return [each for shape in shapes for each in dataclasses.astuple(shape)]
 
 
-def _scales(layers: Sequence[Any]) -> list[list[float]]:
-    """Each layer's scales of quantized K and V, which are not in the blocks; empty if all are 1."""
-    names = ("_k_scale_float", "_v_scale_float")
-    scales = [[float(getattr(layer, name, 1.0)) for name in names] for layer in layers]
-    return scales if any(each != [1.0, 1.0] for each in scales) else []
-
-
 def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
     """The names of the inputs that differ; of each only digests are known."""
     found = theirs.get("inputs")
@@ -408,7 +396,7 @@ def _differences(mine: Mapping[str, Any], theirs: object) -> str:
     found = []
     for name, value in mine.items():
         other = theirs.get(name)
-        if name == "groups" and _are_alike(value, other):
+        if name == "groups" and _are_alike(other, value):
             for number, pair in enumerate(zip(value, other, strict=True)):
                 if wrong := _differences(*pair):
                     found.append(f"of group {number} {wrong}")
@@ -417,7 +405,13 @@ def _differences(mine: Mapping[str, Any], theirs: object) -> str:
     return "; ".join(found)
 
 
-def _are_alike(mine: list[Any], theirs: Any) -> bool:
+def _are_alike(theirs: Any, mine: list[Any]) -> TypeGuard[list[Any]]:
     """Whether these are as many groups, which can be compared one by one."""
     is_list = isinstance(theirs, list) and len(theirs) == len(mine)
     return is_list and all(isinstance(each, Mapping) for each in theirs)
+
+
+def _is_range(blocks: Any) -> TypeGuard[list[int]]:
+    """Whether a producer's numbers of blocks are a range that is not empty."""
+    is_pair = isinstance(blocks, list) and [type(each) for each in blocks] == [int, int]
+    return is_pair and 0 <= blocks[0] < blocks[1]

@@ -117,7 +117,7 @@ class EngineRank:
 class RankPart:
     """What one rank of a producer has of a cache for one or several ranks of a consumer."""
 
-    sender: EngineRank
+    sender: EngineRank = dataclasses.field(default_factory=EngineRank)
     heads: tuple[int, int] | None = None  # as numbered in the model; None: its blocks, unchanged
     readers: int = 1  # ranks of one consumer
 

@@ -74,7 +74,7 @@ class CacheSave:
         self.receipt = self._stream.commit()
         seconds = time.perf_counter() - self._started
         meter.observe(save_seconds=seconds, save_bytes=self._stream.manifest.nbytes)
-        meter.copied(link)
+        meter.copied("sent", link.stats()["device_copies"])
 
     def fail(self, link: KVProducer, error: Exception) -> None:
         """Fail the payload, so that consumers that wait for it raise the reason at once."""
@@ -178,10 +178,7 @@ class Saver:
         return over
 
     def fail(self, failed: FailedSave) -> None:
-        """Fail a cache that was announced to a consumer; its request has ended, its blocks are free.
-
-        Blocks while a copy of them is in progress.
-        """
+        """Fail an announced cache whose request has ended; blocks while it is being copied."""
         self.wait({failed.request_id})
         for key in (pools.part.key(failed.key) for pools in self._pools):
             requests = {request_id for request_id, each in self._receipts if each == key}

@@ -31,14 +31,9 @@ class SiblingWatch:
         self._lost = lost
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._fds: dict[int, int] = {}
-        for pid in pids:
-            try:
-                self._fds[os.pidfd_open(pid)] = pid
-            except ProcessLookupError:
-                os.eventfd_write(self._wakeup, 1)  # it has ended already
-            except OSError as error:  # a sandbox may forbid it
-                log.warning("rank's process %d cannot be watched: %s", pid, str(error))
         self._is_closed = False
+        for pid in pids:
+            self._open(pid)
         self._thread = threading.Thread(target=self._run, name="kvlink-ranks", daemon=True)
         self._thread.start()
 
@@ -50,6 +45,14 @@ class SiblingWatch:
             self._thread.join()
             for fd in (self._wakeup, *self._fds):
                 os.close(fd)
+
+    def _open(self, pid: int) -> None:
+        try:
+            self._fds[os.pidfd_open(pid)] = pid
+        except ProcessLookupError:
+            os.eventfd_write(self._wakeup, 1)  # it has ended already
+        except OSError as error:  # a sandbox may forbid it
+            log.warning("rank's process %d cannot be watched: %s", pid, str(error))
 
     def _run(self) -> None:
         poller = select.poll()

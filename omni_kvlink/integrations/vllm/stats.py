@@ -12,8 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 if TYPE_CHECKING:
-    from omni_kvlink import KVProducer
-    from omni_kvlink.lowlevel import Copier
+    from collections.abc import Mapping
 
 SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0]
 BYTES = [float(1 << power) for power in range(14, 36, 2)]
@@ -86,21 +85,20 @@ class Meter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = KVLinkStats()
-        self._copied: dict[Copier | KVProducer, dict[str, int]] = {}
+        self._copied: dict[str, Mapping[str, int]] = {}
 
     def count(self, name: str) -> None:
         """Increment one of `COUNTS`."""
         with self._lock:
             self._stats.data[name] += 1
 
-    def copied(self, copier: Copier | KVProducer) -> None:
-        """Add the bytes that a copier, or a link, has copied from or to a device meanwhile."""
-        now = copier.device_copies()
+    def copied(self, direction: str, now: Mapping[str, int]) -> None:
+        """Add what `Copier.device_copies` has grown by since the last call for a direction."""
         with self._lock:
-            before = self._copied.get(copier, {})
-            for way, nbytes in now.items():
-                self._stats.data[f"{way}_bytes"] += nbytes - before.get(way, 0)
-            self._copied[copier] = now
+            before = self._copied.get(direction, {})
+            for kind, nbytes in now.items():
+                self._stats.data[f"{kind}_bytes"] += nbytes - before.get(kind, 0)
+            self._copied[direction] = now
 
     def observe(self, **values: float) -> None:
         """Append values to histograms of `SERIES`, by name."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from omni_kvlink import KVLink, SchemaError
+from omni_kvlink._native import cuda_context
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
@@ -27,13 +29,24 @@ BIG = sized("k", 3 << 20)
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor claims to be on a GPU; UCX determines the memory type itself."""
-    monkeypatch.setattr(direct, "device_of", lambda view: "cuda:0")
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Every tensor claims to be on a GPU; UCX determines the memory type itself.
+
+    The list has the devices whose context a thread took, and the thread's name.
+    """
+    taken = list[tuple[int, str]]()
+
+    def use_device(number: int) -> None:
+        taken.append((number, threading.current_thread().name))
+
+    monkeypatch.setattr(direct, "device_of", lambda view: "cuda:1")
+    monkeypatch.setattr(cuda_context, "use_device", use_device)
+    return taken
 
 
-@pytest.mark.usefixtures("on_a_gpu")
-def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_tensors_are_sent_without_a_copy(
+    on_a_gpu: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = set[tuple[str, int]]()
     send = UcxTransport.send
 
@@ -56,7 +69,20 @@ def test_device_tensors_are_sent_without_a_copy(monkeypatch: pytest.MonkeyPatch)
         receipt = putting.result(60)
         receipt.wait(timeout=60)
     assert receipt.ledger.copies == 0
-    assert {address for device, address in taken if device == "cuda:0"} == addresses
+    assert {address for device, address in taken if device == "cuda:1"} == addresses
+    assert on_a_gpu == [(1, "kvlink-ucx")]  # once, before the first of them was sent
+
+
+def test_ucx_starts_in_its_creators_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transports for GPUs look for devices when they are opened, in the thread that does it."""
+    used = list[tuple[int, str]]()
+    monkeypatch.setattr(cuda_context, "current", lambda: 4096)
+    monkeypatch.setattr(
+        cuda_context, "use", lambda context: used.append((context, threading.current_thread().name))
+    )
+    for transports in ("tcp", "tcp,cuda_copy"):
+        UcxTransport(UcxSettings(transports=transports)).close()
+    assert used == [(0, "kvlink-ucx"), (4096, "kvlink-ucx")]
 
 
 @pytest.mark.usefixtures("on_a_gpu")

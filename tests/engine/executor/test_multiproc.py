@@ -163,8 +163,7 @@ def test_kv_of_the_next_request_arrives_while_one_runs(sockets: str) -> None:
 def test_aborts_in_every_state_of_a_request(sockets: str) -> None:
     with engine_with_ranks(sockets, 2, **BATCHES_OF_TWO) as stage:
         running = [stage.submit(name, **LONG) for name in ("one", "two")]
-        stage.send("one")
-        stage.send("two")
+        receipts = [stage.send(name) for name in ("one", "two")]
         until(lambda: stage.engine.stats()["running"] == 2)
         queued, coming = stage.submit("queued"), stage.submit("coming")
         stage.send("queued")
@@ -180,6 +179,7 @@ def test_aborts_in_every_state_of_a_request(sockets: str) -> None:
         for future in running:
             with pytest.raises(RequestAborted):
                 future.result(WAIT).result()
+        until(lambda: all(receipt.done for receipt in receipts))  # the workers have freed them
         again = {name: stage.submit(name, seed=3) for name in ("one", "two")}  # ids are free again
         for name in again:
             stage.send(name, seed=3)

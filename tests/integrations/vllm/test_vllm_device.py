@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import fake_device
@@ -44,7 +43,6 @@ from omni_kvlink.integrations.vllm import device as pool_device
 from omni_kvlink.integrations.vllm.blocks import BlockShape, bytes_of_blocks
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.step import FailedSave, StepMetadata
-from omni_kvlink.link import producer as link_producer
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.testing.rig import until
 
@@ -59,9 +57,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 HAS_DEVICE = torch.cuda.is_available() and not cuda.missing()
-REAL = pytest.param(
-    "real", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
-)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")]
+REAL = pytest.param("real", marks=GPU)
 EVERY = pytest.mark.parametrize("device", ["fake", REAL], indirect=True)
 FAKE = pytest.mark.parametrize("device", ["fake"], indirect=True)
 
@@ -80,7 +77,7 @@ def device(
     if request.param == "real":
         yield RealDevice()
         return
-    monkeypatch.setenv(cuda.ENVIRONMENT, "300")
+    monkeypatch.setenv(cuda.ENVIRONMENT, fake_device.MIXED)
     made: Any = fake_device.install(library, monkeypatch)
     made.memory = torch.device("cpu")
     pools: list[tuple[int, int]] = []  # the memory that counts as the device's
@@ -91,8 +88,9 @@ def device(
 
     made.holds, made.add_pool = holds, pools.append
     monkeypatch.setattr(pool_device, "is_on_device", holds)
-    monkeypatch.setattr(link_producer, "is_on_device", holds)
+    blocking = made.get("blocking")
     yield made
+    assert made.get("blocking") == blocking, "an engine's thread waited for the device"
     gc.collect()  # unregister with this library, not with the next one
 
 
@@ -106,7 +104,7 @@ def worker(
 ) -> Iterator[Callable[..., PoolWorker]]:
     """`worker(role, …)`: a rank of the producer `p`, or of an engine that reads from it."""
     monkeypatch.setattr(connector, "sibling_pids", list)
-    if isinstance(device, fake_device.FakeDevice):
+    if device.memory.type == "cpu":
         register = connector.OmniKVLinkConnector.register_kv_caches
 
         def on_device(self: Any, caches: dict[str, torch.Tensor]) -> None:
@@ -125,7 +123,6 @@ def worker(
         rank: int = 0,
         ranks: int = 1,
         kernel_block: int = BLOCK,
-        scale: float = 1.0,
         **extra: Any,
     ) -> PoolWorker:
         options = {"directory": sockets, "copier": "pinned"}
@@ -141,14 +138,12 @@ def worker(
         config.cache_config.kv_cache_layout = layout.name
         config.parallel_config.tensor_parallel_size = ranks
         config.parallel_config.rank = rank
-        layers = config.compilation_config.static_forward_context
-        layers.update({name: SimpleNamespace(_k_scale_float=scale) for name in LAYERS})
         spec = SPECS[kind](HEADS // ranks)
         opened.append(PoolWorker(config, spec, device, kernel_block))
         return opened[-1]
 
     yield worker
-    if isinstance(device, fake_device.FakeDevice):
+    if device.memory.type == "cpu":
         device.hold(False)
     for each in reversed(opened):
         each.worker.shutdown()
@@ -197,7 +192,6 @@ def test_each_byte(
     ranks: tuple[int, int],
 ) -> None:
     """All of a block, what is packed beside K and V included, from the stream that computes it."""
-    blocking = device.get("blocking")
     senders, receivers = ranks
     producers = [
         worker("producer", layout, kind, rank=rank, ranks=senders, peer_tp=receivers)
@@ -214,7 +208,6 @@ def test_each_byte(
     for rank, consumer in enumerate(consumers):
         consumer.run_until_loaded()
         check_loaded(consumer, bytes_like(consumer, 7, heads_of(kind, rank, receivers)))
-    assert device.get("blocking") == blocking
     for each in (*producers, *consumers):
         if each.worker._saver is not None and not each.worker._saver._pools:
             continue  # another rank sends the latents
@@ -233,7 +226,7 @@ def idle(each: PoolWorker) -> bool:
 def test_blocks_of_the_kernel(
     worker: Callable[..., PoolWorker], device: Any, layout: KVCacheLayout
 ) -> None:
-    """vLLM's blocks are several of the kernel's: sent as they are, and only to an equal kernel."""
+    """A block of vLLM is several of the kernel's: sent as it is, and only to an equal kernel."""
     producer = worker("producer", layout, kernel_block=BLOCK // 4)
     consumer = worker("consumer", layout, kernel_block=BLOCK // 4)
     sent = bytes_like(producer, 3)
@@ -246,19 +239,6 @@ def test_blocks_of_the_kernel(
     other.forward(load(key="other"))
     other.run_until_loaded()
     assert other.invalid == set(FILLED)
-
-
-@FAKE
-def test_scales_of_the_weights(worker: Callable[..., PoolWorker], device: Any) -> None:
-    """Scales that are not in the blocks are compared."""
-    producer = worker("producer", kind="fp8", scale=0.5)
-    consumer, other = worker("consumer", kind="fp8", scale=0.5), worker("consumer", kind="fp8")
-    sent = bytes_like(producer, 3)
-    producer.forward(save(readers=2), sent, SENT)
-    for each in (consumer, other):
-        each.forward(load(readers=2))
-        each.run_until_loaded()
-    assert (consumer.invalid, other.invalid) == (set(), set(FILLED))
 
 
 @FAKE
@@ -294,11 +274,11 @@ def test_blocks_that_are_freed(
     device.hold(True)
     producer.forward(save(), sent, SENT)
     assert saver._open
-    asked: list[set[str]] = []
+    calls: list[set[str]] = []
 
     def waited(self: Saver, request_ids: set[str]) -> None:
         if "r" in request_ids:
-            asked.append(request_ids)
+            calls.append(request_ids)
             device.hold(False)
         wait(self, request_ids)
 
@@ -308,7 +288,7 @@ def test_blocks_that_are_freed(
         producer.forward(StepMetadata(preempted={"r"}), overwritten, SENT)
     else:
         producer.forward(StepMetadata(failed=[FailedSave("r", "key", "gone")]), overwritten, SENT)
-    assert asked
+    assert calls
     assert not saver._open
     device.run(ENGINE)
     consumer.run_until_loaded()
@@ -341,9 +321,7 @@ def test_the_pass_waits_for_loads_on_its_stream(
     producer.forward(save(), sent, SENT)
     until(lambda: producer.worker._saver.released() or idle_saver(producer), "it is committed")
     device.hold(True)
-    blocking = device.get("blocking")
     consumer.forward(load(is_async=False))
-    assert device.get("blocking") == blocking
     assert not consumer.seen
     assert not consumer.invalid
     device.hold(False)
@@ -391,10 +369,8 @@ def test_what_the_prefix_cache_has_is_not_written(
 
 @FAKE
 @pytest.mark.filterwarnings("ignore:the payload cannot be page-locked:RuntimeWarning")
-def test_memory_that_cannot_be_page_locked(
-    worker: Callable[..., PoolWorker], device: Any
-) -> None:
-    """torch copies, and the statistics say so."""
+def test_memory_that_cannot_be_page_locked(worker: Callable[..., PoolWorker], device: Any) -> None:
+    """Then torch copies, and the statistics say so."""
     producer, consumer = worker("producer"), worker("consumer")
     sent = bytes_like(producer, 1)
     producer.forward(StepMetadata(), sent, SENT)
@@ -418,9 +394,9 @@ def test_pieces_of_a_block() -> None:
     assert torch.equal(found[1, 1], memory[1, 1].flatten())
     assert found.data_ptr() == memory.data_ptr()
     overlapping = memory.as_strided((3, 2, 4, 5), (20, 10, 5, 1))
-    with pytest.raises(SchemaError, match="layer x: .* has an unknown layout"):
+    with pytest.raises(SchemaError, match=r"layer x: .* has an unknown layout"):
         bytes_of_blocks(overlapping, "x", num_blocks=3, block_size=4)
-    with pytest.raises(SchemaError, match="layer x: .* has an unknown layout"):
+    with pytest.raises(SchemaError, match=r"layer x: .* has an unknown layout"):
         bytes_of_blocks(memory.permute(1, 2, 0, 3)[:, ::2], "x", num_blocks=3, block_size=4)
 
 
@@ -429,7 +405,7 @@ def test_a_pool_that_is_not_its_specs() -> None:
     pool = torch.zeros(BLOCKS, HEADS, BLOCK, 32, dtype=torch.bfloat16)
     assert BlockShape.of(spec, pool, BLOCKS, "x").nbytes == spec.page_size_bytes
     for wrong in (pool.float(), pool[:, :2], pool.transpose(1, 2), pool[:-1]):
-        with pytest.raises(SchemaError, match="layer x: a pool .* its FullAttentionSpec of 12"):
+        with pytest.raises(SchemaError, match=r"layer x: a pool .* its FullAttentionSpec of 12"):
             BlockShape.of(spec, wrong, BLOCKS, "x")
 
 
@@ -437,11 +413,12 @@ def test_a_thread_that_was_told_not_to_block_is_noticed(library: Path) -> None:
     """The counter that these tests rely on."""
     with pytest.MonkeyPatch.context() as patch:
         made = fake_device.install(library, patch)
-        ticket = cuda.record(0, ENGINE)
+        before, ticket = made.get("blocking"), cuda.record(0, ENGINE)
         with made.without_blocking():
+            thread = threading.Thread(target=ticket.wait, args=(0,))
+            thread.start()
+            thread.join()
+            assert made.get("blocking") == before
             ticket.wait(0)
-        assert made.get("blocking") == 1
-        thread = threading.Thread(target=ticket.wait, args=(0,))
-        thread.start()
-        thread.join()
-        assert made.get("blocking") == 1
+        assert made.get("blocking") == before + 1
+        ticket.close()

@@ -31,7 +31,7 @@ from vllm_layers import (
 )
 from vllm_steps import SteppedEngine
 
-from omni_kvlink import KVLink, SchemaError
+from omni_kvlink import KVCacheBundle, KVLink, SchemaError
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
 from omni_kvlink.integrations.vllm.pools import byte_pools, places
 
@@ -68,8 +68,8 @@ HYBRID = KINDS["window"]
 
 def caches(groups: Groups) -> dict[str, Any]:
     """Options of an engine with these groups; a state in one block excludes prefix caching."""
-    is_single = any(getattr(each.kv_cache_spec, "mamba_cache_mode", "") == "none" for each in groups)
-    return {"caching": not is_single, "steps": {"groups": groups}}
+    modes = [getattr(each.kv_cache_spec, "mamba_cache_mode", "") for each in groups]
+    return {"caching": "none" not in modes, "steps": {"groups": groups}}
 
 
 def outputs(length: int) -> int:
@@ -168,9 +168,8 @@ def test_only_the_window_is_sent(engine: Open, sockets: str) -> None:
     producer.prefill("k", prompt(5 * BLOCK + 9))
     with KVLink.connect("shm://p", timeout=60, directory=sockets) as link:
         received = link.get("k", timeout=60)
-        blocks = {
-            name: data.metadata["blocks"] for name, data in received.data.tensor_data.items()
-        }
+        assert isinstance(received.data, KVCacheBundle)
+        blocks = {name: data.metadata["blocks"] for name, data in received.data.tensor_data.items()}
         received.release()
     assert blocks == {"head-0": [0, 5], "last-0": [5, 6], "head-1": [3, 5], "last-1": [5, 6]}
 
@@ -184,7 +183,7 @@ def test_a_group_fails(engine: Open, kind: str, policy: str, load: str) -> None:
     options = caches(KINDS[kind])
     producer = engine("producer", **options)
     consumer = engine("consumer", policy, load=load, **options)
-    flip_last_tensor(producer)
+    flip_last_group(producer)
     tokens, sound = prompt(5 * BLOCK + 9, seed=5), prompt(4 * BLOCK + 3, seed=6)
     consumer.add("bad", tokens, producer.prefill("bad", tokens), tokens=3)
     consumer.add("sound", sound, producer.prefill("sound", sound), tokens=3)
@@ -197,8 +196,8 @@ def test_a_group_fails(engine: Open, kind: str, policy: str, load: str) -> None:
     check_settled(consumer)
 
 
-def flip_last_tensor(producer: SteppedEngine) -> None:
-    """Flip one byte of the last tensor of a payload named `bad`, after its digest was taken."""
+def flip_last_group(producer: SteppedEngine) -> None:
+    """Flip a byte in the last group of a payload named `bad`, after its digest was taken."""
     link = producer.worker._saver._link
     stream_put = link.stream_put
 
@@ -209,7 +208,9 @@ def flip_last_tensor(producer: SteppedEngine) -> None:
 
             def flip_and_commit() -> Any:
                 lease, manifest = stream._open_lease(), stream.manifest
-                lease.region.view()[manifest.header_nbytes + manifest.tensors[-1].start] ^= 1
+                branch = [each for each in manifest.branches if "head" in each.name][-1]
+                start = manifest.header_nbytes + manifest.tensors_of(branch)[-1].start
+                lease.region.view()[start] ^= 1
                 return commit()
 
             stream.commit = flip_and_commit
@@ -310,8 +311,8 @@ def test_an_unknown_kind(spec: KVCacheSpec) -> None:
     ("groups", "policy", "word"),
     [
         (STATES["states"], "fail", r"MambaSpec.*set \"load\": \"async\""),
-        (HYBRID, "recompute", "set kv_load_failure_policy to \"fail\""),
-        (KINDS["only a window"], "recompute", "set kv_load_failure_policy to \"fail\""),
+        (HYBRID, "recompute", 'set kv_load_failure_policy to "fail"'),
+        (KINDS["only a window"], "recompute", 'set kv_load_failure_policy to "fail"'),
     ],
 )
 def test_a_synchronous_load_that_cannot_be_right(
@@ -363,7 +364,7 @@ def test_blocks_of_a_position() -> None:
 
 
 def test_layers_of_two_groups_share_memory() -> None:
-    """vLLM overlays the groups, and a block belongs to one of them at a time: both stay."""
+    """The groups of vLLM are overlaid, and a block belongs to one of them at a time: both stay."""
     memory = torch.zeros(6, 2, BLOCK, 8)
     pools = [byte_pools({name: memory}, num_blocks=6, block_size=BLOCK) for name in ("b", "a")]
     assert [tuple(place) for place in places(pools, ["a", "b"])] == [("a", 1, 0), ("b", 0, 0)]

@@ -6,10 +6,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
-from vllm_models import make_deepseek, make_gemma3, make_lfm2
+from vllm_models import make_deepseek, make_falcon_h1, make_gemma3, make_mamba2
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -21,6 +23,9 @@ pytestmark = [
 
 LENGTHS = [5, BLOCK, BLOCK + 1, 2 * BLOCK + 16, 3 * BLOCK, 5 * BLOCK + 9]
 """Shorter than a window and than a block, ends of blocks, and longer than both."""
+
+ROUNDING = 0.1
+"""Of bfloat16, at log-probabilities of about 4."""
 
 
 @pytest.fixture(scope="module", params=[10, 48, 200])
@@ -46,13 +51,15 @@ def consumer(request: pytest.FixtureRequest, start: Any, producer: Any, gemma3: 
     engine.close()
 
 
-def check_alike(got: dict[str, Any], expected: dict[str, Any], load: str) -> None:
+def check_alike(
+    got: dict[str, Any], expected: dict[str, Any], load: str, *, most: float = 1e-4
+) -> None:
     """Synchronous: bit for bit. Asynchronous: the tokens, and nearly the same values."""
     assert (got["reason"], got["tokens"]) == ("length", expected["tokens"])
     if load == "sync":
         assert got["logprobs"] == expected["logprobs"]
     apart = [abs(a - b) for a, b in zip(got["logprobs"], expected["logprobs"], strict=True)]
-    assert max(apart) < 1e-4
+    assert max(apart) < most
 
 
 def test_full_and_sliding_attention(producer: EngineProcess, consumer: Any) -> None:
@@ -136,11 +143,14 @@ def test_without_the_hybrid_cache_manager(start: Any, model: Path, directory: Pa
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_recurrent_states(start: Any, model: Path, directory: Path, caching: bool) -> None:
-    """Short convolutions: the producer leaves the last token to the consumer."""
-    path = directory / "lfm2"
-    make_lfm2(path, model)
-    options = {"model": path, "enable_prefix_caching": caching}
+@pytest.mark.parametrize("make", [make_mamba2, make_falcon_h1])
+def test_recurrent_states(
+    start: Any, model: Path, directory: Path, make: Callable[[Path, Path], None], caching: bool
+) -> None:
+    """Alone, and beside attention: the producer leaves the last token to the consumer."""
+    path = directory / make.__name__
+    make(path, model)
+    options = {"model": path, "enable_prefix_caching": caching, "dtype": "bfloat16"}
     producer, consumer = start("p", "producer", **options), start("d", "consumer", **options)
     try:
         for length in [1, *LENGTHS]:
@@ -149,7 +159,7 @@ def test_recurrent_states(start: Any, model: Path, directory: Path, caching: boo
             if caching:
                 assert consumer.call("forget")
             got = consumer.generate(tokens, producer.prefill(tokens))
-            check_alike(got, expected, "async")
+            check_alike(got, expected, "async", most=ROUNDING)
             assert got["cached"] == length - 1
             producer.call("settle")
         assert consumer.count("load_failed") == 0
@@ -159,19 +169,26 @@ def test_recurrent_states(start: Any, model: Path, directory: Path, caching: boo
         consumer.close()
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's MLA without AMX has no prefix cache"
+)
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_latent_attention(start: Any, model: Path, directory: Path, load: str) -> None:
-    """MLA: one latent for each token, in blocks like those of full attention."""
+    """MLA: one latent for each token. An asynchronous load is compared where one token is left.
+
+    vLLM's decoding of latents differs from its prefill by more than roundings.
+    """
     path = directory / "deepseek"
     make_deepseek(path, model)
-    producer = start("p", "producer", model=path)
-    consumer = start("d", "consumer", extra={"load": load}, model=path)
+    options = {"model": path, "dtype": "bfloat16"}
+    producer = start("p", "producer", **options)
+    consumer = start("d", "consumer", extra={"load": load}, **options)
     try:
-        for length in LENGTHS:
+        for length in LENGTHS if load == "sync" else (BLOCK + 1, 2 * BLOCK + 1, 5 * BLOCK + 1):
             tokens = prompt(length, seed=length)
             expected = oracle(consumer, tokens)
             got = consumer.generate(tokens, producer.prefill(tokens))
-            check_alike(got, expected, load)
+            check_alike(got, expected, "sync")
             assert consumer.call("forget")
         assert consumer.count("load_failed") == 0
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -108,6 +110,7 @@ MODEL = {
     "rope": "{}",
     "compute_dtype": "bfloat16",
     "cache_dtype": "fp8_e5m2",
+    "kv_scales": "0" * 64,
     "model": "another",
 }
 
@@ -157,6 +160,63 @@ def test_what_the_model_is(model: Path) -> None:
     named.model_config.revision = "r"
     assert model_identity(named, "w")["model"] == "w"
     assert model_identity(named, "w")["revision"] == "", "the name says which weights"
+
+
+@pytest.fixture
+def scales_of(model: Path) -> Callable[..., str]:
+    """`scales_of(dtype, change)`: of two layers, the second one changed."""
+
+    def scales_of(
+        dtype: Any, change: Callable[[Any], object] = lambda layer: None, **cache: Any
+    ) -> str:
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model), max_model_len=512, dtype="float32"),
+            cache_config=CacheConfig(block_size=BLOCK, cache_dtype=dtype, **cache),
+        )
+        with set_current_vllm_config(config):
+            names = [f"layers.{number}.attn" for number in range(2)]
+            layers: list[Any] = [
+                Attention(4, 32, 1.0, 2, cache_config=config.cache_config, prefix=name)
+                for name in names
+            ]
+        layers[0]._k_scale.fill_(0.5)
+        change(layers[1])
+        found: str = model_identity(config, "")["kv_scales"]
+        return found
+
+    return scales_of
+
+
+SCALES: dict[str, Callable[[Any], object]] = {
+    "k": lambda layer: layer._k_scale.fill_(0.5),
+    "v": lambda layer: layer._v_scale.fill_(0.5),
+    "k, one bit": lambda layer: layer._k_scale.fill_(1 + 2**-23),
+    "k of the host": lambda layer: setattr(layer, "_k_scale_float", 0.5),
+    "v of the host": lambda layer: setattr(layer, "_v_scale_float", 0.5),
+    "k of each head": lambda layer: setattr(layer, "_k_scale", torch.tensor([0.5, 1.0])),
+    "k of other heads": lambda layer: setattr(layer, "_k_scale", torch.tensor([1.0, 0.5])),
+}
+
+
+def test_each_scale_of_a_quantized_cache_counts(scales_of: Callable[..., str]) -> None:
+    """Of vLLM's own attention layers, as its loader of weights would leave them."""
+    plain = scales_of("fp8")
+    assert len(plain) == 64
+    assert scales_of("fp8") == plain
+    digests = {scales_of("fp8", change) for change in SCALES.values()}
+    assert len(digests | {plain}) == len(SCALES) + 1
+    assert scales_of("fp8", kv_cache_dtype_skip_layers=["1"]) not in digests | {plain, ""}
+
+
+def test_a_plain_cache_has_no_scales(scales_of: Callable[..., str]) -> None:
+    assert {scales_of("auto", change) for change in SCALES.values()} == {""}
+
+
+def test_vllm_computes_no_scales_in_a_forward_pass() -> None:
+    """As its former option `calculate_kv_scales` did; the digest is taken before the first pass."""
+    names = {field.name for field in dataclasses.fields(CacheConfig)}
+    assert "cache_dtype" in names
+    assert not {name for name in names if "scales" in name}
 
 
 def test_another_version_of_vllm(

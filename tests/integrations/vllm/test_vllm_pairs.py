@@ -45,6 +45,28 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
         consumer.close()
 
 
+def test_a_quantized_cache_is_loaded_by_the_same_scales_only(start: Any) -> None:
+    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8", "extra": {"load": "sync"}}
+    script = Path(__file__).with_name("vllm_scaled.py")
+    producer = start("p", "producer", kv_cache_dtype="fp8")
+    engines = [start("d", "consumer", **fp8), start("e", "consumer", script=script, **fp8)]
+    try:
+        for engine, reason in zip(engines, ("length", "error"), strict=True):
+            engine.generate(TOKENS)
+            local = engine.generate(TOKENS)
+            assert (local["cached"], engine.call("forget")) == (3 * BLOCK, True)
+            got = engine.generate(TOKENS, producer.prefill(TOKENS))
+            assert got["reason"] == reason
+            assert engine.count("received") == (reason == "length")
+            if reason == "length":
+                assert (got["cached"], got["logprobs"]) == (3 * BLOCK, local["logprobs"])
+        (line,) = {one for one in engines[1].output().splitlines() if "do not fit" in one}
+        assert "this engine: kv_scales is '" in line
+    finally:
+        for engine in (producer, *engines):
+            engine.close()
+
+
 def test_nobody_comes(start: Any) -> None:
     """After its ttl a cache is given up; the blocks are not stranded."""
     producer = start("p", "producer", extra={"ttl": 2})

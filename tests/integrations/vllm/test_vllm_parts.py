@@ -1,4 +1,4 @@
-"""Engines of several ranks, without a model: each rank's part, and requests that end on all ranks."""
+"""Engines of several ranks, without a model: each rank's part, and requests that end on all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOREVER = 3600
 """Seconds; who waits for a dead rank until its timeout does not end in these tests."""
 
 SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
-"""Tensor-parallel ranks of the two sides; the model has two KV heads, of which four ranks have one."""
+"""Tensor-parallel ranks of the two sides; the model has two KV heads, four ranks one each."""
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 
@@ -200,7 +200,7 @@ def test_blocks_that_cannot_be_divided(engine: Any, groups: Any, why: str) -> No
 def test_pools_of_another_shape(engine: Any) -> None:
     consumer = engine("consumer")
     (pools,) = consumer.worker._loader._pools
-    caches = {place.name: pools.tensors[0] for place in pools.layers}
+    caches = {each.name: pools.tensors[0] for each in pools.layers}
     heads = HeadPools(pools, caches, EngineRank(), peer_tp=2, model_heads=2)
     with pytest.raises(SchemaError, match=r"is not \[num_blocks, 2 heads, 32 tokens, content\]"):
         heads.received()

@@ -1,4 +1,4 @@
-"""Engines of several ranks: each rank's part of a cache, and what one rank's end does to the others."""
+"""Engines of several ranks: each rank's part of a cache, and what the end of one rank ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def oracle(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
+    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+    return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])

@@ -320,3 +320,20 @@ def test_the_sampled_token(engine: Open) -> None:
     producer.add("plain", TOKENS, None)
     assert producer.run("plain") == ["length"]
     assert SAMPLED
+
+
+def test_the_worker_learns_who_is_preempted(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the pass that may overwrite the blocks of its cache."""
+    producer = engine("producer")
+    producer.add("r", TOKENS, {"do_remote_decode": True}, tokens=4)
+    producer.add("s", TOKENS[:-1], None, tokens=4)
+    producer.step()
+    named: list[set[str]] = []
+    monkeypatch.setattr(
+        producer.worker, "handle_preemptions", lambda step: named.append(step.preempted)
+    )
+    producer.step()
+    producer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    producer.step()
+    assert named == [set(), {"r"}]
+    assert producer.run("r", "s") == ["length", "length"]

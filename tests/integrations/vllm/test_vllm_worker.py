@@ -182,7 +182,9 @@ def test_nobody_sends_it(halves: Halves) -> None:
     """The deadline holds; the blocks not yet there are reported, and not those that were."""
     halves.loader._timeout = 0.4
     began = time.monotonic()
-    halves.loader.start([load([1, 3, 8], local=BLOCK), load([4, 6, 9], request_id="s", is_async=False)])
+    halves.loader.start(
+        [load([1, 3, 8], local=BLOCK), load([4, 6, 9], request_id="s", is_async=False)]
+    )
     halves.loader.wait_for_layer(2)
     assert 0.3 < time.monotonic() - began < 1.0
     ended = halves.settled()

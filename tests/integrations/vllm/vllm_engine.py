@@ -129,7 +129,7 @@ def waiting(worker: Any) -> int:
 
 
 def profile(worker: Any) -> None:
-    """A rank's first pass, which a second stage needs; vLLM 0.30 for CPUs leaves it out if eager."""
+    """A rank's first pass: a second stage needs it, and eager vLLM 0.30 on a CPU leaves it out."""
     worker.model_runner.profile_run()
 
 

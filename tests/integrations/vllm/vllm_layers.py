@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,9 +67,9 @@ class AttentionLayer:
     """Writes each token's number into its slot, another one for each head."""
 
     def __init__(self, spec: Any, blocks: int, layout: str = "LBHNC", first_head: int = 0):
-        self._size = spec.block_size
-        self._window = getattr(spec, "sliding_window", None)
-        self._chunk = getattr(spec, "attention_chunk_size", None)
+        self._size: int = spec.block_size
+        self._window: int = getattr(spec, "sliding_window", None) or 0
+        self._chunk: int = getattr(spec, "attention_chunk_size", None) or 0
         row = spec.state_content_size_bytes // 4
         heads = spec.num_kv_heads
         self._heads = 1000.0 * torch.arange(first_head, first_head + heads)[None, :, None]
@@ -113,7 +112,9 @@ class StateLayer:
 
 
 def _fold(tokens: Sequence[int], before: int) -> int:
-    return reduce(lambda number, token: (31 * number + token + 1) % 65521, tokens, before)
+    for token in tokens:
+        before = (31 * before + token + 1) % 65521
+    return before
 
 
 def layers_of(
@@ -133,6 +134,8 @@ def layers_of(
             spec = spec or group.kv_cache_spec
             is_state = isinstance(spec, MambaSpec)
             found[name] = (
-                StateLayer(spec, blocks) if is_state else AttentionLayer(spec, blocks, layout, first)
+                StateLayer(spec, blocks)
+                if is_state
+                else AttentionLayer(spec, blocks, layout, first)
             )
     return dict(sorted(found.items()))

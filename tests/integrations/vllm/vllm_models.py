@@ -33,19 +33,37 @@ def make_gemma3(path: Path, tokenizer: Path, window: int) -> None:
     _save(Gemma3ForCausalLM(config), path, tokenizer)
 
 
-def make_lfm2(path: Path, tokenizer: Path) -> None:
-    """Four layers, every second one with the state of a short convolution."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+def make_mamba2(path: Path, tokenizer: Path) -> None:
+    """Two layers with a recurrent state, and no attention."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    config = Lfm2Config(
-        **COMMON,
-        num_hidden_layers=4,
-        layer_types=["conv", "full_attention"] * 2,
-        block_auto_adjust_ff_dim=False,
-        conv_dim=256,
-        block_dim=256,
+    config = Mamba2Config(
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=64,
+        state_size=16,
+        n_groups=1,
     )
-    _save(Lfm2ForCausalLM(config), path, tokenizer)
+    _save(Mamba2ForCausalLM(config), path, tokenizer)
+
+
+def make_falcon_h1(path: Path, tokenizer: Path) -> None:
+    """Two layers, each with a recurrent state beside full attention."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        **COMMON,
+        num_hidden_layers=2,
+        head_dim=64,
+        mamba_d_ssm=512,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+    )
+    _save(FalconH1ForCausalLM(config), path, tokenizer)
 
 
 def make_deepseek(path: Path, tokenizer: Path) -> None:

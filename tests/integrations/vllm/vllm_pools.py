@@ -103,9 +103,6 @@ class RealDevice:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def get(self, name: str) -> int:
-        return 0
-
 
 class PoolWorker:
     """A rank's half of the connector; its layers write given bytes into the pools on `ENGINE`.
@@ -128,13 +125,16 @@ class PoolWorker:
         self.worker.register_kv_caches(self.pools)
         for name in LAYERS:
             self.bytes_of(name)[:] = UNTOUCHED
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.seen: dict[str, torch.Tensor] = {}
         self.invalid: set[int] = set()
         self.counts: dict[str, int] = {}
 
     def bytes_of(self, layer: str) -> torch.Tensor:
         """The bytes of all blocks of a layer, `[blocks, …, heads, tokens, content]`."""
-        return group_kernel_blocks(self.pools[layer], BLOCKS).view(torch.uint8)
+        blocks: torch.Tensor = group_kernel_blocks(self.pools[layer], BLOCKS)
+        return blocks.view(torch.uint8)
 
     def forward(
         self,
@@ -148,6 +148,8 @@ class PoolWorker:
         """
         worker = self.worker
         is_sync = any(not load.is_async for load in step.loads)
+        index = torch.tensor(blocks, device=self.device.memory)
+        new = {layer: each.to(self.device.memory) for layer, each in (write or {}).items()}
         with self.device.on_stream(ENGINE), self.device.without_blocking():
             worker.handle_preemptions(step)
             worker.bind_connector_metadata(step)
@@ -155,8 +157,7 @@ class PoolWorker:
                 worker.start_load_kv(None)
             for layer in LAYERS:
                 worker.wait_for_layer_load(layer)
-                new = None if write is None else write[layer]
-                self.device.enqueue(ENGINE, partial(self._compute, layer, [*blocks], new))
+                self.device.enqueue(ENGINE, partial(self._compute, layer, index, new.get(layer)))
                 worker.save_kv_layer(layer, self.pools[layer], None)
             if not is_sync:
                 worker.start_load_kv(None)
@@ -174,11 +175,11 @@ class PoolWorker:
         """Passes without transfers, until a load has ended."""
         until(lambda: name in self.forward(StepMetadata()), "the load has ended", timeout=60)
 
-    def _compute(self, layer: str, blocks: list[int], new: torch.Tensor | None) -> None:
+    def _compute(self, layer: str, blocks: torch.Tensor, new: torch.Tensor | None) -> None:
         there = self.bytes_of(layer)
-        self.seen[layer] = there[blocks].clone()
+        self.seen[layer] = there[blocks]
         if new is not None:
-            there[blocks] = new.to(there.device)
+            there[blocks] = new
 
 
 def bytes_like(worker: PoolWorker, seed: int, heads: slice = slice(None)) -> dict[str, Any]:

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pending.h"
+
+namespace kvlc {
+
+void refuse_capture(cudaStream_t stream) {
+    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &state), "cudaStreamIsCapturing");
+    if (state != cudaStreamCaptureStatusNone)
+        kvl::fail(KVL_EARGUMENT, "the stream is being captured into a graph; copy outside of it");
+}
+
+}  // namespace kvlc

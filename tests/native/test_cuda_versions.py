@@ -1,0 +1,32 @@
+"""The CUDA part's sources compile with the functions that each version of the toolkit declares."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+VERSIONS = ("11080", "12000", "12060", "12080", "13000")
+COMPILERS = [shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
+COMPILER = next((name for name in COMPILERS if name and shutil.which(name[0])), None)
+pytestmark = [
+    pytest.mark.skipif(not CSRC.exists(), reason="installed without the sources"),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_it_compiles(version: str) -> None:
+    assert COMPILER is not None
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    define, include = f"-DCUDART_VERSION={version}", f"-I{CSRC}/tests/fake_cuda"
+    sources = map(str, sorted((CSRC / "cuda").glob("*.cpp")))
+    done = subprocess.run(
+        [*COMPILER, *flags, define, include, *sources], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
