@@ -68,8 +68,11 @@ def check_nothing_is_kept(producer: SteppedEncoderEngine, consumer: SteppedEncod
     assert not any([*kept, sends._sending, consumer.plans._loaded])
 
 
-def test_outputs_are_loaded_and_not_encoded(engine: Open) -> None:
-    producer, consumer = engine("producer"), engine("consumer", load_failure_policy="fail")
+@pytest.mark.parametrize("scheme", ["shm", "zmq+ipc"])
+def test_outputs_are_loaded_and_not_encoded(engine: Open, sockets: str, scheme: str) -> None:
+    url = "shm://e" if scheme == "shm" else f"{scheme}://{sockets}/e"
+    producer = engine("producer", url=url)
+    consumer = engine("consumer", peers=[url], load_failure_policy="fail")
     params = producer.encode("r", "cat", "dog")
     assert producer.encodes == ["cat", "dog"]
     assert params.keys() == {"cat", "dog"}
@@ -111,6 +114,12 @@ def test_an_output_from_the_encoder_cache_is_sent_again(engine: Open) -> None:
     assert consumer.run("second") == ["length"]
     assert consumer.encodes == ["dog"]
     check_nothing_is_kept(producer, consumer)
+
+
+def test_a_request_of_several_steps_sends_each_item_once(engine: Open) -> None:
+    producer = engine("producer")
+    producer.encode("r", "cat", "dog", embeds=300)  # one fits into a step
+    assert producer.live == 2
 
 
 def test_two_requests_with_one_item(engine: Open) -> None:
