@@ -117,9 +117,10 @@ def test_an_output_from_the_encoder_cache_is_sent_again(engine: Open) -> None:
 
 
 def test_a_request_of_several_steps_sends_each_item_once(engine: Open) -> None:
-    producer = engine("producer")
-    producer.encode("r", "cat", "dog", embeds=300)  # one fits into a step
-    assert producer.live == 2
+    both = engine("both", url="shm://b")
+    both.add("r", ["cat", "dog"], {"readers": 1}, tokens=3)
+    assert both.run("r") == ["length"]
+    assert both.live == 2
 
 
 def test_two_requests_with_one_item(engine: Open) -> None:
@@ -165,7 +166,8 @@ def test_one_engine_with_both_roles(engine: Open) -> None:
 
 def test_an_item_that_the_prefix_cache_covers(engine: Open) -> None:
     """It is neither loaded nor encoded, and its payload is freed."""
-    producer, consumer = engine("producer"), engine("consumer", cache=EMBEDS)
+    given = {"load_failure_policy": "fail", "timeout": 20}
+    producer, consumer = engine("producer"), engine("consumer", cache=EMBEDS, **given)
     consumer.add("before", ["cat"], text=2 * 32)
     assert consumer.run("before") == ["length"]
     consumer.add("another", ["dog"])
@@ -175,6 +177,8 @@ def test_an_item_that_the_prefix_cache_covers(engine: Open) -> None:
     consumer.add("r", ["cat"], params, text=2 * 32)
     assert consumer.run("r") == ["length"]
     assert "cat" not in consumer.inputs.get("r", {})
+    consumer.add("never", ["cat"], {"cat": {"key": "never"}}, text=2 * 32)
+    assert consumer.run("never") == ["length"]
     check_nothing_is_kept(producer, consumer)
 
 
