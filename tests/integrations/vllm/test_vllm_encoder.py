@@ -68,8 +68,11 @@ def check_nothing_is_kept(producer: SteppedEncoderEngine, consumer: SteppedEncod
     assert not any([*kept, sends._sending, consumer.plans._loaded])
 
 
-def test_outputs_are_loaded_and_not_encoded(engine: Open) -> None:
-    producer, consumer = engine("producer"), engine("consumer", load_failure_policy="fail")
+@pytest.mark.parametrize("scheme", ["shm", "zmq+ipc"])
+def test_outputs_are_loaded_and_not_encoded(engine: Open, sockets: str, scheme: str) -> None:
+    url = "shm://e" if scheme == "shm" else f"{scheme}://{sockets}/e"
+    producer = engine("producer", url=url)
+    consumer = engine("consumer", peers=[url], load_failure_policy="fail")
     params = producer.encode("r", "cat", "dog")
     assert producer.encodes == ["cat", "dog"]
     assert params.keys() == {"cat", "dog"}
@@ -111,6 +114,13 @@ def test_an_output_from_the_encoder_cache_is_sent_again(engine: Open) -> None:
     assert consumer.run("second") == ["length"]
     assert consumer.encodes == ["dog"]
     check_nothing_is_kept(producer, consumer)
+
+
+def test_a_request_of_several_steps_sends_each_item_once(engine: Open) -> None:
+    both = engine("both", url="shm://b")
+    both.add("r", ["cat", "dog"], {"readers": 1}, tokens=3)
+    assert both.run("r") == ["length"]
+    assert both.live == 2
 
 
 def test_two_requests_with_one_item(engine: Open) -> None:
@@ -156,7 +166,8 @@ def test_one_engine_with_both_roles(engine: Open) -> None:
 
 def test_an_item_that_the_prefix_cache_covers(engine: Open) -> None:
     """It is neither loaded nor encoded, and its payload is freed."""
-    producer, consumer = engine("producer"), engine("consumer", cache=EMBEDS)
+    given = {"load_failure_policy": "fail", "timeout": 20}
+    producer, consumer = engine("producer"), engine("consumer", cache=EMBEDS, **given)
     consumer.add("before", ["cat"], text=2 * 32)
     assert consumer.run("before") == ["length"]
     consumer.add("another", ["dog"])
@@ -166,6 +177,8 @@ def test_an_item_that_the_prefix_cache_covers(engine: Open) -> None:
     consumer.add("r", ["cat"], params, text=2 * 32)
     assert consumer.run("r") == ["length"]
     assert "cat" not in consumer.inputs.get("r", {})
+    consumer.add("never", ["cat"], {"cat": {"key": "never"}}, text=2 * 32)
+    assert consumer.run("never") == ["length"]
     check_nothing_is_kept(producer, consumer)
 
 

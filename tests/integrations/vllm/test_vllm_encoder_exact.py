@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_fixtures import EngineProcess, prompt
+from vllm_fixtures import SEND, EngineProcess, prompt, transfer
 
 from omni_kvlink.testing.rig import until
 
@@ -49,6 +49,15 @@ class Engines:
     def start_half(self, ranks: int = 1) -> EngineProcess:
         return self._start("half", self._half, "consumer", ranks, load_failure_policy="fail")
 
+    def start_prefill(self) -> EngineProcess:
+        """Its prompts' caches are read by the engine of `start_decode`."""
+        kv = transfer("producer", url="shm://p", serve=self._options, model="tiny")
+        return self._start("prefill", self._half, "consumer", kv=kv, load_failure_policy="fail")
+
+    def start_decode(self) -> EngineProcess:
+        kv = transfer("consumer", peers=["shm://p"], connect=self._options, model="tiny")
+        return self._start("decode", self._half, kv=kv)
+
     def encode(self, image: int, **given: Any) -> dict[str, Any]:
         """Encode an image; what the request of a consumer needs."""
         answer = run(self.producer, image, tokens=1, **given)
@@ -56,14 +65,17 @@ class Engines:
         params: dict[str, Any] = answer["params"]
         return params
 
+    @property
+    def _options(self) -> dict[str, str]:
+        return {"directory": str(self._directory)}
+
     def _start(
-        self, name: str, model: Path, role: str, ranks: int = 1, **extra: Any
+        self, name: str, model: Path, role: str = "", ranks: int = 1, kv: Any = None, **extra: Any
     ) -> EngineProcess:
-        options = {"directory": str(self._directory)}
-        given: dict[str, Any] = {"url": "shm://e", "serve": options}
+        given: dict[str, Any] = {"url": "shm://e", "serve": self._options}
         if role == "consumer":
-            given = {"peers": ["shm://e"], "connect": options, "timeout": 20}
-        transfer = {
+            given = {"peers": ["shm://e"], "connect": self._options, "timeout": 20}
+        encoder = {
             "ec_connector": "OmniKVLinkECConnector",
             "ec_connector_module_path": "omni_kvlink.integrations.vllm",
             "ec_role": f"ec_{role}",
@@ -72,12 +84,13 @@ class Engines:
         engine = EngineProcess(
             model,
             self._directory / f"{name}.log",
-            transfer,
+            encoder if role else None,
             {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if ranks > 1 else None,
             script=SCRIPT,
             max_model_len=512,
             enable_prefix_caching=False,
             tensor_parallel_size=ranks,
+            kv_transfer=kv,
         )
         self._stack.callback(engine.close)
         return engine
@@ -154,6 +167,18 @@ def test_the_producer_is_killed(engines: Engines) -> None:
     engines.producer = engines.start_producer()
     params = engines.encode(5, item="image 5")
     assert outcome(run(engines.half, 5, item="image 5", params=params)) == expected
+
+
+def test_encoder_prefill_and_decode_in_three_engines(engines: Engines) -> None:
+    """Both connectors in the one that prefills."""
+    prefill, decode = engines.start_prefill(), engines.start_decode()
+    params = engines.encode(8, item="image 8")
+    computed = run(prefill, 8, item="image 8", params=params, kv=SEND, tokens=1)
+    got = run(decode, 8, item="image 8", kv=computed["params"])
+    assert (got["reason"], got["tokens"]) == ("length", local(engines, 8)["tokens"])
+    assert got["cached"] == len(TOKENS) + 8  # all positions; the image has 8
+    for engine in (prefill, decode):
+        engine.close()
 
 
 def test_two_ranks_on_either_side(engines: Engines) -> None:

@@ -13,15 +13,19 @@ make_image = runpy.run_path(str(EXAMPLE))["make_image"]
 
 
 class EncoderEngine(vllm_engine.Engine):
-    """An engine of either half; `transfer` is its `--ec-transfer-config`."""
+    """`transfer` is its `--ec-transfer-config`, and `kv_transfer` that of its KV caches."""
 
     def __init__(self, config: dict[str, Any]):
         from vllm import LLM
-        from vllm.config import ECTransferConfig
+        from vllm.config import ECTransferConfig, KVTransferConfig
 
-        transfer = ECTransferConfig(**config.pop("transfer"))
+        encoder, kv = config.pop("transfer"), config.pop("kv_transfer")
         self.llm = LLM(
-            enforce_eager=True, disable_log_stats=False, ec_transfer_config=transfer, **config
+            enforce_eager=True,
+            disable_log_stats=False,
+            ec_transfer_config=encoder and ECTransferConfig(**encoder),
+            kv_transfer_config=kv and KVTransferConfig(**kv),
+            **config,
         )
         self.engine = self.llm.llm_engine
         self.over = {}
@@ -34,6 +38,7 @@ class EncoderEngine(vllm_engine.Engine):
         item: str | None = None,
         tokens: int = 8,
         params: dict[str, Any] | None = None,
+        kv: dict[str, Any] | None = None,
     ) -> None:
         """Add a request about an image; `item` identifies it in place of a digest."""
         from vllm import SamplingParams, TokensPrompt
@@ -43,7 +48,7 @@ class EncoderEngine(vllm_engine.Engine):
             temperature=0,
             logprobs=1,
             ignore_eos=True,
-            extra_args={"ec_transfer_params": params} if params else None,
+            extra_args={"ec_transfer_params": params, "kv_transfer_params": kv},
         )
         whole = TokensPrompt(prompt_token_ids=prompt, multi_modal_data={"image": make_image(image)})
         if item is not None:
