@@ -58,7 +58,7 @@ class OmniKVLinkConnector(SchedulerCalls):
         """
         settings = self._settings
         pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings)
-        self._layers = {place.name: number for number, place in enumerate(pools.layers)}
+        self._layers = {layer.name: number for number, layer in enumerate(pools.layers)}
         self._meter = Meter()
         if self._produces:
             options = {"quota": max(Options.quota, pools.nbytes), **settings.serve}

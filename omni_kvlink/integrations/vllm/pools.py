@@ -128,7 +128,9 @@ class Pools:
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
-        return cls(format, groups, pools, places(pools, list(ordered)), settings.compatible_with)
+        return cls(
+            format, groups, pools, layer_places(pools, list(ordered)), settings.compatible_with
+        )
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +274,9 @@ def branch_name(group: int, part: str) -> str:
     return f"{part}-{group}"
 
 
-def places(pools: Sequence[Mapping[str, torch.Tensor]], order: Sequence[str]) -> list[LayerPlace]:
+def layer_places(
+    pools: Sequence[Mapping[str, torch.Tensor]], order: Sequence[str]
+) -> list[LayerPlace]:
     """The layers of all groups, in the order of the model."""
     found = {
         name: LayerPlace(name, group, index)
