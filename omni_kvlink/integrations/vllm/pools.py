@@ -106,8 +106,8 @@ class Pools:
         """
         groups = CacheGroups.of(kv_cache_config)
         context = vllm_config.compilation_config.static_forward_context
-        order = {name: number for number, name in enumerate([*context, *kv_caches])}
-        ordered = dict(sorted(kv_caches.items(), key=lambda each: order[each[0]]))
+        order = {name: number for number, name in enumerate(context)}  # as the model computes
+        ordered = dict(sorted(kv_caches.items(), key=lambda each: order.get(each[0], len(order))))
         pools = [
             byte_pools(
                 {name: cache for name, cache in ordered.items() if name in group.layers},
@@ -128,9 +128,8 @@ class Pools:
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
-        return cls(
-            format, groups, pools, layer_places(pools, list(ordered)), settings.compatible_with
-        )
+        layers = layer_places(pools, list(ordered))
+        return cls(format, groups, pools, layers, settings.compatible_with)
 
     @property
     def nbytes(self) -> int:

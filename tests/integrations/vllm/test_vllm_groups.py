@@ -174,6 +174,12 @@ def test_only_the_window_is_sent(engine: Open, sockets: str) -> None:
     assert blocks == {"head-0": [0, 5], "last-0": [5, 6], "head-1": [3, 5], "last-1": [5, 6]}
 
 
+def test_layers_are_sent_as_the_model_computes_them(engine: Open) -> None:
+    """Not group by group, as vLLM lists their pools."""
+    producer = engine("producer", steps={"groups": [full("b", "d"), sliding(48, "a", "c")]})
+    assert [layer.name for layer in producer.worker._saver._pools.layers] == ["a", "b", "c", "d"]
+
+
 @pytest.mark.parametrize(
     ("policy", "load"), [("fail", "async"), ("fail", "sync"), ("recompute", "async")]
 )

@@ -97,7 +97,8 @@ class SteppedEngine:
         names = enumerate(each.layer_names for each in groups)
         self._tables = {name: table for table, layers in names for name in layers}
         self.wrong: set[str] = set()  # requests that read other than they or theirs had written
-        self.worker.register_kv_caches({name: each.pool for name, each in self._layers.items()})
+        config.compilation_config.static_forward_context.update(self._layers)
+        self.worker.register_kv_caches({name: self._layers[name].pool for name in self._tables})
         self.ended: dict[str, tuple[str, Any]] = {}  # the reason, and the kv_transfer_params
         self.cached: dict[str, int] = {}  # tokens that were not computed
         self.counts: dict[str, int] = {}
