@@ -22,7 +22,7 @@ from omni_kvlink.integrations.vllm.pools import (
     GroupFormat,
     Pools,
     byte_pools,
-    places,
+    layer_places,
 )
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
@@ -52,7 +52,7 @@ def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
     group = GroupFormat(kind, "float32", BLOCK, HEADS, ROW // 2, nbytes, LAYERS)
     groups = CacheGroups((CacheGroup(kind, 0, BLOCK, tuple(LAYERS)),), 1)
     format = BlockFormat("1", "m", "L", "vec", [group])
-    return Pools(format, groups, pools, places(pools, LAYERS))
+    return Pools(format, groups, pools, layer_places(pools, LAYERS))
 
 
 class Halves:
