@@ -177,7 +177,7 @@ def test_only_the_window_is_sent(engine: Open, sockets: str) -> None:
 def test_layers_are_sent_as_the_model_computes_them(engine: Open) -> None:
     """Not group by group, as vLLM lists their pools."""
     producer = engine("producer", steps={"groups": [full("b", "d"), sliding(48, "a", "c")]})
-    assert [layer.name for layer in producer.worker._saver._pools.layers] == ["a", "b", "c", "d"]
+    assert [layer.name for layer in producer.worker._saver._pools[0].layers] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
