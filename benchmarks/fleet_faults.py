@@ -59,16 +59,16 @@ def plan(rng: random.Random, requests: int, faults: int) -> dict[int, Fault]:
     }
 
 
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
+def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
     """Different prompts, of less than a block up to many."""
     return [prompt(rng.choice((5, 33, 96, 169, 300)), seed=seed) for seed in range(count)]
 
 
-def answers(model: Path, directory: Path, asked: list[list[int]]) -> list[list[int]]:
+def answers(model: Path, directory: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What one engine alone says to each prompt."""
     alone = EngineProcess(model, directory / "alone.log", None, enable_prefix_caching=False)
     try:
-        return [alone.generate(tokens, tokens=TOKENS)["tokens"] for tokens in asked]
+        return [alone.generate(tokens, tokens=TOKENS)["tokens"] for tokens in prompts]
     finally:
         alone.close()
 
@@ -76,8 +76,8 @@ def answers(model: Path, directory: Path, asked: list[list[int]]) -> list[list[i
 class Campaign:
     """Requests to a fleet, some with a fault; counts how each of them ended."""
 
-    def __init__(self, fleet: Fleet, asked: list[list[int]], expected: list[list[int]]):
-        self._fleet, self._asked, self._expected = fleet, asked, expected
+    def __init__(self, fleet: Fleet, prompts: list[list[int]], expected: list[list[int]]):
+        self._fleet, self._prompts, self._expected = fleet, prompts, expected
         self._serving = threading.Event()
         self._outage = threading.Lock()
         self.ends: Counter[str] = Counter()
@@ -89,7 +89,7 @@ class Campaign:
         """Send all requests, then one more, and wait until all blocks are free."""
         self._serving.set()
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            ends = list(pool.map(lambda n: self._send(n, faults.get(n)), range(len(self._asked))))
+            ends = list(pool.map(lambda n: self._send(n, faults.get(n)), range(len(self._prompts))))
         self.ends.update(ends)
         waits: list[Callable[[], None]] = [
             lambda: until(self._serves, "a request is answered", PATIENCE),
@@ -103,7 +103,7 @@ class Campaign:
                 self.problems.append(f"after the faults: {error}")
 
     def _serves(self) -> bool:
-        last = complete(self._fleet.servers[ROUTER].port, self._asked[0], TOKENS)
+        last = complete(self._fleet.servers[ROUTER].port, self._prompts[0], TOKENS)
         return last.tokens == self._expected[0]
 
     def _send(self, number: int, fault: Fault | None) -> str:
@@ -112,7 +112,7 @@ class Campaign:
         port = self._fleet.servers[ROUTER].port
         last = Completion()
         try:
-            with closing(stream(port, self._asked[number], TOKENS)) as states:
+            with closing(stream(port, self._prompts[number], TOKENS)) as states:
                 for last in states:
                     if fault is None or len(last.tokens) < fault.tokens:
                         continue
@@ -150,7 +150,7 @@ class Campaign:
             self._fleet.servers[side].kill()
             port = self._fleet.servers[ROUTER].port
             try:
-                meanwhile = complete(port, self._asked[number], TOKENS)
+                meanwhile = complete(port, self._prompts[number], TOKENS)
                 if meanwhile.tokens not in ([], self._expected[number]):
                     self.problems.append(f"WRONG: without {side}: {meanwhile}")
             except TimeoutError as error:
@@ -168,16 +168,16 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    faults, asked = plan(rng, args.requests, args.faults), prompts(rng, args.requests)
+    faults, prompts = plan(rng, args.requests, args.faults), make_prompts(rng, args.requests)
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         directory, model = Path(folder), Path(folder, "model")
         runpy.run_path(str(ROOT / "examples" / "pd_vllm.py"))["make_model"](model)
-        expected = answers(model, directory, asked)
+        expected = answers(model, directory, prompts)
         fleet = Fleet(model, directory, ttl=10.0)
         try:
             fleet.start(PREFILL, DECODE)
             fleet.start(ROUTER)
-            campaign = Campaign(fleet, asked, expected)
+            campaign = Campaign(fleet, prompts, expected)
             campaign.run(faults)
             received = fleet.servers[DECODE].metric("vllm:omni_kvlink_received_total")
         finally:

@@ -94,6 +94,7 @@ class OmniKVLinkConnector(SchedulerCalls):
             for failed in connector_metadata.failed:
                 self._saver.fail(failed)
             self._saver.hold(connector_metadata.held)
+            self._saver.offer(connector_metadata.offers)
             self._saver.begin(connector_metadata.saves)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -21,18 +21,21 @@ _SCALES = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
 """Of an attention layer: tensors for kernels on a device, one value or one per head; and floats."""
 
 
-def prompt_identity(request: Request) -> dict[str, str]:
+def prompt_identity(request: Request, tokens: int = 0) -> dict[str, str]:
     """By name, SHA-256 of each input that a prompt's cache depends on; equal on both sides.
+
+    `tokens`: of the first tokens of a prompt and its answer; 0: of the whole prompt.
 
     `extra` are the keys of vLLM's own prefix cache: what a version of vLLM adds to them counts.
     """
-    adapter, tokens = request.lora_request, request.num_prompt_tokens
-    extra, _ = generate_block_hash_extra_keys(request, 0, tokens, 0)
+    adapter, stop = request.lora_request, tokens or request.num_prompt_tokens
+    extra, _ = generate_block_hash_extra_keys(request, 0, stop, 0)
     inputs = {
-        "tokens": list(request.prompt_token_ids or ()),
+        "tokens": list(request.all_token_ids[:stop]),
         "media": [
             (each.identifier, each.mm_position.offset, each.mm_position.length)
             for each in request.mm_features or ()
+            if each.mm_position.offset < stop
         ],
         "salt": request.cache_salt,
         "adapter": adapter and (adapter.lora_name, adapter.lora_path, adapter.lora_int_id),

@@ -24,9 +24,11 @@ class TransferParams:
 
     sends: bool = False
     fetches: bool = False
-    key: str = ""  # "" if it is wrong
+    key: str = ""  # of the cache that is sent, or of the one that is loaded; "" if it is wrong
     url: str = ""  # the producer's; "" if none is named
     readers: int = 1  # 0 if it is wrong
+    earlier: str | None = None  # the key of an earlier turn's cache, if that is loaded
+    tokens: int = 0  # the leading tokens that it has
     error: str = ""  # which field is wrong, and what it must be
 
     @classmethod
@@ -60,7 +62,36 @@ class TransferParams:
         if type(readers) is not int or not 1 <= readers <= MAX_READERS:
             errors.append(_wrong("readers", readers, f"an integer from 1 to {MAX_READERS}"))
             readers = 0
-        return cls(sends, fetches, key, url, readers, "; ".join(errors))
+        earlier, tokens = None, 0
+        if sends and consumes and not fetches and given.get("remote_num_tokens"):
+            fetches = True
+            earlier, tokens = _earlier(given, request.num_prompt_tokens, errors)
+        return cls(sends, fetches, key, url, readers, earlier, tokens, "; ".join(errors))
+
+    @property
+    def source(self) -> str:
+        """The key of the cache that is loaded."""
+        return self.key if self.earlier is None else self.earlier
+
+    @property
+    def source_readers(self) -> int:
+        """The number of requests that load it; an earlier turn's cache has one."""
+        return self.readers if self.earlier is None else 1
+
+
+def _earlier(given: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
+    """The key and the tokens of the earlier turn's cache that a prompt begins with."""
+    key, tokens = given.get("remote_request_id"), given["remote_num_tokens"]
+    try:
+        key = check_request_id(key)
+    except SchemaError:
+        errors.append(_wrong("remote_request_id", key, "the id in the answer of the decode engine"))
+        key = ""
+    if type(tokens) is not int or not 1 <= tokens <= prompt:
+        rule = f"an integer from 1 to {prompt}, the tokens of the prompt"
+        errors.append(_wrong("remote_num_tokens", tokens, rule))
+        tokens = 0
+    return key, tokens
 
 
 def _flag(given: Mapping[Any, Any], name: str, errors: list[str]) -> bool:

@@ -116,6 +116,20 @@ class Saver:
         for save in self._saves:
             self._enqueue(save, partial(save.open, self._link, self._ttl))
 
+    def offer(self, caches: Sequence[PromptCache]) -> None:
+        """Send caches that are complete in the pools; blocks until they are copied.
+
+        Their blocks may then be freed, whether or not anybody reads the caches.
+        """
+        if not caches:
+            return
+        names = {cache.request_id for cache in caches}
+        self.begin(caches)
+        self.commit()
+        self.wait(names)
+        for request_id, key in [each for each in self._receipts if each[0] in names]:
+            self._receipts["", key] = self._receipts.pop((request_id, key))
+
     def layer(self, layer: int) -> None:
         """Queue a computed layer of all caches; its blocks must not change until `wait`."""
         after = self._device.record() if self._saves else None

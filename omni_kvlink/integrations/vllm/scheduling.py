@@ -65,6 +65,8 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
       requests the same id may send them at the same time.
     - remote_url: the peer that has the cache; the first URL of `peers` by default.
     - readers: the number of requests that will read the cache; 1 by default.
+    - remote_request_id, remote_num_tokens: with do_remote_decode, an earlier turn's cache, which
+      a decode engine offers (`offer_decoded`): loaded from remote_url before the rest is computed.
 
     A wrong value is the error of its request alone: a consumer reports its load as failed, a
     producer does not send its cache.
@@ -110,10 +112,13 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
                 params = dataclasses.replace(params, error=params.error or text)
             elif not params.error:
                 self._shorten(request)
+        if params.tokens and not self._groups.is_whole:
+            text = "remote_num_tokens needs a model with full attention in all layers"
+            params = dataclasses.replace(params, error=params.error or text)
         self._params[request.request_id] = params
         if params.fetches and not params.error:
-            reads = self._reads.setdefault((params.url, params.key), CacheReads())
-            reads.add(request, params.readers)
+            reads = self._reads.setdefault((params.url, params.source), CacheReads())
+            reads.add(request, params.source_readers)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -156,7 +161,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
                 "prefix cache: send each request's cache, or readers= so many"
             )
         local = self._tokens_needed(request) - num_external_tokens
-        cache = vars(self._cache(request, blocks.get_block_ids()))
+        cache = vars(self._source(request, blocks.get_block_ids()))
         self._planned.loads.append(
             Load(**cache, url=params.url, local=local, is_async=is_async, error=error)
         )
@@ -216,10 +221,14 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             self._requested.discard(name)
         reads = self._reads_of(request)
         if reads is not None and reads.remove(request):
-            del self._reads[params.url, params.key]
+            del self._reads[params.url, params.source]
         self._params.pop(name, None)
         self._shortened.pop(name, None)
-        is_held, answer = self._end_save(request, params) if params.sends else (False, None)
+        is_held, answer = False, None
+        if params.sends:
+            is_held, answer = self._end_save(request, params)
+        elif params.fetches and self._settings.offer_decoded:
+            is_held, answer = self._offer(request, block_ids)
         if not is_held:
             self._kept.release(name)
         return is_held, answer
@@ -247,6 +256,27 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             "readers": params.readers,
         }
 
+    def _offer(
+        self, request: Request, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the whole blocks of a prompt and its answer to the next turn's prefill."""
+        name, size = request.request_id, self._groups.alignment
+        tokens = (request.num_tokens - 1) // size * size  # the last one was not computed
+        is_right = str(request.get_finished_reason()) in ("stop", "length", "repetition")
+        if not (tokens and is_right and self._produces and self._groups.is_whole):
+            return False, None
+        blocks = [[*table] for table in block_ids]
+        cache = PromptCache(name, name, prompt_identity(request, tokens), tokens, blocks, 1)
+        self._planned.offers.append(cache)
+        self._planned.held.add(name)
+        return True, {
+            SEND: True,
+            FETCH: False,
+            "remote_request_id": name,
+            "remote_url": self._settings.url,
+            "remote_num_tokens": tokens,
+        }
+
     def _params_of(self, request: Request) -> TransferParams:
         return self._params.get(request.request_id, _NO_TRANSFER)
 
@@ -254,7 +284,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """The reads of the cache that a request names; None if it names none."""
         params = self._params_of(request)
         named = params.fetches and not params.error
-        return self._reads.get((params.url, params.key)) if named else None
+        return self._reads.get((params.url, params.source)) if named else None
 
     def _loads_async(self, request: Request) -> bool:
         """Wrong params end in an asynchronous load that fails: the engine's policy decides then."""
@@ -263,11 +293,15 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def _tokens_needed(self, request: Request) -> int:
         """Tokens to load before the request runs; for "sync" those of a local hit."""
         is_async = self._loads_async(request)
-        return self._groups.position(request.num_prompt_tokens, is_async=is_async)
+        return self._groups.position(self._source_tokens(request), is_async=is_async)
+
+    def _source_tokens(self, request: Request) -> int:
+        """Tokens of the cache that a request loads: its prompt's, or an earlier turn's."""
+        return self._params_of(request).tokens or int(request.num_prompt_tokens)
 
     def _prefix(self, request: Request) -> int:
         """The most tokens that a local hit has."""
-        return self._groups.prefix(request.num_prompt_tokens)
+        return self._groups.prefix(self._source_tokens(request))
 
     def _shorten(self, request: Request) -> None:
         """Leave the prompt's last token to the consumer, which computes it from the state before.
@@ -289,15 +323,15 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         if reads is not None:
             end = reads.give_up(request)
         else:
-            end = ReadEnd.DECLINE if params.error and params.key else ReadEnd.NONE
+            end = ReadEnd.DECLINE if params.error and params.source else ReadEnd.NONE
         if end is not ReadEnd.NONE:
-            load = (request.request_id, params.key, params.url, params.readers, reason)
+            load = (request.request_id, params.source, params.url, params.source_readers, reason)
             self._planned.cancelled.append(CancelledLoad(*load, end is ReadEnd.DECLINE))
 
     def _end_load(self, name: str, params: TransferParams) -> None:
         """End a load that one rank failed at on the others; a rank that has ended it ignores it."""
         if self._rank.world_size > 1:
-            load = (name, params.key, params.url, params.readers)
+            load = (name, params.source, params.url, params.source_readers)
             reason = "another rank could not load its part"
             self._planned.cancelled.append(CancelledLoad(*load, reason, declines=True))
 
@@ -313,6 +347,16 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             positions.append(self._groups.position(tokens, is_async=True))
         blocks = self._kept.keep(request.request_id, tables, positions)
         return self._cache(request, blocks) if is_over else None
+
+    def _source(self, request: Request, block_ids: Sequence[Sequence[int]]) -> PromptCache:
+        """The cache that a request loads, and its blocks here."""
+        params, cache = self._params_of(request), self._cache(request, block_ids)
+        if not params.tokens:
+            return cache
+        inputs, tokens = prompt_identity(request, params.tokens), params.tokens
+        return dataclasses.replace(
+            cache, key=params.source, inputs=inputs, tokens=tokens, readers=params.source_readers
+        )
 
     def _cache(self, request: Request, block_ids: Sequence[Sequence[int]]) -> PromptCache:
         name, params = request.request_id, self._params_of(request)

@@ -26,6 +26,7 @@ class VllmSettings:
     ttl: float = 60.0  # seconds for which a finished prefill stays available to its readers
     peer_tp: int = 0  # tensor-parallel size of the engines on the other side; 0: as this one
     drain: float = 0.0  # seconds for which a shutdown waits until unread caches are read
+    offer_decoded: bool = False  # send the cache of a loaded prompt and its answer to a next turn
     delay_free: bool = True  # keep a request's blocks until every reader has released the cache
     serve: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `KVLink.serve`
     connect: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of `KVLink.connect`
@@ -54,6 +55,8 @@ class VllmSettings:
             raise _error(f"peer_tp {settings.peer_tp!r}: the other side's tensor-parallel size")
         if not settings.drain >= 0:
             raise _error(f"drain {settings.drain}: 0 s or more")
+        if settings.offer_decoded and not (produces and consumes):
+            raise _error("offer_decoded needs the role kv_both: the engine loads, and sends")
         if produces and not settings.url:
             raise _error('url is missing: what this producer serves, such as "shm://prefill-0"')
         if consumes and not (settings.peers or settings.peers_file):

@@ -55,6 +55,7 @@ class StepMetadata(KVConnectorMetadata):
     """The transfers of one scheduler step: saves on a producer, loads on a consumer."""
 
     saves: list[PromptCache] = dataclasses.field(default_factory=list)  # computed in this step
+    offers: list[PromptCache] = dataclasses.field(default_factory=list)  # computed before it
     loads: list[Load] = dataclasses.field(default_factory=list)
     cancelled: list[CancelledLoad] = dataclasses.field(default_factory=list)
     held: set[str] = dataclasses.field(default_factory=set)  # finished, but their blocks are kept

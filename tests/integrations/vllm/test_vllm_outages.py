@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 from vllm_fixtures import prompt
 from vllm_steps import BLOCK, SteppedEngine
 
+from omni_kvlink import Receipt
 from omni_kvlink.integrations.vllm.loading import THREADS
-from omni_kvlink.testing.rig import until
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 FEW = prompt(7)
@@ -60,15 +60,22 @@ def test_a_pattern_needs_the_producers_answer(
     assert consumer.run("r") == ["length"]
 
 
-def test_a_producer_drains(engine: Open) -> None:
+def test_a_producer_drains(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shutdown waits until what it has announced is read."""
     producer, consumer = engine("producer", drain=60), engine("consumer")
     consumer.add("first", FEW, producer.prefill("first", FEW))
     assert consumer.run("first") == ["length"]
     params = producer.prefill("k", TOKENS)
+    begun, wait = threading.Event(), Receipt.wait
+
+    def wait_noted(receipt: Receipt, *, timeout: float) -> None:
+        begun.set()
+        wait(receipt, timeout=timeout)
+
+    monkeypatch.setattr(Receipt, "wait", wait_noted)
     ending = threading.Thread(target=producer.worker.shutdown)
     ending.start()
-    until(lambda: bool(producer.worker._saver._thread._shutdown), "the shutdown began")
+    assert begun.wait(60)
     consumer.add("r", TOKENS, params)
     assert consumer.run("r") == ["length"]
     assert consumer.counts["received"] == 2

@@ -155,10 +155,10 @@ def make_tokenizer(path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    splitter = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w0"))
+    splitter.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     unknown, end = (AddedToken(word, single_word=True, special=True) for word in ("w0", "w1"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=unknown, eos_token=end)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=splitter, unk_token=unknown, eos_token=end)
     tokenizer.save_pretrained(path)
 
 
