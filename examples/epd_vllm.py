@@ -151,6 +151,8 @@ def main() -> int:
             ProcessPoolExecutor(1, spawn, open_engine, given) as encoder,
             ProcessPoolExecutor(1, spawn, open_engine, other) as language,
         ):
+            for started in [each.submit(os.getpid) for each in (encoder, language)]:
+                started.result()
             good = []
             for seed in range(IMAGES):
                 params = encoder.submit(encode, seed).result()

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Open = Callable[..., SteppedEncoderEngine]
 
+TTL = 3600
+"""What expired would be freed after an hour."""
+
 
 @pytest.fixture
 def engine(vlm: Path, sockets: str) -> Iterator[Open]:
@@ -32,7 +35,7 @@ def engine(vlm: Path, sockets: str) -> Iterator[Open]:
     def engine(role: str, cache: int = 512, **extra: Any) -> SteppedEncoderEngine:
         directory, given = {"directory": sockets}, dict(extra)
         if role != "consumer":
-            given = {"url": "shm://e", "serve": directory, **given}
+            given = {"url": "shm://e", "serve": directory, "ttl": TTL, **given}
         if role != "producer":
             given = {"peers": ["shm://e"], "connect": directory, "timeout": 60, **given}
         made = SteppedEncoderEngine(str(vlm), role, given, cache=cache)

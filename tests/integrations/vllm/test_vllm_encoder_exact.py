@@ -72,9 +72,9 @@ class Engines:
     def _start(
         self, name: str, model: Path, role: str = "", ranks: int = 1, kv: Any = None, **extra: Any
     ) -> EngineProcess:
-        given: dict[str, Any] = {"url": "shm://e", "serve": self._options}
+        given: dict[str, Any] = {"url": "shm://e", "serve": self._options, "ttl": 3600}
         if role == "consumer":
-            given = {"peers": ["shm://e"], "connect": self._options, "timeout": 20}
+            given = {"peers": ["shm://e"], "connect": self._options, "timeout": 300}
         encoder = {
             "ec_connector": "OmniKVLinkECConnector",
             "ec_connector_module_path": "omni_kvlink.integrations.vllm",
@@ -159,7 +159,7 @@ def test_the_producer_is_killed(engines: Engines) -> None:
         ]
         until(lambda: engines.producer.call("waiting") == 2, "both loads wait", timeout=60)
         engines.producer.kill()
-        whole, half = (each.result(120) for each in running)
+        whole, half = (each.result(300) for each in running)
     assert outcome(whole) == expected
     assert outcome(half) == ("error", [], [])
     assert "PeerLostError" in engines.half.output()
