@@ -64,7 +64,7 @@ class OmniKVLinkConnector(SchedulerCalls):
         """
         settings = self._settings
         pools = Pools.of(self._vllm_config, self._kv_cache_config, kv_caches, settings)
-        self._layers = {place.name: number for number, place in enumerate(pools.layers)}
+        self._layers = {layer.name: number for number, layer in enumerate(pools.layers)}
         self._meter = Meter()
         model_heads = self._vllm_config.model_config.get_total_num_kv_heads()
         parts = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)

@@ -110,8 +110,8 @@ class Pools:
         """
         groups = CacheGroups.of(kv_cache_config)
         context = vllm_config.compilation_config.static_forward_context
-        order = {name: number for number, name in enumerate([*context, *kv_caches])}
-        ordered = dict(sorted(kv_caches.items(), key=lambda each: order[each[0]]))
+        order = {name: number for number, name in enumerate(context)}  # as the model computes
+        ordered = dict(sorted(kv_caches.items(), key=lambda each: order.get(each[0], len(order))))
         pools = [
             byte_pools(
                 {name: cache for name, cache in ordered.items() if name in group.layers},
@@ -135,7 +135,7 @@ class Pools:
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
-        layers, part = places(pools, list(ordered)), RankPart(EngineRank.of(vllm_config))
+        layers, part = layer_places(pools, list(ordered)), RankPart(EngineRank.of(vllm_config))
         return cls(format, groups, pools, layers, settings.compatible_with, part)
 
     @property
@@ -294,7 +294,9 @@ def branch_name(group: int, part: str) -> str:
     return f"{part}-{group}"
 
 
-def places(pools: Sequence[Mapping[str, torch.Tensor]], order: Sequence[str]) -> list[LayerPlace]:
+def layer_places(
+    pools: Sequence[Mapping[str, torch.Tensor]], order: Sequence[str]
+) -> list[LayerPlace]:
     """The layers of all groups, in the order of the model."""
     found = {
         name: LayerPlace(name, group, index)

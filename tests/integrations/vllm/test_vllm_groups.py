@@ -33,15 +33,15 @@ from vllm_steps import SteppedEngine
 
 from omni_kvlink import KVCacheBundle, KVLink, SchemaError
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
-from omni_kvlink.integrations.vllm.pools import byte_pools, places
+from omni_kvlink.integrations.vllm.pools import byte_pools, layer_places
 
 Open = Callable[..., SteppedEngine]
-Groups = list[KVCacheGroupSpec]
+Caches = list[KVCacheGroupSpec]
 
 LENGTHS = [1, 2, 5, 31, 32, 33, 42, 64, 65, 79, 80, 81, 96, 97, 128, 144, 169, 191]
 """Shorter than a window and than a block; ends of blocks, of chunks and of windows."""
 
-KINDS: dict[str, Groups] = {
+KINDS: dict[str, Caches] = {
     "window shorter than a block": [sliding(10, "b", "c"), full("a", "d")],
     "window of one": [full("a"), sliding(1, "b")],
     "window of a block": [full("a"), sliding(BLOCK, "b")],
@@ -57,7 +57,7 @@ KINDS: dict[str, Groups] = {
     "latents and a window": [latent("a"), sliding_latent(48, "b")],
     "latents of two sizes": [uniform("a", "b")],
 }
-STATES: dict[str, Groups] = {
+STATES: dict[str, Caches] = {
     "states": [full("a"), state("b", "c", block=512, mode="none")],
     "only states": [state("a", "b", block=512, mode="none")],
     "states of blocks": [state("a", block=BLOCK, mode="align"), full("b")],
@@ -66,7 +66,7 @@ STATES: dict[str, Groups] = {
 HYBRID = KINDS["window"]
 
 
-def caches(groups: Groups) -> dict[str, Any]:
+def caches(groups: Caches) -> dict[str, Any]:
     """Options of an engine with these groups; a state in one block excludes prefix caching."""
     modes = [getattr(each.kv_cache_spec, "mamba_cache_mode", "") for each in groups]
     return {"caching": "none" not in modes, "steps": {"groups": groups}}
@@ -172,6 +172,12 @@ def test_only_the_window_is_sent(engine: Open, sockets: str) -> None:
         blocks = {name: data.metadata["blocks"] for name, data in received.data.tensor_data.items()}
         received.release()
     assert blocks == {"head-0": [0, 5], "last-0": [5, 6], "head-1": [3, 5], "last-1": [5, 6]}
+
+
+def test_layers_are_sent_as_the_model_computes_them(engine: Open) -> None:
+    """Not group by group, as vLLM lists their pools."""
+    producer = engine("producer", steps={"groups": [full("b", "d"), sliding(48, "a", "c")]})
+    assert [layer.name for layer in producer.worker._saver._pools.layers] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +322,7 @@ def test_an_unknown_kind(spec: KVCacheSpec) -> None:
     ],
 )
 def test_a_synchronous_load_that_cannot_be_right(
-    engine: Open, groups: Groups, policy: str, word: str
+    engine: Open, groups: Caches, policy: str, word: str
 ) -> None:
     with pytest.raises(SchemaError, match=word):
         engine("consumer", policy, load="sync", **caches(groups))
@@ -367,4 +373,4 @@ def test_layers_of_two_groups_share_memory() -> None:
     """The groups of vLLM are overlaid, and a block belongs to one of them at a time: both stay."""
     memory = torch.zeros(6, 2, BLOCK, 8)
     pools = [byte_pools({name: memory}, num_blocks=6, block_size=BLOCK) for name in ("b", "a")]
-    assert [tuple(place) for place in places(pools, ["a", "b"])] == [("a", 1, 0), ("b", 0, 0)]
+    assert [tuple(each) for each in layer_places(pools, ["a", "b"])] == [("a", 1, 0), ("b", 0, 0)]

@@ -24,6 +24,9 @@ pytestmark = [
 LENGTHS = [5, BLOCK, BLOCK + 1, 2 * BLOCK + 16, 3 * BLOCK, 5 * BLOCK + 9]
 """Shorter than a window and than a block, ends of blocks, and longer than both."""
 
+PEERS = {"peers": ["shm://q"]}
+"""Of the tests with engines of their own, beside the producer `p` of this module."""
+
 ROUNDING = 0.1
 """Of bfloat16, at log-probabilities of about 4."""
 
@@ -105,8 +108,8 @@ def test_a_prefill_in_chunks(start: Any, model: Path, directory: Path, load: str
     path = directory / "gemma3-chunks"
     make_gemma3(path, model, 48)
     chunks = {"max_num_batched_tokens": 50, "enable_chunked_prefill": True}
-    producer = start("p", "producer", model=path, **chunks)
-    consumer = start("d", "consumer", extra={"load": load}, model=path)
+    producer = start("q", "producer", model=path, **chunks)
+    consumer = start("d", "consumer", extra={**PEERS, "load": load}, model=path)
     try:
         for length in (2 * BLOCK + 16, 5 * BLOCK + 9):
             tokens = prompt(length, seed=length)
@@ -127,9 +130,9 @@ def test_without_the_hybrid_cache_manager(start: Any, model: Path, directory: Pa
     path = directory / "gemma3-whole"
     make_gemma3(path, model, 48)
     whole = {"disable_hybrid_kv_cache_manager": True}
-    producer = start("p", "producer", model=path, **whole)
-    consumer = start("d", "consumer", model=path, extra={"load": "sync"}, **whole)
-    other = start("o", "consumer", model=path)
+    producer = start("q", "producer", model=path, **whole)
+    consumer = start("d", "consumer", model=path, extra={**PEERS, "load": "sync"}, **whole)
+    other = start("o", "consumer", model=path, extra=PEERS)
     try:
         tokens = prompt(5 * BLOCK + 9)
         expected = oracle(consumer, tokens)
@@ -151,7 +154,8 @@ def test_recurrent_states(
     path = directory / make.__name__
     make(path, model)
     options = {"model": path, "enable_prefix_caching": caching, "dtype": "bfloat16"}
-    producer, consumer = start("p", "producer", **options), start("d", "consumer", **options)
+    producer = start("q", "producer", **options)
+    consumer = start("d", "consumer", extra=PEERS, **options)
     try:
         for length in [1, *LENGTHS]:
             tokens = prompt(length, seed=length)
@@ -181,8 +185,8 @@ def test_latent_attention(start: Any, model: Path, directory: Path, load: str) -
     path = directory / "deepseek"
     make_deepseek(path, model)
     options = {"model": path, "dtype": "bfloat16"}
-    producer = start("p", "producer", **options)
-    consumer = start("d", "consumer", extra={"load": load}, **options)
+    producer = start("q", "producer", **options)
+    consumer = start("d", "consumer", extra={**PEERS, "load": load}, **options)
     try:
         for length in LENGTHS if load == "sync" else (BLOCK + 1, 2 * BLOCK + 1, 5 * BLOCK + 1):
             tokens = prompt(length, seed=length)

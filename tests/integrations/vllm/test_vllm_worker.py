@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from omni_kvlink import KVLink, SchemaError, UnavailableError
+from omni_kvlink import KVCacheBundle, KVLink, SchemaError, UnavailableError
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.integrations.vllm import declining
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
@@ -22,7 +22,7 @@ from omni_kvlink.integrations.vllm.pools import (
     GroupFormat,
     Pools,
     byte_pools,
-    places,
+    layer_places,
 )
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
@@ -52,7 +52,7 @@ def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
     group = GroupFormat(kind, "float32", BLOCK, HEADS, ROW // 2, nbytes, LAYERS)
     groups = CacheGroups((CacheGroup(kind, 0, BLOCK, tuple(LAYERS)),), 1)
     format = BlockFormat("1", "m", "L", "vec", [group])
-    return Pools(format, groups, pools, places(pools, LAYERS))
+    return Pools(format, groups, pools, layer_places(pools, LAYERS))
 
 
 class Halves:
@@ -271,6 +271,29 @@ def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> N
     for layer in LAYERS:
         assert halves.same(layer, [5, 2], [1, 3])
         assert halves.mine[layer][8].any() == is_async
+
+
+@pytest.mark.parametrize("blocks", [None, "ab", [0, 1], [0, True], [2, 0], [1, 3], [0, 1 << 40]])
+def test_other_blocks_than_a_payload_names(
+    halves: Halves, caplog: pytest.LogCaptureFixture, blocks: object
+) -> None:
+    """A producer's numbers are checked before anything is written."""
+    bundle = halves.saver._pools.bundle(CACHE)
+    bundle.tensor_data["head-0"].metadata["blocks"] = blocks
+    halves.saver._link.put(bundle)
+    halves.loader.start([load([1, 3, 8])])
+    assert halves.settled() == {"r"}
+    assert halves.loader.take_invalid_blocks() == {1, 3, 8}
+    assert "shm://halves sent " in caplog.text
+    assert not any(cache.any() for cache in halves.mine.values())
+
+
+def test_a_branch_of_an_unknown_group(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
+    bundle = halves.saver._pools.bundle(CACHE)
+    halves.saver._link.put(KVCacheBundle("key", {"head-7": bundle.branches["head-0"]}))
+    halves.loader.start([load([1, 3, 8])])
+    assert halves.settled() == {"r"}
+    assert "as 'head-7'" in caplog.text
 
 
 def cancelled(request: str, *, declines: bool) -> CancelledLoad:

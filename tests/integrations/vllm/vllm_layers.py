@@ -83,10 +83,10 @@ class AttentionLayer:
         positions, table = torch.arange(first, len(tokens)), torch.tensor(blocks)
         numbers = torch.tensor([1.0 + token for token in tokens[first:]])[:, None, None]
         numbers = numbers + self._heads
-        places = table[positions // self._size], positions % self._size
+        slots = table[positions // self._size], positions % self._size
         seen = slice(0, start - first)
-        found = self.pool[places[0][seen], :, places[1][seen]]
-        self.pool[places[0][start - first :], :, places[1][start - first :]] = numbers[
+        found = self.pool[slots[0][seen], :, slots[1][seen]]
+        self.pool[slots[0][start - first :], :, slots[1][start - first :]] = numbers[
             start - first :
         ].expand(-1, *self.pool.shape[1::2])
         return torch.equal(found, numbers[seen].expand_as(found))

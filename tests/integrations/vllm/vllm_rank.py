@@ -40,7 +40,8 @@ class SteppedRank:
         self._tables = {name: table for table, each in enumerate(mine) for name in each.layer_names}
         role = KVConnectorRole.WORKER
         self.connector: Any = KVConnectorFactory.create_connector(config, role, self.cache_config)
-        self.connector.register_kv_caches({name: each.pool for name, each in self._layers.items()})
+        config.compilation_config.static_forward_context.update(self._layers)
+        self.connector.register_kv_caches({name: self._layers[name].pool for name in self._tables})
         self.wrong: set[str] = set()  # requests that read other than they or theirs had written
 
     def execute(self, plan: Any, requests: Any, block_ids: Callable[[str], Any]) -> Any:
