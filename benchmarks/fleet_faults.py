@@ -39,7 +39,7 @@ AT_ONCE = 4
 """Requests in flight."""
 TOKENS = 16
 """Of each answer."""
-KINDS = ("abort", "abort", f"kill {PREFILL}", f"kill {DECODE}")
+KINDS = (*["abort"] * 5, f"kill {PREFILL}", f"kill {DECODE}")
 
 
 class Fault(NamedTuple):
@@ -156,6 +156,10 @@ class Campaign:
             except TimeoutError as error:
                 self.problems.append(f"HUNG: without {side}: {error}")
             self._fleet.start(side)
+            try:
+                until(self._serves, "a request is answered", PATIENCE)
+            except AssertionError as error:
+                self.problems.append(f"after the end of {side}: {error}")
             self.outages.append(round(time.monotonic() - began, 1))
             self._serving.set()
 

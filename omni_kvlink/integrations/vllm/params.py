@@ -81,7 +81,8 @@ class TransferParams:
 
 def _earlier(given: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
     """The key and the tokens of the earlier turn's cache that a prompt begins with."""
-    key, tokens = given.get("remote_request_id"), given["remote_num_tokens"]
+    key: Any = given.get("remote_request_id")
+    tokens: Any = given["remote_num_tokens"]
     try:
         key = check_request_id(key)
     except SchemaError:

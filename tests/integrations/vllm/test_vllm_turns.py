@@ -116,3 +116,22 @@ def test_a_wrong_turn(engine: Open, wrong: dict[str, Any], text: str) -> None:
     assert prefill.run("bad") == ["error"]
     prefill.add("plain", TOKENS, None)
     assert prefill.run("plain") == ["length"]
+
+
+@pytest.mark.timeout(900)
+def test_tokens_of_two_turns(start: Any) -> None:
+    """With a model: the second turn's tokens are those of an engine that computes all of it."""
+    prefill = start("p", "both", extra={"peers": ["shm://d"]})
+    decode = start("d", "both", extra={"offer_decoded": True})
+    first = decode.generate(TOKENS, prefill.prefill(TOKENS), tokens=DECODED)
+    history = [*TOKENS, *first["tokens"], *MORE]
+    for engine in (decode, prefill):
+        engine.call("settle")
+    assert prefill.call("forget")
+    second = prefill.generate(history, first["params"], tokens=1)
+    assert second["cached"] == OFFERED
+    assert prefill.count("received") == 1
+    got = decode.generate(history, second["params"])
+    decode.call("settle")
+    assert decode.call("forget")
+    assert got["tokens"] == decode.generate(history)["tokens"]

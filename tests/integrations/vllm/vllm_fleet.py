@@ -133,6 +133,7 @@ class Fleet:
             *("--prefill", f"http://{HOST}:{prefill}", "--decode", f"http://{HOST}:{decode}"),
             *("--host", HOST, "--port", str(router), "--prometheus-port", str(metrics)),
             *("--policy", "round_robin", "--worker-startup-check-interval", "1"),
+            *("--health-check-interval-secs", "1", "--disable-circuit-breaker"),
         ]
 
 
