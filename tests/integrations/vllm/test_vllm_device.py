@@ -151,12 +151,12 @@ def worker(
 
 def check_loaded(consumer: PoolWorker, sent: dict[str, torch.Tensor]) -> None:
     """The blocks are as sent, and no other byte has changed."""
+    assert not consumer.invalid
     others = [block for block in range(BLOCKS) if block not in FILLED]
     for layer, expected in sent.items():
         found = consumer.bytes_of(layer).cpu()
         assert torch.equal(found[FILLED], expected), layer
         assert (found[others] == UNTOUCHED).all(), layer
-    assert not consumer.invalid
 
 
 def combinations() -> Iterator[Any]:

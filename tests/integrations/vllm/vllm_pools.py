@@ -203,4 +203,5 @@ def save(**changed: Any) -> StepMetadata:
 
 
 def load(**changed: Any) -> StepMetadata:
-    return StepMetadata(loads=[Load(**{**vars(CACHE), "blocks": [FILLED], **changed})])
+    fields = {**vars(CACHE), "blocks": [FILLED], "url": "shm://p", **changed}
+    return StepMetadata(loads=[Load(**fields)])
