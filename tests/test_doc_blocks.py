@@ -46,9 +46,7 @@ ELSEWHERE = {
     ("docs/vllm_omni.md", "connectors:"): (
         "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
     ),
-    ("docs/vllm.md", 'vllm serve MODEL --kv-transfer-config \'{"kv_connector": '): (
-        "vLLM: tests/integrations/vllm/test_vllm_page.py"
-    ),
+    ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
     ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
     ),

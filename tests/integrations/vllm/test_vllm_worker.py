@@ -278,7 +278,7 @@ def test_other_blocks_than_a_payload_names(
     halves: Halves, caplog: pytest.LogCaptureFixture, blocks: object
 ) -> None:
     """A producer's numbers are checked before anything is written."""
-    bundle = halves.saver._pools.bundle(CACHE)
+    bundle = halves.saver._pools[0].bundle(CACHE)
     bundle.tensor_data["head-0"].metadata["blocks"] = blocks
     halves.saver._link.put(bundle)
     halves.loader.start([load([1, 3, 8])])
@@ -289,7 +289,7 @@ def test_other_blocks_than_a_payload_names(
 
 
 def test_a_branch_of_an_unknown_group(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
-    bundle = halves.saver._pools.bundle(CACHE)
+    bundle = halves.saver._pools[0].bundle(CACHE)
     halves.saver._link.put(KVCacheBundle("key", {"head-7": bundle.branches["head-0"]}))
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
