@@ -129,7 +129,7 @@ test-ray: .venv-ray/.ready
 VLLM_TESTS := tests/integrations/vllm
 
 test-vllm: .venv-vllm/.ready
-	.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/bin/python examples/pd_vllm.py
 	.venv-vllm/bin/python examples/epd_vllm.py
 

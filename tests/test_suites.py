@@ -60,6 +60,12 @@ def test_what_no_suite_ran_is_found(suites: Any, tmp_path: Path) -> None:
     assert not suites.never_run([first, second])
 
 
+def test_what_the_processor_lacks_is_no_error(suites: Any, tmp_path: Path) -> None:
+    report = REPORT.replace('message="', f'message="{suites.HARDWARE}')
+    assert report != REPORT
+    assert not suites.never_run([outcome(suites, tmp_path, report)])
+
+
 def test_a_suite_that_ran_no_test_is_not_green(suites: Any, tmp_path: Path) -> None:
     assert not outcome(suites, tmp_path, "<s/>").is_green
     assert suites.Outcome("lint", 1.0, 0).is_green

@@ -174,7 +174,8 @@ def test_recurrent_states(
 
 
 @pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(), reason="vLLM's MLA without AMX has no prefix cache"
+    not torch.cpu._is_amx_tile_supported(),
+    reason="this processor has no AMX: vLLM's MLA has no prefix cache then",
 )
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_latent_attention(start: Any, model: Path, directory: Path, load: str) -> None:
