@@ -31,6 +31,7 @@ PYTEST = (
     "test-diffusers",
     "test-ray",
     "test-vllm",
+    "asan-vllm",
     "test-vllm-omni",
 )
 OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo", "fuzz")
