@@ -161,7 +161,8 @@ asan:
 asan-vllm: .venv-vllm/.ready
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 FAKE_CUDA_FLAGS="-g -fsanitize=address" \
-		.venv-vllm/bin/python -m pytest -m "not gpu" tests/integrations/vllm/test_vllm_device.py $(ARGS)
+		.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" \
+		tests/integrations/vllm/test_vllm_device.py $(ARGS)
 
 tsan:
 	mkdir -p build
