@@ -2,9 +2,10 @@
 
     python3 .ci/wheel_test.py dist/omni_kvlink-….whl [TEST …]
 
-The environment, a copy of the tests and of pytest's options lie outside this checkout, and PATH
-has no compiler. The package must come from the environment, with the native copier and, if the
-wheel has it, the CUDA part. The tests named run after that, and with a wheel `kvlink-bench verify`.
+The environment, a copy of the tests, of the benchmarks that they import and of pytest's options lie
+outside this checkout, and PATH has no compiler. The package must come from the environment, with
+the native copier and, if the wheel has it, the CUDA part. The tests named run after that, and with
+a wheel `kvlink-bench verify`.
 An sdist instead must install without its compiled parts, and work with torch's copier.
 """
 
@@ -45,7 +46,7 @@ def main() -> None:
         folder = Path(scratch)
         python = install(distribution, folder)
         check_identity(distribution, folder, python)
-        for name in ("tests", "pyproject.toml"):
+        for name in ("tests", "benchmarks", "pyproject.toml"):
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, folder / "copy" / name)

@@ -1,8 +1,8 @@
 """A program that attacks a link on loopback as another user; its argument is JSON.
 
-As root it becomes uid 65534. It prints "ready", and at the end of its input what it was sent, as a
-JSON list of hexadecimal messages. A `client` sends what a consumer sends, a `server` answers
-consumers as a producer does; with a `server_key` they use CURVE, and a key of their own.
+As root it becomes uid 65534. It prints "ready", then each message that it is sent, in hexadecimal
+on a line of its own, until its input ends. A `client` sends what a consumer sends, a `server`
+answers consumers as a producer does; with a `server_key` they use CURVE, and a key of their own.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main(action: str, port: str, messages: list[bytes], server_key: bytes = b"")
                 for message in messages:
                     socket.send(message)
             print("ready", flush=True)
-            received = [b"".join(frames).hex() for frames in _attack(socket, messages)]
-    print(json.dumps(received), flush=True)
+            for frames in _attack(socket, messages):
+                print(b"".join(frames).hex(), flush=True)
 
 
 def _attack(socket: zmq.Socket[bytes], messages: list[bytes]) -> Iterator[list[bytes]]:
