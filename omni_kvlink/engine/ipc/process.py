@@ -39,16 +39,16 @@ class ProcessHandle:
     ):
         self.name = name
         here, there = socket.socketpair()
+        program = [sys.executable, "-m", f"{__package__}.process_main"]
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.process_main", str(there.fileno())],
+                [*program, str(there.fileno()), directory],
                 pass_fds=[there.fileno()],
                 env={**os.environ, **(environment or {})},
             )
         self.pid = self._process.pid
         self._channel = RpcChannel(here)
-        first = {"service": service, "config": pack_config(config), "args": list(args)}
-        self._channel.send({**first, "directory": directory})
+        self._channel.send({"service": service, "config": pack_config(config), "args": list(args)})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; see `RpcTransport.send`."""

@@ -93,6 +93,25 @@ def connect(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), 60)
 
 
+def test_a_frame_that_is_too_long(sockets: str) -> None:
+    """It ends the connection, and is counted; the end of a connection alone is not."""
+    with KVLink.serve(fresh_url("tcp", sockets), quota=8 << 20, insecure=True) as producer:
+        for ending in (b"", b"\2" + struct.pack(">Q", 1 << 20) + bytes(20_000)):
+            with connect(producer.url) as sock:
+                sock.sendall(greeting(b"NULL"))
+                received = b""
+                while b"READY" not in received:  # its authentication has been asked for
+                    received += sock.recv(65536)
+                    assert received
+                sock.sendall(ready() + frame(HELLO))
+                until(lambda: producer.stats()["readers"] == 1, "it was greeted")
+                if ending:
+                    sock.sendall(ending)  # one segment: the rest is there when ZMQ reads its head
+                    until(lambda: producer.stats()["readers"] == 0, "it was dropped")
+            until(lambda: producer.stats()["readers"] == 0, "it has left")
+            assert producer.stats()["refused"] == ({"too long": 1} if ending else {})
+
+
 def is_ended(sock: socket.socket) -> bool:
     """Read until the other side ends the connection."""
     with contextlib.suppress(ConnectionError):

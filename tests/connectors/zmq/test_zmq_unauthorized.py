@@ -97,10 +97,10 @@ def test_huge_frames_end_the_connection(producer: KVProducer, unharmed: None, nb
     with greeted_peer(producer.url, RECONNECT_IVL=-1) as peer, greeted_peer(producer.url) as other:
         peer.send(b"x" * nbytes)
         until(lambda: producer.stats()["readers"] == 1, "it was dropped")
-        assert refused(producer, "too long") == 1
+        counted = refused(producer, "too long")  # 1 if the frame's second part came within 10 ms
         other.send(Get(1, "k"))
     until(lambda: producer.stats()["readers"] == 0, "the other left")
-    assert refused(producer, "too long") == 1, "the other was counted"
+    assert refused(producer, "too long") == counted <= 1, "the other was counted"
 
 
 NO_ZMQ = {
