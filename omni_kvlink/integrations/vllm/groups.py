@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.versions import is_replayed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +90,7 @@ class CacheGroups:
         """The groups of an engine. One of vLLM's is split where its layers' specs differ.
 
         Raises:
-            SchemaError: a spec is of an unknown class.
+            SchemaError: a spec is of an unknown class, or with bounded replay.
         """
         tables = kv_cache_config.kv_cache_groups
         groups: list[CacheGroup] = []
@@ -185,6 +186,11 @@ def _group(spec: Any, table: int, layers: list[str]) -> CacheGroup:
         raise SchemaError(
             f"the layers {', '.join(layers):.200} have a cache of the kind {kind}; this connector "
             f"sends {', '.join(KINDS)}"
+        )
+    if is_replayed(spec):
+        raise SchemaError(
+            f"the layers {', '.join(layers):.200} have a window that vLLM computes again behind a "
+            "loaded prefix (bounded replay); this connector does not send such a cache"
         )
     is_window = kind.startswith("SlidingWindow")
     return CacheGroup(

@@ -120,7 +120,16 @@ class CacheLoad:
 
     def expire(self) -> None:
         """End the load if its deadline has passed."""
-        if self._pending is not None and self._left() <= 0:
+        if self._left() > 0:
+            return
+        with self._changed:
+            is_connecting = self._pending is None and not self._is_claimed
+            self._is_claimed = self._is_claimed or is_connecting
+        if is_connecting:  # `request` finds the claim, and cancels its get
+            waited = self._deadline - self._started
+            text = f"the producer {self.load.url} was not reached within {waited:g} s"
+            self._complete(TransferTimeout(text, key=self.load.key, waited=waited))
+        else:
             self._begin_copy()
 
     def cancel(self, cancelled: CancelledLoad) -> None:

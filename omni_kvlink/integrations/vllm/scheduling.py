@@ -29,6 +29,11 @@ from omni_kvlink.integrations.vllm.step import (
     PromptCache,
     StepMetadata,
 )
+from omni_kvlink.integrations.vllm.versions import (
+    fails_blocks_of_groups,
+    loaded_from_a_peer,
+    warn_if_untested,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +81,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
+        warn_if_untested()
         self._rank = EngineRank.of(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
@@ -169,6 +175,16 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             self._loading.add(name)
         if params.error:
             self._give_up(request, params.error)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: vLLM need not clear the blocks that a load fills."""
+        return tuple(range(self._groups.tables))
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Another engine is the source of all tokens that are loaded."""
+        return loaded_from_a_peer(num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """The transfers of the step that was scheduled."""
@@ -383,6 +399,12 @@ def _check_sync(groups: CacheGroups, policy: str) -> None:
         raise SchemaError(
             'kv_connector_extra_config: load "sync": vLLM copies a recurrent state (MambaSpec) '
             'before it is loaded; set "load": "async"'
+        )
+    if groups.tables > 1 and not fails_blocks_of_groups():
+        raise SchemaError(
+            'kv_connector_extra_config: load "sync": this version of vLLM ends when a synchronous '
+            'load fails in an engine with several groups of caches; set "load": "async", or start '
+            "both engines with --disable-hybrid-kv-cache-manager"
         )
     if policy == "recompute" and not groups.is_whole:
         raise SchemaError(

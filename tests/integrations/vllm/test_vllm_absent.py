@@ -25,7 +25,7 @@ def test_the_connector_without_vllm() -> None:
     done = output(code)
     assert done.returncode != 0
     assert "UnavailableError: the vLLM connector cannot be imported" in done.stderr
-    assert "pip install 'vllm==0.30.*'" in done.stderr
+    assert "pip install 'vllm==0.32.*'" in done.stderr
 
 
 def test_the_plugin_without_vllm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from vllm_encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
 
 from omni_kvlink import KVLink, TensorTransferData
 from omni_kvlink.integrations.vllm.encoder.identity import OUTPUT
+from omni_kvlink.integrations.vllm.encoder.loader import THREADS
 from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
 
@@ -385,6 +387,25 @@ def test_an_output_that_does_not_come_in_time(
     check_nothing_is_kept(producer, consumer)
 
 
+def test_an_output_whose_connection_is_not_begun_in_time(
+    engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its deadline does not wait for a thread to connect it."""
+    producer, consumer = engine("producer"), engine("consumer", timeout=0.05)
+    params, end = producer.encode("r", "cat"), threading.Event()
+    for _ in range(THREADS):
+        consumer.plans._loader._pools["shm://e"].submit(end.wait)
+    try:
+        consumer.add("r", ["cat"], params)
+        assert consumer.run("r") == ["length"]
+        assert consumer.encodes == ["cat"]
+        assert any("shm://e was not reached within 0.05 s" in line for line in lines(caplog))
+    finally:
+        end.set()
+    producer.worker._sender._link.abort(params["cat"]["key"])  # nobody has read it
+    check_nothing_is_kept(producer, consumer)
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_an_aborted_request_of_a_consumer(engine: Open, steps: int) -> None:
     """Before its first step, and while its output is loaded."""
@@ -464,6 +485,8 @@ def test_settings_are_checked(engine: Open) -> None:
         engine("producer", url="")
     with pytest.raises(ValueError, match="peers must be a list of URLs"):
         engine("consumer", peers="shm://e")
+    with pytest.raises(ValueError, match=r"shm://e-\* names no producer"):
+        engine("consumer", peers=["shm://e", "shm://e-*"])
     with pytest.raises(ValueError, match="load_failure_policy must be 'encode' or 'fail'"):
         engine("consumer", load_failure_policy="recompute")
     with pytest.raises(ValueError, match="ttl 0: more than 0 s"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
+    KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
 )
 from vllm_fixtures import prompt
 from vllm_layers import (
@@ -34,6 +37,7 @@ from vllm_steps import SteppedEngine
 from omni_kvlink import KVCacheBundle, KVLink, SchemaError
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
 from omni_kvlink.integrations.vllm.pools import byte_pools, layer_places
+from omni_kvlink.integrations.vllm.versions import fails_blocks_of_groups
 
 Open = Callable[..., SteppedEngine]
 Caches = list[KVCacheGroupSpec]
@@ -72,6 +76,16 @@ def caches(groups: Caches) -> dict[str, Any]:
     return {"caching": "none" not in modes, "steps": {"groups": groups}}
 
 
+def loads(groups: Caches) -> list[str]:
+    """The kinds of loads that this version of vLLM can take for these groups."""
+    has_sync = fails_blocks_of_groups() or len(groups) == 1
+    return ["async", "sync"] if has_sync else ["async"]
+
+
+def kinds_and_loads(*kinds: str) -> list[tuple[str, str]]:
+    return [(kind, load) for kind in kinds for load in loads(KINDS[kind])]
+
+
 def outputs(length: int) -> int:
     """Tokens to compute after a prompt; more than a block and a window for one length."""
     return 50 if length == 65 else 3
@@ -83,8 +97,7 @@ def check_settled(*engines: SteppedEngine) -> None:
     assert [engine.used_blocks for engine in engines] == [0] * len(engines)
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "load"), kinds_and_loads(*KINDS))
 def test_each_kind(engine: Open, kind: str, load: str) -> None:
     """Of each length: what the consumer's tokens see is there, and no block is left over."""
     options = caches(KINDS[kind])
@@ -118,7 +131,7 @@ def test_states(engine: Open, kind: str) -> None:
     assert consumer.counts["received"] == len(LENGTHS)
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", loads(HYBRID))
 @pytest.mark.parametrize("batch", [50, 45, 33])
 def test_a_prefill_in_chunks(engine: Open, load: str, batch: int) -> None:
     """Its last pass may begin behind the block in which a synchronous consumer begins."""
@@ -144,8 +157,10 @@ def test_states_of_a_prefill_in_chunks(engine: Open) -> None:
         check_settled(producer, consumer)
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-@pytest.mark.parametrize("kind", ["window", "two windows", "chunks", "latents and a window"])
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    kinds_and_loads("window", "only a window", "two windows", "chunks", "latents and a window"),
+)
 def test_a_part_of_the_prompt_is_local(engine: Open, kind: str, load: str) -> None:
     """Only missing blocks are written; a window's first ones are nobody's."""
     options = caches(KINDS[kind])
@@ -181,9 +196,15 @@ def test_layers_are_sent_as_the_model_computes_them(engine: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "load"), [("fail", "async"), ("fail", "sync"), ("recompute", "async")]
+    ("kind", "load", "policy"),
+    [
+        (kind, load, policy)
+        for kind, load in kinds_and_loads(
+            "window", "only a window", "latents of two sizes", "chunks"
+        )
+        for policy in (["fail", "recompute"] if load == "async" else ["fail"])
+    ],
 )
-@pytest.mark.parametrize("kind", ["window", "only a window", "latents of two sizes", "chunks"])
 def test_a_group_fails(engine: Open, kind: str, policy: str, load: str) -> None:
     """One flipped bit in the last group: the request fails, or is computed from its beginning."""
     options = caches(KINDS[kind])
@@ -272,7 +293,7 @@ def test_a_consumer_that_sends_on(engine: Open, sockets: str) -> None:
 
 def test_a_window_that_the_producer_lacks(engine: Open, caplog: pytest.LogCaptureFixture) -> None:
     """A synchronous consumer is told so by a producer that loaded only its own window."""
-    options = {"steps": {"groups": HYBRID}}
+    options = caches(KINDS["only a window"])
     producer = engine("producer", **options)
     relay = engine("both", url="shm://relay", **options)
     consumer = engine("consumer", peers=["shm://relay"], load="sync", **options)
@@ -306,19 +327,25 @@ def test_a_state_is_not_sent_on(engine: Open, caplog: pytest.LogCaptureFixture) 
 )
 def test_an_unknown_kind(spec: KVCacheSpec) -> None:
     """A subclass of a known one is unknown, too: it may keep other blocks."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     config = KVCacheConfig(4, [], [full("a"), KVCacheGroupSpec(["b", "c"], spec)])
     with pytest.raises(SchemaError, match=rf"layers b, c .* {type(spec).__name__}; .* MambaSpec"):
         CacheGroups.of(config)
+
+
+NEEDS_FAIL = 'set kv_load_failure_policy to "fail"'
+NEEDS_ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 
 @pytest.mark.parametrize(
     ("groups", "policy", "word"),
     [
         (STATES["states"], "fail", r"MambaSpec.*set \"load\": \"async\""),
-        (HYBRID, "recompute", 'set kv_load_failure_policy to "fail"'),
-        (KINDS["only a window"], "recompute", 'set kv_load_failure_policy to "fail"'),
+        (KINDS["only a window"], "recompute", NEEDS_FAIL),
+        *(
+            [(HYBRID, "recompute", NEEDS_FAIL)]
+            if fails_blocks_of_groups()
+            else [(HYBRID, each, NEEDS_ONE_GROUP) for each in ("fail", "recompute")]
+        ),
     ],
 )
 def test_a_synchronous_load_that_cannot_be_right(
@@ -326,6 +353,17 @@ def test_a_synchronous_load_that_cannot_be_right(
 ) -> None:
     with pytest.raises(SchemaError, match=word):
         engine("consumer", policy, load="sync", **caches(groups))
+
+
+@pytest.mark.skipif(
+    not hasattr(SlidingWindowMLASpec, "bounded_replay"), reason="vLLM 0.30 has no such window"
+)
+def test_a_window_that_is_computed_again() -> None:
+    spec = sliding_latent(48, "b").kv_cache_spec
+    replayed = KVCacheGroupSpec(["b"], dataclasses.replace(spec, bounded_replay=True))
+    config = KVCacheConfig(4, [], [full("a"), replayed])
+    with pytest.raises(SchemaError, match=r"layers b have a window .*bounded replay"):
+        CacheGroups.of(config)
 
 
 def test_other_groups_are_refused(engine: Open, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,8 @@ import torch
 from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
 from vllm_models import make_deepseek, make_falcon_h1, make_gemma3, make_mamba2
 
+from omni_kvlink.integrations.vllm.versions import fails_blocks_of_groups
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -21,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-LENGTHS = [5, BLOCK, BLOCK + 1, 2 * BLOCK + 16, 3 * BLOCK, 5 * BLOCK + 9]
+LENGTHS = [5, BLOCK, BLOCK + 1, 2 * BLOCK + 16, 3 * BLOCK, 5 * BLOCK + 1, 5 * BLOCK + 9]
 """Shorter than a window and than a block, ends of blocks, and longer than both."""
 
 PEERS = {"peers": ["shm://q"]}
@@ -46,7 +48,13 @@ def producer(start: Any, gemma3: Path) -> Any:
     engine.close()
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+def loads_of_groups() -> list[str]:
+    """A synchronous load that fails ends an engine with two groups of vLLM 0.31 and later."""
+    has_sync = importlib.util.find_spec("vllm") is not None and fails_blocks_of_groups()
+    return ["sync", "async"] if has_sync else ["async"]
+
+
+@pytest.fixture(scope="module", params=loads_of_groups())
 def consumer(request: pytest.FixtureRequest, start: Any, producer: Any, gemma3: Path) -> Any:
     engine = start("d", "consumer", extra={"load": request.param}, model=gemma3)
     engine.load = request.param
@@ -72,7 +80,8 @@ def test_full_and_sliding_attention(producer: EngineProcess, consumer: Any) -> N
         expected = oracle(consumer, tokens)
         free = consumer.call("free_blocks")
         got = consumer.generate(tokens, producer.prefill(tokens))
-        check_alike(got, expected, consumer.load)
+        leaves_one = length % BLOCK == 1  # as a local hit does: computed in one way
+        check_alike(got, expected, "sync" if leaves_one else consumer.load)
         whole = (length - 1) // BLOCK * BLOCK
         assert got["cached"] == (whole if consumer.load == "sync" else length - 1)
         producer.call("settle")
@@ -102,7 +111,7 @@ def test_a_batch(producer: EngineProcess, consumer: Any) -> None:
     assert consumer.call("forget")
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("load", loads_of_groups())
 def test_a_prefill_in_chunks(start: Any, model: Path, directory: Path, load: str) -> None:
     """The producer's last pass computes a part of a block only."""
     path = directory / "gemma3-chunks"

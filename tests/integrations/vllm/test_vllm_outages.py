@@ -15,7 +15,7 @@ from vllm_fixtures import prompt
 from vllm_steps import BLOCK, SteppedEngine
 
 from omni_kvlink import Receipt
-from omni_kvlink.integrations.vllm.loading import THREADS
+from omni_kvlink.integrations.vllm.loading import CONNECTING_THREADS, THREADS
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 FEW = prompt(7)
@@ -44,6 +44,24 @@ def test_absent_producers_delay_no_other(engine: Open) -> None:
         consumer.abort(name)
     assert consumer.used_blocks == len(absent)
     consumer.settle()  # long before the loads' timeout
+    assert consumer.used_blocks == 0
+
+
+def test_a_load_whose_connection_is_not_begun_ends_in_time(
+    engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its deadline does not wait for a thread to connect it."""
+    producer, consumer = engine("producer"), engine("consumer", timeout=0.05)
+    end = threading.Event()
+    for _ in range(CONNECTING_THREADS):
+        consumer.worker._loader._connecting_pool.submit(end.wait)
+    try:
+        consumer.add("r", TOKENS, producer.prefill("k", TOKENS))
+        assert consumer.run("r") == ["error"]
+        assert "the producer shm://p was not reached within 0.05 s" in caplog.text
+    finally:
+        end.set()
+    consumer.settle()
     assert consumer.used_blocks == 0
 
 

@@ -14,6 +14,7 @@ from omni_kvlink.integrations.vllm.encoder.scheduling import EncoderScheduling
 from omni_kvlink.integrations.vllm.encoder.sender import EncoderSender
 from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
 from omni_kvlink.integrations.vllm.encoder.step import EncoderStep
+from omni_kvlink.integrations.vllm.versions import warn_if_untested
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class OmniKVLinkECConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole):
         super().__init__(vllm_config, role)
+        warn_if_untested()
         model = vllm_config.model_config
         if model.is_encoder_decoder or model.multimodal_config is None:
             kind = "an encoder-decoder" if model.is_encoder_decoder else "for text alone"

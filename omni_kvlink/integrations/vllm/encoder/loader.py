@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.errors import KVLinkError, SchemaError
+from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
 from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput, check_output
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
@@ -47,7 +47,7 @@ class OutputLoad:
     def is_done(self) -> bool:
         """Whether it has ended; does not block. Ends it if its deadline has passed."""
         if self._left() <= 0:
-            self._begin_copy()
+            self._expire()
         return self._done.is_set()
 
     def cancel(self) -> bool:
@@ -70,7 +70,8 @@ class OutputLoad:
             link = self._loader.peers.link(self.source.url, timeout=self._left())
             pending = begin_get(link, self.source.key, timeout=self._left())
         except Exception as error:
-            self.fail(error)
+            if self._claim():
+                self.fail(error)
             return
         with self._lock:
             self._link, self._pending = link, pending
@@ -79,6 +80,17 @@ class OutputLoad:
             pending.cancel()
         else:
             pending.future.add_done_callback(lambda _: self._begin_copy())
+
+    def _expire(self) -> None:
+        with self._lock:
+            has_waited = self._pending is None and not self._is_claimed
+            self._is_claimed = self._is_claimed or has_waited
+        if has_waited:  # `request` finds the claim, and cancels its get
+            url, waited = self.source.url or self._loader.default_url, self._loader.timeout
+            text = f"the producer {url} was not reached within {waited:g} s"
+            self.fail(TransferTimeout(text, key=self.source.key, waited=waited))
+        else:
+            self._begin_copy()
 
     def _begin_copy(self) -> None:
         if self._pending is not None and self._claim():
@@ -120,12 +132,12 @@ class EncoderLoader:
     def __init__(self, settings: EncoderSettings, identity: Mapping[str, str]):
         self.peers = Peers(settings.peers, settings.connect)
         self.identity, self.timeout = identity, settings.timeout
-        self._first = settings.peers[0]
+        self.default_url = settings.peers[0]
         self._pools = {url: ThreadPoolExecutor(THREADS, "kvlink-ec") for url in settings.peers}
 
     def load(self, source: Source, expected: ExpectedOutput) -> OutputLoad:
         """Begin a load, which ends within the settings' `timeout`; never raises."""
-        load, url = OutputLoad(self, source, expected), source.url or self._first
+        load, url = OutputLoad(self, source, expected), source.url or self.default_url
         error = source.error
         if not error and url not in self._pools:
             known = ", ".join(self._pools)
@@ -138,13 +150,13 @@ class EncoderLoader:
 
     def decline(self, source: Source) -> None:
         """Free an output that is not needed, if it has no other reader; does not block."""
-        is_valid = not source.error and (source.url or self._first) in self._pools
+        is_valid = not source.error and (source.url or self.default_url) in self._pools
         if is_valid and source.readers == 1:
             self.submit(source, lambda: self._abort(source))
 
     def submit(self, source: Source, call: Callable[[], None]) -> None:
         """Run a call in a thread of the source's producer."""
-        self._pools[source.url or self._first].submit(call)
+        self._pools[source.url or self.default_url].submit(call)
 
     def close(self) -> None:
         """End all loads with an error, and close the links."""

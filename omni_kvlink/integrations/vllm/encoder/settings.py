@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.allowed_peers import PeerPattern
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,9 @@ class EncoderSettings:
             problems.append('url is missing: what this producer serves, such as "shm://encoder-0"')
         if consumes and not settings.peers:
             problems.append('peers is missing: the producers to read from, ["shm://encoder-0"]')
+        wild = [entry for entry in settings.peers if PeerPattern(entry).is_wild]
+        if wild:
+            problems.append(f"peers: {', '.join(wild)} names no producer; wanted URLs without *")
         if problems:
             raise SchemaError(f"ec_connector_extra_config: {'; '.join(problems)}")
         return settings
