@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
         KVConnectorTransferResults,
     )
     from vllm.forward_context import ForwardContext
+
+
+log = logging.getLogger(f"vllm.{__name__}")
 
 
 class OmniKVLinkConnector(SchedulerCalls):
@@ -77,7 +82,7 @@ class OmniKVLinkConnector(SchedulerCalls):
             peers = Peers(settings.peers, settings.connect, file=settings.peers_file)
             self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
-            self._siblings = SiblingWatch(sibling_pids(), self._disconnect)
+            self._siblings = SiblingWatch(sibling_pids(), self._leave)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Block until no copy reads the blocks of preempted requests: the pass overwrites them."""
@@ -168,8 +173,15 @@ class OmniKVLinkConnector(SchedulerCalls):
             if part is not None:
                 part.close()
 
-    def _disconnect(self) -> None:
-        """Close the links while the engine's thread may wait for a rank that has ended."""
+    def _leave(self) -> None:
+        """Another rank has ended: close the links; end this process if its pass needs that rank.
+
+        The engine's thread may wait for it in a collective call, where no signal handler runs. vLLM
+        waits for this process before it reports the engine's requests as failed.
+        """
         for part in (self._saver, self._loader):
             if part is not None:
                 part.disconnect()
+        if self.has_connector_metadata():
+            log.error("this rank's forward pass needs the rank that has ended: exiting")
+            os._exit(1)

@@ -176,10 +176,6 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         if params.error:
             self._give_up(request, params.error)
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups: vLLM need not clear the blocks that a load fills."""
-        return tuple(range(self._groups.tables))
-
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:

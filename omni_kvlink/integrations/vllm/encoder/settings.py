@@ -41,6 +41,9 @@ class EncoderSettings:
         ]
         if isinstance(given.get("peers", ()), (list, tuple)):
             given["peers"] = tuple(given.get("peers", ()))
+            if wild := [entry for entry in given["peers"] if PeerPattern(entry).is_wild]:
+                text = "names no producer; wanted URLs without *"
+                problems.append(f"peers: {', '.join(wild)} {text}")
         else:
             problems.append('peers must be a list of URLs, such as ["shm://encoder-0"]')
         settings = cls(**given)
@@ -53,9 +56,6 @@ class EncoderSettings:
             problems.append('url is missing: what this producer serves, such as "shm://encoder-0"')
         if consumes and not settings.peers:
             problems.append('peers is missing: the producers to read from, ["shm://encoder-0"]')
-        wild = [entry for entry in settings.peers if PeerPattern(entry).is_wild]
-        if wild:
-            problems.append(f"peers: {', '.join(wild)} names no producer; wanted URLs without *")
         if problems:
             raise SchemaError(f"ec_connector_extra_config: {'; '.join(problems)}")
         return settings
