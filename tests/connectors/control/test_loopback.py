@@ -219,25 +219,28 @@ def test_a_directory_that_cannot_be_made(runtime_directory: Path) -> None:
         KVLink.serve("zmq+tcp://127.0.0.1:0")
 
 
+MAKE_KEY = """
+import os, sys
+from omni_kvlink.connectors.control.keys import user_secret
+start, output = map(int, sys.argv[1:])
+os.write(output, b"r")
+os.read(start, 1)  # ends when the parent closes its end
+os.write(output, user_secret())
+"""
+
+
 def test_processes_that_make_the_key_at_once_have_one(runtime_directory: Path) -> None:
     start, output = os.pipe(), os.pipe()
-    children = []
-    for _ in range(8):
-        child = os.fork()
-        if child == 0:
-            try:
-                os.close(start[1])
-                os.read(start[0], 1)  # ends when the parent closes its end
-                os.write(output[1], user_secret())
-            finally:
-                os._exit(0)
-        children.append(child)
-    for descriptor in (*start, output[1]):
+    inherited = (start[0], output[1])
+    command = [sys.executable, "-c", MAKE_KEY, *map(str, inherited)]
+    children = [subprocess.Popen(command, pass_fds=inherited) for _ in range(8)]
+    for descriptor in inherited:
         os.close(descriptor)
-    for child in children:
-        os.waitpid(child, 0)
     with os.fdopen(output[0], "rb") as file:
+        assert file.read(8) == 8 * b"r"  # all are there
+        os.close(start[1])
         assert file.read() == 8 * user_secret()
+    assert [child.wait(60) for child in children] == [0] * 8
     assert os.listdir(runtime_directory / "kvlink") == ["user.secret"]
 
 
