@@ -108,6 +108,8 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Read what the request wants, before it is scheduled."""
         params = TransferParams.read(request, produces=self._produces, consumes=self._consumes)
+        if not isinstance(request.kv_transfer_params, dict):
+            request.kv_transfer_params = None  # vLLM 0.32 reads it next, and would end
         if not params.url:
             params = dataclasses.replace(params, url=self._settings.default_peer)
         if params.fetches and request.prompt_token_ids is None:
