@@ -9,12 +9,17 @@ import json
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-STEPS = 100_000
+STEPS = 1_000_000
+"""Steps of an engine that waits for another one take less than a millisecond."""
+
+REST = 0.0005
+"""Seconds between two of them, for the other engines of the machine."""
 
 REPORTED = "remote_prefill_cached_tokens"
 """From 0.31 on, a consumer reports these, the producer's, as its cached tokens: left out here."""
@@ -60,6 +65,7 @@ class Engine:
             if all(name in self.over for name in names):
                 return {name: self.over.pop(name) for name in names}
             self.step()
+            time.sleep(REST)
         raise TimeoutError(f"after {limit} steps only {sorted(self.over)} of {names} have ended")
 
     def step(self, times: int = 1) -> None:
@@ -84,6 +90,7 @@ class Engine:
             if not self.core.scheduler.has_requests():
                 return step
             self.step()
+            time.sleep(REST)
         raise TimeoutError(f"the scheduler is still busy after {limit} steps")
 
     def abort(self, name: str) -> None:
