@@ -97,8 +97,10 @@ def prefill(answer: Connection, model: str, url: str) -> None:
     engine = open_engine(model, "kv_producer", url=url)
     answer.send("ready")
     while (prompt := answer.recv()) is not None:
-        output = generate(engine, prompt, 1, {"do_remote_decode": True})
-        answer.send(output.kv_transfer_params)
+        params = generate(engine, prompt, 1, {"do_remote_decode": True}).kv_transfer_params
+        # With it, vLLM 0.31 and later report what the producer had, not what the consumer fetched.
+        params.pop("remote_prefill_cached_tokens", None)
+        answer.send(params)
 
 
 def decode(answer: Connection, model: str, url: str, load: str) -> None:
