@@ -82,7 +82,7 @@ class OmniKVLinkConnector(SchedulerCalls):
             peers = Peers(settings.peers, settings.connect, file=settings.peers_file)
             self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
-            self._siblings = SiblingWatch(sibling_pids(), self._leave)
+            self._siblings = SiblingWatch(sibling_pids(), self._on_rank_ended)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Block until no copy reads the blocks of preempted requests: the pass overwrites them."""
@@ -173,8 +173,8 @@ class OmniKVLinkConnector(SchedulerCalls):
             if part is not None:
                 part.close()
 
-    def _leave(self) -> None:
-        """Another rank has ended: close the links; end this process if its pass needs that rank.
+    def _on_rank_ended(self) -> None:
+        """Close the links, and exit if this rank is amid a forward pass, which cannot end.
 
         The engine's thread may wait for it in a collective call, where no signal handler runs. vLLM
         waits for this process before it reports the engine's requests as failed.

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.versions import is_replayed
+from omni_kvlink.integrations.vllm.versions import has_bounded_replay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -187,7 +187,7 @@ def _group(spec: Any, table: int, layers: list[str]) -> CacheGroup:
             f"the layers {', '.join(layers):.200} have a cache of the kind {kind}; this connector "
             f"sends {', '.join(KINDS)}"
         )
-    if is_replayed(spec):
+    if has_bounded_replay(spec):
         raise SchemaError(
             f"the layers {', '.join(layers):.200} have a window that vLLM computes again behind a "
             "loaded prefix (bounded replay); this connector does not send such a cache"

@@ -30,8 +30,8 @@ from omni_kvlink.integrations.vllm.step import (
     StepMetadata,
 )
 from omni_kvlink.integrations.vllm.versions import (
-    fails_blocks_of_groups,
-    loaded_from_a_peer,
+    cache_hit_sources,
+    supports_invalid_blocks_of_groups,
     warn_if_untested,
 )
 
@@ -181,8 +181,8 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Another engine is the source of all tokens that are loaded."""
-        return loaded_from_a_peer(num_external_tokens)
+        """Loaded tokens by their source, for vLLM's metrics: all come from another engine."""
+        return cache_hit_sources(num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """The transfers of the step that was scheduled."""
@@ -398,7 +398,7 @@ def _check_sync(groups: CacheGroups, policy: str) -> None:
             'kv_connector_extra_config: load "sync": vLLM copies a recurrent state (MambaSpec) '
             'before it is loaded; set "load": "async"'
         )
-    if groups.tables > 1 and not fails_blocks_of_groups():
+    if groups.tables > 1 and not supports_invalid_blocks_of_groups():
         raise SchemaError(
             'kv_connector_extra_config: load "sync": this version of vLLM ends when a synchronous '
             'load fails in an engine with several groups of caches; set "load": "async", or start '

@@ -1,6 +1,6 @@
 """The versions of vLLM that the connectors are tested with, and what differs between them.
 
-What only a later version calls needs nothing here: an earlier one ignores the method.
+A method of a connector that only later versions call needs no entry here.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ def warn_if_untested() -> None:
         )
 
 
-def fails_blocks_of_groups() -> bool:
-    """Whether a scheduler with several block tables takes up blocks that were not loaded.
+def supports_invalid_blocks_of_groups() -> bool:
+    """Whether a scheduler with several groups accepts `get_block_ids_with_load_errors`.
 
-    That of 0.31 and later ends the engine instead; a failed asynchronous load has another way.
+    In 0.31 and later it raises, which ends the engine. A failed asynchronous load is reported by
+    its request instead (`failed_recving`), in every version.
     """
     import vllm
 
     return bool(tuple(vllm.__version_tuple__[:2]) == (0, 30))
 
 
-def loaded_from_a_peer(tokens: int) -> dict[Any, int]:
-    """Tokens by their source, for vLLM's statistics; 0.32 and later ask for it."""
+def cache_hit_sources(tokens: int) -> dict[Any, int]:
+    """For vLLM's metrics: loaded tokens by their `CacheHitSource`, which 0.32 has introduced."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return {CacheHitSource.P2P: tokens} if tokens else {}
 
 
-def is_replayed(spec: Any) -> bool:
-    """Whether the engine computes a window again behind a prefix-cache hit: since 0.31, DSV4.1."""
+def has_bounded_replay(spec: Any) -> bool:
+    """Whether vLLM recomputes a layer's window after a prefix-cache hit (DeepSeek V4.1, 0.31)."""
     return bool(getattr(spec, "prefix_replay_tokens", 0))

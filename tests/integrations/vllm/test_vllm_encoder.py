@@ -406,6 +406,18 @@ def test_an_output_whose_connection_is_not_begun_in_time(
     check_nothing_is_kept(producer, consumer)
 
 
+def test_a_deadline_that_has_passed_hides_no_error(
+    engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong source is what the log names, however late it is looked at."""
+    consumer = engine("consumer", timeout=1e-9)
+    consumer.add("r", ["cat"], {"cat": {"key": "k", "url": "shm://x"}})
+    assert consumer.run("r") == ["length"]
+    assert any(
+        "'shm://x', which is not one of this engine's peers" in line for line in lines(caplog)
+    )
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_an_aborted_request_of_a_consumer(engine: Open, steps: int) -> None:
     """Before its first step, and while its output is loaded."""

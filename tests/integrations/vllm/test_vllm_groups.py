@@ -37,7 +37,7 @@ from vllm_steps import SteppedEngine
 from omni_kvlink import KVCacheBundle, KVLink, SchemaError
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
 from omni_kvlink.integrations.vllm.pools import byte_pools, layer_places
-from omni_kvlink.integrations.vllm.versions import fails_blocks_of_groups
+from omni_kvlink.integrations.vllm.versions import supports_invalid_blocks_of_groups
 
 Open = Callable[..., SteppedEngine]
 Caches = list[KVCacheGroupSpec]
@@ -78,7 +78,7 @@ def caches(groups: Caches) -> dict[str, Any]:
 
 def loads(groups: Caches) -> list[str]:
     """The kinds of loads that this version of vLLM can take for these groups."""
-    has_sync = fails_blocks_of_groups() or len(groups) == 1
+    has_sync = supports_invalid_blocks_of_groups() or len(groups) == 1
     return ["async", "sync"] if has_sync else ["async"]
 
 
@@ -343,7 +343,7 @@ NEEDS_ONE_GROUP = "--disable-hybrid-kv-cache-manager"
         (KINDS["only a window"], "recompute", NEEDS_FAIL),
         *(
             [(HYBRID, "recompute", NEEDS_FAIL)]
-            if fails_blocks_of_groups()
+            if supports_invalid_blocks_of_groups()
             else [(HYBRID, each, NEEDS_ONE_GROUP) for each in ("fail", "recompute")]
         ),
     ],

@@ -10,7 +10,7 @@ import torch
 from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
 from vllm_models import make_deepseek, make_falcon_h1, make_gemma3, make_mamba2
 
-from omni_kvlink.integrations.vllm.versions import fails_blocks_of_groups
+from omni_kvlink.integrations.vllm.versions import supports_invalid_blocks_of_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def producer(start: Any, gemma3: Path) -> Any:
 
 def loads_of_groups() -> list[str]:
     """A synchronous load that fails ends an engine with two groups of vLLM 0.31 and later."""
-    has_sync = importlib.util.find_spec("vllm") is not None and fails_blocks_of_groups()
+    has_sync = importlib.util.find_spec("vllm") is not None and supports_invalid_blocks_of_groups()
     return ["sync", "async"] if has_sync else ["async"]
 
 

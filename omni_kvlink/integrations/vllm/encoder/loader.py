@@ -46,7 +46,7 @@ class OutputLoad:
 
     def is_done(self) -> bool:
         """Whether it has ended; does not block. Ends it if its deadline has passed."""
-        if self._left() <= 0:
+        if self._left() <= 0 and not self._done.is_set():
             self._expire()
         return self._done.is_set()
 
@@ -83,9 +83,9 @@ class OutputLoad:
 
     def _expire(self) -> None:
         with self._lock:
-            has_waited = self._pending is None and not self._is_claimed
-            self._is_claimed = self._is_claimed or has_waited
-        if has_waited:  # `request` finds the claim, and cancels its get
+            is_connecting = self._pending is None and not self._is_claimed
+            self._is_claimed = self._is_claimed or is_connecting
+        if is_connecting:  # `request` finds the claim, and cancels its get
             url, waited = self.source.url or self._loader.default_url, self._loader.timeout
             text = f"the producer {url} was not reached within {waited:g} s"
             self.fail(TransferTimeout(text, key=self.source.key, waited=waited))
