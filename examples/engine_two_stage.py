@@ -46,6 +46,7 @@ def deployment(args: argparse.Namespace, connector: dict[str, Any], scratch: str
         "input_connectors": {"from_stage_0": "wire"},
     }
     return {
+        "pipeline": "bagel",
         "stages": [{**executor, "stage_id": 0, "max_num_seqs": 4}, second],
         "connectors": {"wire": {**connector, "extra": extra}},
     }

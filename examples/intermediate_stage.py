@@ -19,6 +19,7 @@ from omni_kvlink.engine.models.images import from_tensor
 from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams, make_tiny_checkpoint
 
 DEPLOYMENT = {
+    "pipeline": "bagel",
     "stages": [
         {"stage_id": 0},
         {

@@ -354,7 +354,8 @@ def test_the_yaml_of_a_page_is_read(page: str) -> None:
             name = next(iter(found["connectors"]))
             second = {"stage_id": 1, "input_connectors": {"from_stage_0": name}}
             stages = found.get("stages", [{"stage_id": 0}, second])
-            assert DeployConfig.from_dict({**found, "stages": stages}).stages[1].connector
+            whole = {"pipeline": "bagel", **found, "stages": stages}
+            assert DeployConfig.from_dict(whole).stages[1].connector
 
 
 def test_the_entry_point_is_of_the_group_that_is_read() -> None:

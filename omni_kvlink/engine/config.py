@@ -107,13 +107,15 @@ class StageConfig:
     model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
     stage: str = "dit"  # which part of the model, as the model names it
     dtype: str = "bfloat16"  # or "float32"
-    device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1"
+    device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
+    device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
     max_num_seqs: int = 1  # requests that may run at once
     num_threads: int = 0  # of torch, on the CPU; torch's default if 0
     kv: KVConfig = field(default_factory=KVConfig)
     parallel_config: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
     distributed_executor_backend: str = ""
     distributed_init_method: str = ""
+    start_timeout: float = 600.0  # seconds in which the stage must have loaded its model
     distributed_timeout: float = 300.0  # seconds in which all ranks must join a collective call
     ray: RayConfig = field(default_factory=RayConfig)
 
@@ -122,6 +124,13 @@ class StageConfig:
             raise ValueError(f"dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
+        if not self.start_timeout > 0:
+            raise ValueError(f"start_timeout {self.start_timeout}: more than 0 s")
+        world = self.parallel_config.world_size
+        if ":" in self.device and world > 1:
+            raise ValueError(f"device {self.device!r} for {world} ranks: use devices, one for each")
+        if self.device_numbers and len(self.device_numbers) < world:
+            raise ValueError(f"devices {self.device_numbers} for {world} ranks: one for each")
         ranks = self.parallel_config.tensor_parallel_size
         if self.kv.sinks and len(self.kv.sinks) != ranks:
             raise ValueError(f"{len(self.kv.sinks)} kv.sinks for {ranks} tensor ranks: one each")
@@ -142,9 +151,12 @@ class StageConfig:
 
     def device_of(self, local_rank: int) -> torch.device:
         """The device of the rank with this number on this machine."""
-        if self.device != "auto":
+        if self.device not in ("auto", "cuda"):
             return torch.device(self.device)
-        return torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+        if self.device == "auto" and not torch.cuda.is_available():
+            return torch.device("cpu")
+        number = self.device_numbers[local_rank] if self.device_numbers else local_rank
+        return torch.device("cuda", number)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """`DeployConfig`: a deployment of several stages, read from vLLM-Omni's deploy files (YAML).
 
+    pipeline: bagel
     stages:
       - stage_id: 0
         devices: "0"
@@ -11,7 +12,8 @@
     connectors:
       shared_memory_connector: {name: SharedMemoryConnector}
 
-Fields that this engine does not use (`gpu_memory_utilization`, …) are listed in `ignored`.
+Fields on which neither a result nor a placement depends (`gpu_memory_utilization`, …) are listed in
+`ignored`; any other field that this engine has no use for is an error.
 """
 
 from __future__ import annotations
@@ -26,19 +28,41 @@ from omni_kvlink.engine.config import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
-from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
-from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.engine.entrypoints.deploy_fields import unused_fields, unused_sampling
+from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
+from omni_kvlink.engine.sampling import TEXT_PARAMS, OmniDiffusionSamplingParams
+from omni_kvlink.errors import SchemaError
 
-PIPELINES = {"bagel": "ar, dit", "bagel_think": "ar, dit", "bagel_single_stage": "all"}
-"""Pipelines, and the kinds of their stages; further stages are of the last kind."""
+_OWN = {
+    *("stage_id", "devices", "env", "input_connectors", "output_connectors", "omni_kv_config"),
+    *("engine_input_source", "default_sampling_params"),
+}
+_NO_FIELDS = {
+    *("model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"),
+    "device_numbers",
+}
 
-_OWN = {"stage_id", "devices", "input_connectors", "output_connectors", "default_sampling_params"}
-_USED = {
-    field.name
-    for kind in (OmniARConfig, OmniDiffusionConfig, DiffusionParallelConfig)
-    for field in dataclasses.fields(kind)
-} | {"max_num_batched_tokens", "own_process"}
-_USED -= {"model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"}
+
+def _fields(*kinds: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for kind in kinds for field in dataclasses.fields(kind))
+
+
+_SETTINGS = {
+    "ar": _fields(OmniARConfig, DiffusionParallelConfig) | {"max_num_batched_tokens"},
+    "dit": _fields(OmniDiffusionConfig, DiffusionParallelConfig),
+}
+_SETTINGS = {kind: (names | {"own_process"}) - _NO_FIELDS for kind, names in _SETTINGS.items()}
+_SETTINGS["all"] = _SETTINGS["dit"]
+"""Fields of a stage that are settings of this engine, by the stage's kind."""
+
+_ANY_NUMBER = ("auto", "cpu", "cuda")
+_TOP = {"pipeline", "stages", "connectors", "edges"}
+_EVERY_STAGE = {
+    *("dtype", "distributed_executor_backend", "quantization", "data_parallel_size"),
+    *("pipeline_parallel_size", "trust_remote_code", "enable_prefix_caching"),
+    "enable_chunked_prefill",
+}
+"""Fields of the deployment that are each stage's, unless the stage has its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +77,18 @@ class ConnectorSpec:
 class StageDeploy:
     """One entry under `stages:`.
 
-    `devices` are such as "0,1"; `connector` brings its KV, and is None for the first stage;
-    `sampling` has defaults of the sampling params, `settings` the other fields in use here.
+    `kind` is "ar", "dit" or "all"; `devices` are such as "0,1"; `connector` brings its KV, and is
+    None for the first stage; `sampling` has defaults of the sampling params, `settings` the other
+    fields in use here, `environment` variables of the stage's process.
     """
 
     stage_id: int
+    kind: str
     devices: str
     connector: ConnectorSpec | None
     sampling: dict[str, Any]
     settings: dict[str, Any]
+    environment: dict[str, str]
     ignored: tuple[str, ...]
 
 
@@ -75,71 +102,190 @@ class DeployConfig:
     @classmethod
     def load(cls, path: str | Path) -> DeployConfig:
         """Read a file, and its `base_config`; SchemaError names the field that is wrong."""
-        return cls.from_dict(_read(Path(path)))
+        return cls.from_dict(read_deploy_file(Path(path)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeployConfig:
         """Check what a YAML parser returned; raises SchemaError as `load`."""
-        pipeline = values.get("pipeline", "bagel")
+        values = flat(values)
+        pipeline = values.get("pipeline")
         if pipeline not in PIPELINES:
-            raise SchemaError(f"pipeline {pipeline!r}; there are {', '.join(PIPELINES)}")
-        connectors = {}
-        for name, spec in values.get("connectors", {}).items():
-            if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
-                raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
-            connectors[name] = ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
+            found = f"pipeline {pipeline!r}" if "pipeline" in values else "no pipeline is named"
+            raise SchemaError(f"{found}; this engine runs {', '.join(PIPELINES)}")
+        rest = {name: values[name] for name in values.keys() - _TOP - _EVERY_STAGE}
+        unused_fields("", rest, "the deployment")
+        connectors = _connectors(values.get("connectors") or {})
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
             raise SchemaError("stages: a list with at least one stage is needed")
-        stages = sorted((_stage(entry, connectors) for entry in entries), key=lambda s: s.stage_id)
-        ids = [stage.stage_id for stage in stages]
-        if ids != list(range(len(stages))):
+        entries = sorted(entries, key=lambda entry: int(entry["stage_id"]))
+        ids = [entry["stage_id"] for entry in entries]
+        if ids != list(range(len(entries))):
             raise SchemaError(f"stage_ids {ids}: they must be 0, 1, …")
+        _check_edges(values.get("edges") or [], len(entries))
+        every = {name: values[name] for name in values.keys() & _EVERY_STAGE}
+        kinds, stages = PIPELINES[pipeline].split(", "), list[StageDeploy]()
+        if len(entries) > 1 and kinds == ["all"]:
+            raise SchemaError(f"{pipeline} has one stage, not {len(entries)}")
+        for number, entry in enumerate(entries):
+            kind = kinds[min(number, len(kinds) - 1)]
+            before = entries[number - 1] if number else None
+            is_last = number == len(entries) - 1
+            connector = _connector(entry, before, connectors, is_last=is_last)
+            stages.append(_stage({**every, **entry}, kind, connector, is_last=is_last))
         return cls(pipeline, tuple(stages))
+
+    def overridden(self, overrides: Mapping[str, Any]) -> DeployConfig:
+        """Return the deployment with fields that replace those of every stage that has them.
+
+        Raises SchemaError if no kind of stage has a field.
+        """
+        unknown = sorted(overrides.keys() - _SETTINGS["ar"] - _SETTINGS["dit"])
+        if unknown:
+            known = ", ".join(sorted(_SETTINGS["ar"] | _SETTINGS["dit"]))
+            raise SchemaError(f"no stage has {', '.join(unknown)}; there are {known}")
+        stages = [
+            dataclasses.replace(
+                stage,
+                settings={
+                    **stage.settings,
+                    **{name: overrides[name] for name in overrides.keys() & _SETTINGS[stage.kind]},
+                },
+            )
+            for stage in self.stages
+        ]
+        return dataclasses.replace(self, stages=tuple(stages))
 
     def kinds(self) -> list[str]:
         """The kind of each stage: "ar", "dit" or "all"."""
-        known = PIPELINES[self.pipeline].split(", ")
-        return [known[min(at, len(known) - 1)] for at in range(len(self.stages))]
+        return [stage.kind for stage in self.stages]
 
 
-def _stage(entry: Any, connectors: Mapping[str, ConnectorSpec]) -> StageDeploy:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("stage_id"), int):
-        raise SchemaError(f"a stage is a map with a stage_id, not {entry!r:.100}")
-    stage_id, inputs = entry["stage_id"], entry.get("input_connectors") or {}
-    known = f"from_stage_{stage_id - 1}"
-    if unknown := sorted(set(inputs) - {known}):
-        raise SchemaError(f"stage {stage_id}: input_connectors {unknown}; only {known} is known")
-    names = list(inputs.values())
-    if names and names[0] not in connectors:
-        raise SchemaError(f"stage {stage_id}: no connector {names[0]!r} under connectors:")
-    sampling = dict(entry.get("default_sampling_params") or {})
-    if sampling.pop("top_k", None) == 1:  # is the same; other values have no effect
-        sampling["temperature"] = 0.0
-    fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
-    rest = set(entry) - _OWN
+def _connectors(entries: Any) -> dict[str, ConnectorSpec]:
+    if not isinstance(entries, Mapping):
+        raise SchemaError(f"connectors: a map is needed, not {entries!r:.100}")
+    found = {}
+    for name, spec in entries.items():
+        if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+            raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
+        found[name] = ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
+    return found
+
+
+def _connector(
+    entry: Mapping[str, Any],
+    before: Mapping[str, Any] | None,
+    connectors: Mapping[str, ConnectorSpec],
+    *,
+    is_last: bool,
+) -> ConnectorSpec | None:
+    """The connector over which a stage receives, as it and the stage before it name it."""
+    number = entry["stage_id"]
+    _check_ends(entry, "input_connectors", "from", number - 1 if number else None)
+    _check_ends(entry, "output_connectors", "to", None if is_last else number + 1)
+    names = set((entry.get("input_connectors") or {}).values())
+    if before is not None:
+        names |= set((before.get("output_connectors") or {}).values())
+    if len(names) > 1:
+        raise SchemaError(
+            f"stage {number}: it receives over {' or '.join(sorted(map(str, names)))}; "
+            f"output_connectors of stage {number - 1} and its own input_connectors differ"
+        )
+    for name in names:
+        if name not in connectors:
+            raise SchemaError(f"stage {number}: no connector {name!r} under connectors:")
+    return connectors[names.pop()] if names else None
+
+
+def _check_ends(entry: Mapping[str, Any], field: str, word: str, neighbour: int | None) -> None:
+    known = set() if neighbour is None else {f"{word}_stage_{neighbour}"}
+    unknown = sorted(set(entry.get(field) or {}) - known)
+    if unknown:
+        only = f"only {known.pop()} is known" if known else "there is no such stage"
+        raise SchemaError(f"stage {entry['stage_id']}: {field} {unknown}; {only}")
+
+
+def _check_edges(edges: Any, stages: int) -> None:
+    """Raises SchemaError unless each stage hands on to the next."""
+    for edge in edges:
+        ends = edge.get("from"), edge.get("to")
+        if ends not in [(number, number + 1) for number in range(stages - 1)]:
+            raise SchemaError(f"an edge from {ends[0]} to {ends[1]}: a stage is read by the next")
+        rest = {name: value for name, value in edge.items() if name not in ("from", "to")}
+        unused_fields("", rest, f"the edge from {ends[0]} to {ends[1]}")
+
+
+def _check_kv(entry: Mapping[str, Any], *, is_last: bool) -> None:
+    """Raises SchemaError if `omni_kv_config` or `engine_input_source` say something else."""
+    number = entry["stage_id"]
+    source = entry.get("engine_input_source")
+    if source not in (None, [], [number - 1] if number else []):
+        raise SchemaError(f"stage {number}: engine_input_source {source}: it is the stage before")
+    given = dict(entry.get("omni_kv_config") or {})
+    criteria = given.pop("kv_transfer_criteria", None)
+    if criteria not in (None, {"type": "prefill_finished"}):
+        raise SchemaError(f"stage {number}: kv_transfer_criteria {criteria}: prefill_finished")
+    own = {"need_send_cache": not is_last, "need_recv_cache": number > 0}
+    for name, value in given.items():
+        if name not in own or value != own[name]:
+            raise SchemaError(
+                f"stage {number}: omni_kv_config has {name} {value!r}; here a stage sends to the "
+                "next one, and nothing else can be set; remove it"
+            )
+
+
+def _stage(
+    entry: Mapping[str, Any], kind: str, connector: ConnectorSpec | None, *, is_last: bool
+) -> StageDeploy:
+    where = f"stage {entry['stage_id']}"
+    _check_kv(entry, is_last=is_last)
+    _check_device(entry, where)
+    sampling, unused = _sampling(entry.get("default_sampling_params") or {}, kind, where)
+    settings = {
+        name: entry[name]
+        for name in sorted(entry.keys() & _SETTINGS[kind])
+        if not (name == "dtype" and entry[name] == "auto")
+    }
+    rest = {name: entry[name] for name in entry.keys() - _OWN - settings.keys()}
+    environment = entry.get("env") or {}
+    if not isinstance(environment, Mapping):
+        raise SchemaError(f"{where}: env is a map of variables, not {environment!r:.100}")
     return StageDeploy(
-        stage_id=stage_id,
-        devices=str(entry.get("devices") or ""),
-        connector=connectors[names[0]] if names else None,
-        sampling={name: value for name, value in sampling.items() if name in fields},
-        settings={name: entry[name] for name in sorted(rest & _USED)},
-        ignored=tuple(sorted(rest - _USED) + sorted(set(sampling) - fields)),
+        stage_id=entry["stage_id"],
+        kind=kind,
+        devices=_devices(entry.get("devices"), where),
+        connector=connector,
+        sampling=sampling,
+        settings=settings,
+        environment={str(name): str(value) for name, value in environment.items()},
+        ignored=unused_fields(kind, rest, where) + unused,
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _check_device(entry: Mapping[str, Any], where: str) -> None:
+    if entry.get("devices") not in (None, "") and entry.get("device", "auto") not in _ANY_NUMBER:
+        raise SchemaError(f"{where}: devices, and device {entry['device']!r}: one of them")
+
+
+def _devices(given: Any, where: str) -> str:
+    text = "" if given is None else str(given).replace(" ", "")
+    numbers = text.split(",") if text else []
+    if len(set(numbers)) != len(numbers) or not all(number.isdecimal() for number in numbers):
+        raise SchemaError(f'{where}: devices {given!r}; numbers of different ones, such as "0,1"')
+    return text
+
+
+def _sampling(given: Any, kind: str, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Split `default_sampling_params` into those in use here, and the names of the others."""
+    if not isinstance(given, Mapping):
+        raise SchemaError(f"{where}: default_sampling_params is a map, not {given!r:.100}")
+    fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
+    used = {name: value for name, value in given.items() if name in fields - {"generator"}}
+    if kind != "ar":
+        used = {name: value for name, value in used.items() if name not in TEXT_PARAMS}
     try:
-        import yaml
-    except ImportError as error:
-        raise UnavailableError(
-            f"deploy files are YAML: pip install 'omni-kvlink[engine]' ({error})"
-        ) from error
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise SchemaError(f"{path.name}: {error}") from None
-    if not isinstance(values, dict):
-        raise SchemaError(f"{path.name}: must be a map at the top level")
-    base = values.pop("base_config", None)
-    return values if base is None else {**_read(path.parent / base), **values}
+        OmniDiffusionSamplingParams(**used)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"{where}: default_sampling_params: {error}") from None
+    rest = {name: given[name] for name in given.keys() - used.keys()}
+    return used, unused_sampling(kind, rest, where)

@@ -12,10 +12,15 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
-from omni_kvlink.engine.entrypoints.stage_configs import environment, stage_configs, with_sources
+from omni_kvlink.engine.entrypoints.stage_configs import (
+    environment,
+    is_remote,
+    stage_configs,
+    with_sources,
+)
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -43,7 +48,7 @@ class OmniDiffusion:
         model: directory of the checkpoint.
         deploy_config: a file, or its contents; two stages over shared memory if None.
         on_death: called with a stage's number and the error when a stage is gone.
-        overrides: fields of every stage's configuration, such as `dtype="float32"`.
+        overrides: fields of each stage's configuration that has them, such as `dtype="float32"`.
 
     Raises:
         SchemaError: the deployment is not valid; and what starting a stage raises.
@@ -57,12 +62,12 @@ class OmniDiffusion:
         on_death: Callable[[int, KVLinkError], None] | None = None,
         **overrides: Any,
     ):
-        self.deploy = _deployment(deploy_config)
+        self.deploy = _deployment(deploy_config).overridden(overrides)
         for stage in self.deploy.stages:
             if stage.ignored:
                 _log.info("stage %d: no use for %s", stage.stage_id, ", ".join(stage.ignored))
         self._on_death = on_death
-        self._configs = stage_configs(self.deploy, str(model), overrides)
+        self._configs = stage_configs(self.deploy, str(model))
         self._lock = threading.Lock()
         self._aborted: set[str] = set()
         self._open: set[str] = set()
@@ -189,12 +194,11 @@ class OmniDiffusion:
         if isinstance(config, OmniDiffusionConfig) and number:
             before = self.stages[number - 1].sink_urls
             config = with_sources(config, before, self._configs[number - 1].kv)
-        is_last = number == len(self._configs) - 1
-        own_process = deploy.settings.get("own_process", not is_last)
-        if own_process == "ray":
+        if deploy.settings.get("own_process") == "ray":
             return StageActor(config, on_death=on_death)
-        if own_process or isinstance(config, OmniARConfig):
+        if is_remote(deploy, is_last=number == len(self._configs) - 1):
             return StageProcess(config, on_death=on_death, environment=environment(deploy))
+        assert isinstance(config, OmniDiffusionConfig)  # an AR stage is remote
         return DiffusionEngine(config, on_death=on_death)
 
     def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
@@ -281,7 +285,8 @@ class _Bar:
 
 def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:
     if given is None:
-        return DeployConfig.from_dict({"stages": [{"stage_id": 0}, {"stage_id": 1}]})
+        stages = [{"stage_id": 0}, {"stage_id": 1}]
+        return DeployConfig.from_dict({"pipeline": "bagel", "stages": stages})
     if isinstance(given, DeployConfig):
         return given
     return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)

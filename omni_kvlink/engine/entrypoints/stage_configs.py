@@ -17,47 +17,53 @@ from omni_kvlink.engine.config import (
     KVConfig,
     OmniARConfig,
     OmniDiffusionConfig,
-    StageConfig,
 )
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
+_SHARED_MEMORY = {"shm_threshold_bytes"}  # below it vLLM-Omni's connector sends in messages
+_MOONCAKE = {
+    *("host", "zmq_port", "protocol", "device_name"),
+    *("memory_pool_size", "memory_pool_device"),
+}
+_PROTOCOLS = {"rdma": "ucx", "tcp": "zmq+tcp"}
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
-_AR_FIELDS = {field.name for field in dataclasses.fields(StageConfig)} | {"block_size"}
 
 
-def stage_configs(
-    deploy: DeployConfig, model: str, overrides: Mapping[str, Any]
-) -> list[OmniARConfig | OmniDiffusionConfig]:
-    """A configuration for each stage, in which `overrides` replace the deployment's settings.
+def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniDiffusionConfig]:
+    """A configuration for each stage.
 
     A stage's sink is what the next one's connector names. Raises SchemaError for invalid settings.
     """
     configs: list[OmniARConfig | OmniDiffusionConfig] = []
     ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
-    for stage, kind, (sink, options) in zip(deploy.stages, deploy.kinds(), ends, strict=True):
-        values = {**stage.settings, **overrides}
+    for stage, (sink, options) in zip(deploy.stages, ends, strict=True):
+        kind = stage.kind
+        values = dict(stage.settings)
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
-        _check_placement(stage, sinks)
+        remote = is_remote(stage, is_last=stage is deploy.stages[-1])
+        _check_placement(stage, sinks, is_remote=remote)
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
         parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
         values |= {"model": model, "kv": own_kv, "stage": kind, "parallel_config": parallel}
-        values.setdefault("device", _device(stage, kind))
+        if not remote:
+            values.setdefault("device_numbers", _numbers(stage))
+        elif stage.devices:
+            values.setdefault("device_numbers", tuple(range(len(_numbers(stage)))))
         tokens = values.pop("max_num_batched_tokens", None)
         try:
             if kind == "ar":
                 configs.append(_ar(values, tokens, think=deploy.pipeline == "bagel_think"))
             else:
-                values.pop("block_size", None)
                 configs.append(msgspec.convert(values, OmniDiffusionConfig))
         except (msgspec.ValidationError, ValueError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
@@ -84,21 +90,31 @@ def rank_urls(url: str, ranks: int) -> tuple[str, ...]:
 
 
 def environment(stage: StageDeploy) -> dict[str, str]:
-    """Environment variables that limit a process to the stage's devices."""
-    is_limited = stage.devices and torch.cuda.is_available()
-    return {"CUDA_VISIBLE_DEVICES": stage.devices} if is_limited else {}
+    """Environment variables of a stage's process: its own, and those that limit its devices.
+
+    `devices` are numbers among the devices that this process sees. Raises SchemaError if it sees
+    fewer.
+    """
+    numbers = _numbers(stage)
+    if not numbers:
+        return stage.environment
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(at) for at in range(torch.cuda.device_count())]
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")][: len(names)]
+    chosen = ",".join(names[number] for number in numbers)
+    return {**stage.environment, "CUDA_VISIBLE_DEVICES": chosen}
 
 
 def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
-    own = {name: value for name, value in values.items() if name in _AR_FIELDS}
-    config = msgspec.convert({**own, "think": think}, OmniARConfig)
+    config = msgspec.convert({**values, "think": think}, OmniARConfig)
     if tokens is None:
         return config
     return dataclasses.replace(config, num_blocks=-(-tokens // config.block_size))
 
 
-def _check_placement(stage: StageDeploy, sinks: Sequence[str]) -> None:
-    """Raises SchemaError if a setting for Ray is unknown, or used without Ray."""
+def _check_placement(stage: StageDeploy, sinks: Sequence[str], *, is_remote: bool) -> None:
+    """Raises SchemaError if a setting for Ray is unknown, or used without Ray; and so on."""
     own_process, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
     error = ""
     if own_process not in (True, False, "ray"):
@@ -107,8 +123,17 @@ def _check_placement(stage: StageDeploy, sinks: Sequence[str]) -> None:
         error = "ray: is for own_process: ray, or for distributed_executor_backend: ray"
     elif not is_on_ray and any(NODE in url for url in sinks):
         error = f"{NODE} in a URL is for stages on Ray"
+    elif stage.devices and is_on_ray:
+        error = f"devices {stage.devices}: Ray chooses the GPUs; say how many under ray: num_gpus"
+    elif stage.environment and (not is_remote or is_on_ray):
+        error = "env: is for a stage in a process of its own: own_process: true"
     if error:
         raise SchemaError(f"stage {stage.stage_id}: {error}")
+
+
+def is_remote(stage: StageDeploy, *, is_last: bool) -> bool:
+    """Whether a stage runs in a process of its own, or in an actor."""
+    return bool(stage.settings.get("own_process", not is_last)) or stage.kind == "ar"
 
 
 def _is_on_ray(stage: StageDeploy) -> bool:
@@ -121,30 +146,37 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
     if spec is None and _is_on_ray(stage):  # shared memory on one node, else the network
         return f"auto://engine-{uuid.uuid4().hex[:8]}?tcp={NODE}:0", {}
     if spec is None or spec.name == "SharedMemoryConnector":
-        own = {} if spec is None else spec.extra
-        return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", _options(own)
-    if spec.name.startswith("Mooncake"):
-        return _mooncake(spec.extra)
+        own = {} if spec is None else _options(spec, without=_SHARED_MEMORY)
+        return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", own
+    if spec.name == "MooncakeTransferEngineConnector":
+        return _mooncake(spec)
     if spec.name == "KVLinkConnector":
         if "url" not in spec.extra:
             raise SchemaError("KVLinkConnector: extra has no url, such as zmq+tcp://127.0.0.1:0")
-        return str(spec.extra["url"]), _options(spec.extra)
+        return str(spec.extra["url"]), _options(spec, without={"url"})
     raise SchemaError(
-        f"no connector {spec.name!r}; there are SharedMemoryConnector, Mooncake…Connector and "
-        "KVLinkConnector"
+        f"no connector {spec.name!r}; there are SharedMemoryConnector, "
+        "MooncakeTransferEngineConnector and KVLinkConnector, which takes any URL of this library"
     )
 
 
-def _mooncake(extra: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _mooncake(spec: ConnectorSpec) -> tuple[str, dict[str, Any]]:
     """This library's connector for the same network: UCX for rdma, ZMQ for tcp."""
+    extra = spec.extra
     host, port = extra.get("host", "auto"), extra.get("zmq_port", 0)
-    scheme = "ucx" if extra.get("protocol", "rdma") == "rdma" else "zmq+tcp"
-    options = _options(extra)
+    protocol = extra.get("protocol", "rdma")
+    if protocol not in _PROTOCOLS or extra.get("memory_pool_device", "cpu") != "cpu":
+        raise SchemaError(
+            f"{spec.name}: protocol {protocol!r}, memory_pool_device "
+            f"{extra.get('memory_pool_device', 'cpu')!r}; rdma or tcp, and cpu"
+        )
+    options = _options(spec, without=_MOONCAKE)
     if "memory_pool_size" in extra:
         options["quota"] = int(extra["memory_pool_size"])
     if extra.get("device_name"):
         options["ucx_devices"] = str(extra["device_name"])
-    return f"{scheme}://{'127.0.0.1' if host == 'auto' else host}:{port}", options
+    address = "127.0.0.1" if host == "auto" else host
+    return f"{_PROTOCOLS[protocol]}://{address}:{port}", options
 
 
 def _of_rank(url: str, rank: int) -> str:
@@ -155,12 +187,24 @@ def _of_rank(url: str, rank: int) -> str:
     )
 
 
-def _options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in extra.items() if name in _OPTIONS}
+def _options(spec: ConnectorSpec, *, without: Iterable[str]) -> dict[str, Any]:
+    """The options of the link; raises SchemaError for a field that is none."""
+    unknown = sorted(spec.extra.keys() - _OPTIONS - set(without))
+    if unknown:
+        raise SchemaError(
+            f"{spec.name}: no use is known for {', '.join(unknown)}; extra has "
+            f"{', '.join(sorted(without))}, or an option of the link"
+        )
+    return {name: value for name, value in spec.extra.items() if name in _OPTIONS}
 
 
-def _device(stage: StageDeploy, kind: str) -> str:
-    """A stage in a process of its own sees only its devices, and selects by rank."""
-    if not stage.devices or kind == "ar" or _is_on_ray(stage) or not torch.cuda.is_available():
-        return "auto"
-    return f"cuda:{stage.devices.split(',')[0]}"
+def _numbers(stage: StageDeploy) -> tuple[int, ...]:
+    """The stage's devices; empty where there are none to choose from."""
+    if not stage.devices or not torch.cuda.is_available():
+        return ()
+    numbers, count = tuple(map(int, stage.devices.split(","))), torch.cuda.device_count()
+    if max(numbers) >= count:
+        raise SchemaError(
+            f"stage {stage.stage_id}: devices {stage.devices}; this process sees {count}, from 0"
+        )
+    return numbers

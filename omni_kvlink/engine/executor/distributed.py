@@ -44,9 +44,6 @@ class DistributedExecutor(Executor):
     wait for it.
     """
 
-    start_timeout = 120.0
-    """Seconds until every worker must have loaded its model."""
-
     @abstractmethod
     def _start_workers(self) -> None:
         """Start a process for each rank, and `_add_worker` each in the order of the ranks."""
@@ -63,7 +60,7 @@ class DistributedExecutor(Executor):
         self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
             self._start_workers()
-            infos = self.collective_rpc("start", timeout=self.start_timeout)
+            infos = self.collective_rpc("start", timeout=self.config.start_timeout)
         except BaseException:
             for worker in self.workers:
                 worker.kill()  # one that waits for a rank that failed would not shut down

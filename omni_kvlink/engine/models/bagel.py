@@ -151,6 +151,9 @@ class BagelUtility(ModelUtility):
             max_think_tokens=params.max_tokens,
             do_sample=params.temperature > 0,
             temperature=params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            repetition_penalty=params.repetition_penalty,
             caches={
                 name: PagedNaiveCache(SequenceBlocks(pools, blocks))
                 for name, blocks in block_ids.items()

@@ -38,7 +38,10 @@ class RayExecutor(DistributedExecutor):
         self._cluster = Cluster(self.config.ray.address)
         resources, ranks = rank_resources(self.config), self.config.parallel_config.world_size
         self._placement = Placement(
-            self._cluster, [resources] * ranks, self.config.ray.strategy, timeout=self.start_timeout
+            self._cluster,
+            [resources] * ranks,
+            self.config.ray.strategy,
+            timeout=self.config.start_timeout,
         )
         handles = []
         for rank in range(ranks):
@@ -48,11 +51,11 @@ class RayExecutor(DistributedExecutor):
             self._add_worker(handles[-1])
         url = self.config.distributed_init_method
         if ranks > 1 and not url:
-            url = self.collective_rpc("open_rendezvous", timeout=self.start_timeout)[0]
+            url = self.collective_rpc("open_rendezvous", timeout=self.config.start_timeout)[0]
         device = "cuda:0" if "GPU" in resources else "cpu"
         config = dataclasses.replace(self.config, distributed_init_method=url, device=device)
         self.locations = self.collective_rpc(
-            "open", timeout=self.start_timeout, args=[pack_config(config)]
+            "open", timeout=self.config.start_timeout, args=[pack_config(config)]
         )
         for handle, location in zip(handles, self.locations, strict=True):
             handle.pid = location["pid"]

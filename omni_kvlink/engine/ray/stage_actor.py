@@ -63,7 +63,7 @@ class StageActor(RemoteStage):
         client = RpcClient(handle, self._on_process_death)
         try:
             location = client.request(
-                "open", [pack_config(config)], timeout=self._timeout, phase="starting"
+                "open", [pack_config(config)], timeout=self.config.start_timeout, phase="starting"
             )
         except BaseException:
             client.kill()
@@ -87,7 +87,7 @@ class StageActor(RemoteStage):
                 return config.served_at(self.sink_urls)
             except TransferTimeout:
                 pass  # the node is lost or full
-        self._reserve(resources, self._timeout)
+        self._reserve(resources, self.config.start_timeout)
         return config
 
     def _reserve(self, resources: dict[str, float], timeout: float) -> None:

@@ -27,7 +27,7 @@ class RemoteStage(ABC):
 
     `on_death` is called once, from another thread, when the stage, or a worker of it, is gone. The
     constructor raises what loading the model and opening the links raises, and TransferTimeout if
-    that takes more than `timeout` seconds.
+    that takes more than the configuration's `start_timeout`.
 
     Attributes:
         sink_urls: what the next stage connects to, by tensor rank; empty if this is the last one.
@@ -38,9 +38,8 @@ class RemoteStage(ABC):
         config: OmniARConfig | OmniDiffusionConfig,
         *,
         on_death: Callable[[EngineError], None] | None = None,
-        timeout: float = 120.0,
     ):
-        self.config, self._on_death, self._timeout = config, on_death, timeout
+        self.config, self._on_death = config, on_death
         self._lock = threading.Lock()
         self._closed = False
         self.sink_urls: tuple[str, ...] = ()
@@ -119,7 +118,9 @@ class RemoteStage(ABC):
         self._open: set[str] = set()
         self._client = self._start_process()
         try:
-            self.sink_urls = self._client.request("start", timeout=self._timeout, phase="starting")
+            self.sink_urls = self._client.request(
+                "start", timeout=self.config.start_timeout, phase="starting"
+            )
         except BaseException:
             self._shutdown()
             raise

@@ -38,6 +38,7 @@ from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load
 from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.shards import WHOLE, Split
+from omni_kvlink.models.bagel.token_sampler import TokenSampler
 from omni_kvlink.models.bagel.tokenizer import BagelTokenizer, SpecialTokens, written_text
 from omni_kvlink.models.bagel.vae import Autoencoder
 
@@ -259,16 +260,29 @@ class BagelPipeline:
         max_length: int = 1000,
         do_sample: bool = False,
         temperature: float = 0.3,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        prompt_ids: Sequence[int] = (),
         generator: Generator | None = None,
     ) -> str:
         """Continue a context with text until the end marker. The context is not changed.
 
         At most `max_length` tokens, the begin marker included. With `do_sample` each token is drawn
-        at `temperature` by `generator`; otherwise it is the most probable one.
+        by `generator`, as `TokenSampler` says; otherwise it is the most probable one. The penalty
+        is for tokens of the text, and for the prompt's `prompt_ids`.
         """
         self._require("text head", self.stage != "dit")
         if max_length < 1 or (do_sample and not temperature > 0):
             raise ValueError(f"max_length {max_length} or temperature {temperature} is too small")
+        sampler = TokenSampler(
+            temperature=temperature if do_sample else None,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            seen=prompt_ids,
+            generator=generator,
+        )
         self.model.check_context("context", context)
         context = context.snapshot()  # a discarded text must not claim rows in place
         token, written = self.special_tokens.bos, list[int]()
@@ -277,7 +291,7 @@ class BagelPipeline:
             row = self.model.embed([token])
             context, hidden = self.model.extend(context, row, mode="und", causal=True)
             logits = self.model.language_model.lm_head(hidden)[0]
-            token = _pick(logits, temperature if do_sample else None, generator)
+            token = sampler.pick(logits)
         return written_text(self.tokenizer.decode(written))
 
     def prefill(
@@ -292,6 +306,9 @@ class BagelPipeline:
         max_think_tokens: int = 1000,
         do_sample: bool = False,
         temperature: float = 0.3,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
         caches: Mapping[str, NaiveCache] | None = None,
     ) -> BagelContexts:
         """Read a prompt: the AR half of a request.
@@ -305,9 +322,12 @@ class BagelPipeline:
                 decides instead; the default is the largest square.
             generator: used for encoding images and for sampled text; pass it on to `render`.
             system_prompt: replaces the text that think mode puts first.
-            max_think_tokens: of the plan, as `do_sample` and `temperature`; see `generate_text`.
+            max_think_tokens: of the plan, as the next five; see `generate_text`.
             do_sample: whether the plan is sampled.
             temperature: of the sampling.
+            top_k: of the sampling; 0 for all tokens.
+            top_p: of the sampling.
+            repetition_penalty: for tokens of the prompt's texts, and of the plan.
             caches: empty ones for "gen" and "cfg_img", such as an `InPlaceCache`. That of "cfg_img"
                 is used only if a text follows an image; until then it shares the rows of gen.
         """
@@ -344,11 +364,16 @@ class BagelPipeline:
                 cfg_text = gen.snapshot()
         text = None
         if think and not understanding:
+            texts = [system_prompt or THINK_IMAGE_PROMPT, *_texts(inputs)]
             text = self.generate_text(
                 gen,
                 max_length=max_think_tokens,
                 do_sample=do_sample,
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                repetition_penalty=repetition_penalty,
+                prompt_ids=[token for each in texts for token in self.encode_prompt(each)],
                 generator=generator,
             )
             gen = self._append_prompt(gen, text)
@@ -499,16 +524,11 @@ class BagelPipeline:
         return ResizeRule(*self.config.vit_image_size, self.config.vit.patch_size)
 
 
-def _pick(logits: Tensor, temperature: float | None, generator: Generator | None) -> int:
-    """Return the next token of logits [vocab]: drawn at a temperature, or the most probable."""
-    if temperature is None:
-        return int(logits.argmax())
-    chances = (logits / temperature).float().softmax(-1)
-    device = "cpu" if generator is None else generator.device
-    return int(torch.multinomial(chances.to(device), 1, generator=generator))
-
-
 def _as_list(inputs: Prompt) -> list[str | ImageLike]:
     if isinstance(inputs, Sequence) and not isinstance(inputs, str):
         return list(inputs)
     return [inputs]
+
+
+def _texts(inputs: Prompt) -> list[str]:
+    return [item for item in _as_list(inputs) if isinstance(item, str)]

@@ -37,6 +37,7 @@ PROMPTS: dict[str, Any] = {
 
 def deployment(connector: str, **second: Any) -> dict[str, Any]:
     return {
+        "pipeline": "bagel",
         "stages": [
             {"stage_id": 0, "max_num_seqs": 3},
             {"stage_id": 1, "input_connectors": {"from_stage_0": "wire"}, **second},
@@ -98,18 +99,31 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
         assert torch.equal(image[0], reference(name, seed)), name
 
 
-def test_think_mode_says_what_it_thought(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 1, "temperature": 0.4},
+        {"temperature": 0.0, "repetition_penalty": 3.0},
+        {"temperature": 2.0, "top_k": 50, "top_p": 0.7, "repetition_penalty": 1.05},
+    ],
+    ids=["likeliest", "penalty", "drawn"],
+)
+def test_think_mode_says_what_it_thought(tmp_path: Any, sampling: dict[str, Any]) -> None:
     file = tmp_path / "think.yaml"
+    params = ", ".join(f"{name}: {value}" for name, value in sampling.items())
     file.write_text(
         "pipeline: bagel_think\n"
         "stages:\n"
-        "  - {stage_id: 0, default_sampling_params: {max_tokens: 8, top_k: 1, temperature: 0.4}}\n"
+        f"  - {{stage_id: 0, default_sampling_params: {{max_tokens: 8, {params}}}}}\n"
         "  - {stage_id: 1, default_sampling_params: {num_inference_steps: 5}}\n"
     )
     generator = torch.Generator().manual_seed(4)
-    contexts = pipeline().prefill(
-        "a fox", think=True, max_think_tokens=8, image_shape=(16, 24), generator=generator
-    )
+    how: dict[str, Any] = {"think": True, "max_think_tokens": 8, "image_shape": (16, 24)}
+    drawn = sampling["temperature"] > 1
+    plain = pipeline().prefill("a fox", **how, generator=torch.Generator().manual_seed(4))
+    own = {**sampling, "do_sample": drawn} if "repetition_penalty" in sampling else {}
+    contexts = pipeline().prefill("a fox", **how, **own, generator=generator)
+    assert (contexts.text == plain.text) == (not own)  # the params matter
     expected = pipeline().render(contexts, DenoiseParams(num_timesteps=5), generator=generator)
     with OmniDiffusion(checkpoint(), file, dtype="float32") as omni:
         (output,) = omni.generate(

@@ -63,6 +63,7 @@ def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
 )
 def test_64_requests_of_mixed_sizes(connector: str, seqs: int) -> None:
     how = {
+        "pipeline": "bagel",
         "stages": [
             {"stage_id": 0, "max_num_seqs": 3},
             {

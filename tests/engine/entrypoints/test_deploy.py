@@ -69,16 +69,16 @@ def bagel(tmp_path: Path) -> Path:
 
 
 def configs(file: Any, **overrides: Any) -> list[Any]:
-    return stage_configs(DeployConfig.load(file), "model", overrides)
+    return stage_configs(DeployConfig.load(file).overridden(overrides), "model")
 
 
 def test_a_bagel_deployment_is_taken_as_it_is(bagel: Path) -> None:
     deploy = DeployConfig.load(bagel)
     assert (deploy.pipeline, deploy.kinds()) == ("bagel", ["ar", "dit"])
     first, second = deploy.stages
-    assert first.sampling == {"temperature": 0.0, "max_tokens": 2048, "seed": 52}
-    assert "gpu_memory_utilization" in first.ignored
-    assert "top_p" in first.ignored
+    text = {"temperature": 0.4, "top_p": 0.9, "top_k": 1, "repetition_penalty": 1.05}
+    assert first.sampling == {**text, "max_tokens": 2048, "seed": 52}
+    assert {"gpu_memory_utilization", "detokenize"} <= set(first.ignored)
     assert (second.devices, second.sampling) == ("0", {"seed": 52})
     ar, dit = configs(bagel, dtype="float32")
     assert isinstance(ar, OmniARConfig)
@@ -132,8 +132,9 @@ def test_three_stages_hand_on(bagel: Path) -> None:
     assert final.parallel_config.cfg_parallel_size == 2
 
 
-def wired(name: str) -> dict[str, Any]:
-    return {"stages": [{"stage_id": 0}, {"stage_id": 1, "input_connectors": {name: "x"}}]}
+def deployed(first: dict[str, Any], *others: dict[str, Any], **top: Any) -> DeployConfig:
+    stages = [{"stage_id": number, **one} for number, one in enumerate((first, *others))]
+    return DeployConfig.from_dict({"pipeline": "bagel", **top, "stages": stages})
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def wired(name: str) -> dict[str, Any]:
         ({}, "stages: a list"),
         ({"stages": ["x"]}, "a stage is a map"),
         ({"stages": [{"stage_id": 1}]}, "must be 0, 1"),
+        ({"pipeline": None, "stages": [{"stage_id": 0}]}, "pipeline None"),
         ({"pipeline": "wan", "stages": [{"stage_id": 0}]}, "pipeline 'wan'"),
         (
             {
@@ -166,7 +168,7 @@ def wired(name: str) -> dict[str, Any]:
 )
 def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> None:
     with pytest.raises(SchemaError, match=fields):
-        DeployConfig.from_dict(values)
+        DeployConfig.from_dict({"pipeline": "bagel", **values})
 
 
 @pytest.mark.parametrize(
@@ -179,15 +181,17 @@ def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> N
     ],
 )
 def test_a_setting_of_another_kind_is_an_error(stage: dict[str, Any], fields: str) -> None:
-    deploy = DeployConfig.from_dict({"stages": [{"stage_id": 0}, {"stage_id": 1, **stage}]})
+    deploy = deployed({}, stage)
     with pytest.raises(SchemaError, match=fields):
-        stage_configs(deploy, "model", {})
+        stage_configs(deploy, "model")
 
 
 def test_an_unknown_connector_is_an_error() -> None:
-    values = {**wired("from_stage_0"), "connectors": {"x": {"name": "PigeonConnector"}}}
-    with pytest.raises(SchemaError, match="no connector 'PigeonConnector'"):
-        stage_configs(DeployConfig.from_dict(values), "model", {})
+    pigeon = deployed(
+        {}, {"input_connectors": {"from_stage_0": "x"}}, connectors={"x": {"name": "Pigeon"}}
+    )
+    with pytest.raises(SchemaError, match="no connector 'Pigeon'"):
+        stage_configs(pigeon, "model")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +210,8 @@ def test_each_tensor_rank_has_a_url(url: str, second: str) -> None:
 
 
 def test_tensor_ranks_of_a_stage_are_one_sink_each() -> None:
-    stages = [{"stage_id": 0, "tensor_parallel_size": 2}, {"stage_id": 1, "cfg_parallel_size": 3}]
-    ar, dit = stage_configs(DeployConfig.from_dict({"stages": stages}), "model", {})
+    ranks = deployed({"tensor_parallel_size": 2}, {"cfg_parallel_size": 3})
+    ar, dit = stage_configs(ranks, "model")
     assert ar.parallel_config.world_size == len(set(ar.kv.sinks)) == 2
     assert (dit.parallel_config.world_size, dit.kv.sinks) == (3, ())
 
@@ -220,18 +224,16 @@ def test_tensor_ranks_of_a_stage_are_one_sink_each() -> None:
     ],
 )
 def test_an_ar_stage_divides_its_heads_alone(parallel: dict[str, int], cure: str) -> None:
-    stages = [{"stage_id": 0, **parallel}, {"stage_id": 1}]
     with pytest.raises(SchemaError, match=cure):
-        stage_configs(DeployConfig.from_dict({"stages": stages}), "model", {})
+        stage_configs(deployed(parallel, {}), "model")
 
 
 def on_ray(first: dict[str, Any], second: dict[str, Any], url: str = "") -> list[Any]:
-    stages = [{"stage_id": 0, **first}, {"stage_id": 1, **second}]
-    how: dict[str, Any] = {"stages": stages}
-    if url:
-        stages[1]["input_connectors"] = {"from_stage_0": "wire"}
-        how["connectors"] = {"wire": {"name": "KVLinkConnector", "extra": {"url": url}}}
-    return stage_configs(DeployConfig.from_dict(how), "model", {})
+    if not url:
+        return stage_configs(deployed(first, second), "model")
+    second = {**second, "input_connectors": {"from_stage_0": "wire"}}
+    wires = {"wire": {"name": "KVLinkConnector", "extra": {"url": url}}}
+    return stage_configs(deployed(first, second, connectors=wires), "model")
 
 
 def test_stages_on_ray() -> None:
@@ -268,3 +270,206 @@ def test_a_reader_has_keys_of_its_own() -> None:
 def test_what_cannot_be_on_ray(first: dict[str, Any], url: str, word: str) -> None:
     with pytest.raises(SchemaError, match=word):
         on_ray(first, {}, url)
+
+
+RFC = """
+stage_args:
+  - stage_id: 0
+    stage_type: llm
+    runtime: {devices: "0", max_batch_size: 2}
+    engine_args:
+      model_stage: thinker
+      model_arch: BagelForConditionalGeneration
+      worker_cls: vllm_omni.worker.gpu_ar_worker.GPUARWorker
+      scheduler_cls: vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler
+      gpu_memory_utilization: 0.4
+      engine_output_type: text
+      distributed_executor_backend: "mp"
+      max_num_batched_tokens: 3200
+      tensor_parallel_size: 2
+      omni_kv_config: {need_send_cache: true, kv_transfer_criteria: {type: prefill_finished}}
+    final_output: true
+    final_output_type: text
+    is_comprehension: true
+    default_sampling_params: {temperature: 0.4, top_k: 1, max_tokens: 2048, detokenize: True}
+  - stage_id: 1
+    stage_type: diffusion
+    runtime: {devices: "1", max_batch_size: 1, process: true}
+    engine_args:
+      model_stage: dit
+      engine_output_type: image
+      parallel_config: {cfg_parallel_size: 2}
+      omni_kv_config: {need_recv_cache: true}
+    engine_input_source: [0]
+    final_output: true
+    final_output_type: image
+    default_sampling_params: {temperature: 0.0, top_p: 1.0, top_k: -1, seed: 52}
+runtime:
+  enabled: true
+  defaults: {window_size: -1, max_inflight: 1}
+  connectors:
+    shared_memory_connector:
+      name: SharedMemoryConnector
+      extra: {shm_threshold_bytes: 65536}
+  edges:
+    - {from: 0, to: 1, window_size: -1}
+"""
+"""The form of vLLM-Omni's RFC, with the values of its BAGEL file and a few more."""
+
+
+def written(tmp_path: Path, text: str, name: str = "mine.yaml") -> Path:
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+def test_the_form_of_the_rfc(tmp_path: Path) -> None:
+    deploy = DeployConfig.load(written(tmp_path, RFC))
+    assert (deploy.pipeline, deploy.kinds()) == ("bagel", ["ar", "dit"])
+    ar, dit = stage_configs(deploy, "model")
+    assert isinstance(ar, OmniARConfig)
+    assert (ar.max_num_seqs, ar.num_blocks, ar.distributed_executor_backend) == (2, 200, "mp")
+    assert ar.parallel_config.tensor_parallel_size == len(ar.kv.sinks) == 2
+    assert dit.parallel_config.cfg_parallel_size == 2
+    assert deploy.stages[1].settings["own_process"] is True
+    assert deploy.stages[1].sampling == {"seed": 52}
+    thinking = RFC.replace(", kv_transfer_criteria: {type: prefill_finished}", "")
+    assert DeployConfig.load(written(tmp_path, thinking)).pipeline == "bagel_think"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ("BagelForConditionalGeneration", "QwenForCausalLM", "the model is QwenForCausalLM"),
+        ("      model_arch: BagelForConditionalGeneration\n", "", "the model is not named"),
+        ("prefill_finished", "special_token", "kv_transfer_criteria"),
+        ("need_recv_cache: true", "need_recv_cache: false", "need_recv_cache"),
+        ("engine_input_source: [0]", "engine_input_source: [1]", "engine_input_source"),
+        ("from: 0, to: 1", "from: 1, to: 0", "an edge from 1 to 0"),
+        ("enabled: true", "mode: fast", "runtime: .* mode"),
+        ("model_stage: dit", "model_stage: talker", "model_stage 'talker'"),
+        ("stage_args:", "stages: []\nstage_args:", "one of them"),
+        (
+            'devices: "1", max',
+            'cfg_parallel_size: 3, devices: "1", max',
+            "cfg_parallel_size is 3, and 2 under parallel_config",
+        ),
+    ],
+)
+def test_what_the_rfc_form_may_not_say(tmp_path: Path, old: str, new: str, word: str) -> None:
+    assert old in RFC
+    with pytest.raises(SchemaError, match=word):
+        stage_configs(DeployConfig.load(written(tmp_path, RFC.replace(old, new))), "model")
+
+
+def test_a_file_of_another_name_names_its_pipeline(bagel: Path) -> None:
+    other = bagel.with_name("indextts2.yaml")
+    other.write_text(bagel.read_text())
+    with pytest.raises(SchemaError, match=r"no pipeline is named; this engine runs bagel, "):
+        DeployConfig.load(other)
+    other.write_text("base_config: bagel.yaml\n")
+    assert DeployConfig.load(other).pipeline == "bagel"
+
+
+def test_a_thin_file_changes_fields_of_stages(bagel: Path) -> None:
+    thin = (
+        "base_config: bagel.yaml\n"
+        "dtype: float32\n"
+        "stages: [{stage_id: 0, max_num_seqs: 2, default_sampling_params: {seed: 7}}]\n"
+        "connectors: {shared_memory_connector: {extra: {quota: 8}}}\n"
+    )
+    ar, dit = configs(written(bagel.parent, thin))
+    assert (ar.max_num_seqs, ar.num_blocks, ar.dtype, dit.dtype) == (2, 2048, "float32", "float32")
+    assert ar.kv.sink_options == {"quota": 8}
+    first, second = DeployConfig.load(bagel.parent / "mine.yaml").stages
+    assert (first.sampling["seed"], first.sampling["top_p"], second.sampling) == (
+        *(7, 0.9),
+        {"seed": 52},
+    )
+
+
+def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
+    written(tmp_path, "base_config: two.yaml\n", "one.yaml")
+    with pytest.raises(SchemaError, match="leads back"):
+        DeployConfig.load(written(tmp_path, "base_config: one.yaml\n", "two.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "word"),
+    [
+        ({"num_replicas": 2}, "num_replicas 2: only 1 is supported"),
+        ({"hf_overrides": {"rope": 1}}, "hf_overrides"),
+        ({"quantization": "fp8"}, "quantization 'fp8'"),
+        ({"model": "other"}, "model 'other'"),
+        ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "kv_transfer_config"),
+        ({"parallel_config": {"ulysses_degree": 4}}, "ulysses_degree 4"),
+        ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
+        ({"load_format": "dummy"}, "load_format 'dummy'"),
+        ({"vae_use_tiling": True}, "vae_use_tiling"),
+        ({"parallel_config": 2}, "parallel_config is a map"),
+        ({"an_unknown_field": 1}, "an_unknown_field"),
+        ({"default_sampling_params": {"min_tokens": 3}}, "min_tokens 3"),
+        ({"default_sampling_params": {"extra_args": {"a": 1}}}, "extra_args"),
+        ({"default_sampling_params": {"top_k": "many"}}, "top_k 'many'"),
+        ({"default_sampling_params": {"top_p": 1.5}}, "top_p 1.5"),
+        ({"default_sampling_params": {"repetition_penalty": 0}}, "repetition_penalty 0"),
+        ({"default_sampling_params": [1]}, "default_sampling_params is a map"),
+        ({"cache_backend": "tea_cache"}, "cache_backend 'tea_cache': only 'none'"),
+        ({"devices": "0,0"}, "devices '0,0'"),
+        ({"devices": "gpu"}, "devices 'gpu'"),
+        ({"devices": "0", "device": "cuda:1"}, "one of them"),
+        ({"env": "A=1"}, "env is a map"),
+        ({"input_connectors": {"from_stage_0": "x"}}, "no such stage"),
+        ({"output_connectors": {"to_stage_2": "x"}}, "only to_stage_1"),
+        ({"start_timeout": 0}, "start_timeout 0"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "for 2 ranks"),
+    ],
+)
+def test_nothing_is_taken_silently(stage: dict[str, Any], word: str) -> None:
+    with pytest.raises(SchemaError, match=word):
+        stage_configs(deployed(stage, {}), "model")
+
+
+@pytest.mark.parametrize("name", ["session_mode", "duplex_session", "custom_voice_dir", "typo"])
+def test_fields_of_the_deployment_that_are_not_supported(name: str) -> None:
+    with pytest.raises(SchemaError, match=f"the deployment: {name}"):
+        deployed({}, {}, **{name: "x"})
+
+
+def test_an_unknown_override_is_an_error() -> None:
+    with pytest.raises(SchemaError, match="no stage has dtyp; there are"):
+        deployed({}, {}).overridden({"dtyp": "float32"})
+    first, second = deployed({}, {}).overridden({"cache_backend": "tea_cache"}).stages
+    assert (first.settings, second.settings) == ({}, {"cache_backend": "tea_cache"})
+
+
+def test_both_ends_name_one_connector() -> None:
+    wires = {"a": {"name": "SharedMemoryConnector"}, "b": {"name": "SharedMemoryConnector"}}
+    sends = {"output_connectors": {"to_stage_1": "a"}}
+    assert deployed(sends, {}, connectors=wires).stages[1].connector is not None
+    with pytest.raises(SchemaError, match="a or b"):
+        deployed(sends, {"input_connectors": {"from_stage_0": "b"}}, connectors=wires)
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ({"protocol": "efa"}, "protocol 'efa'"),
+        ({"memory_pool_device": "cuda"}, "memory_pool_device 'cuda'"),
+        ({"master": "10.0.0.1:1"}, "no use is known for master"),
+    ],
+)
+def test_what_a_mooncake_connector_may_not_say(extra: dict[str, Any], word: str) -> None:
+    wires = {"x": {"name": "MooncakeTransferEngineConnector", "extra": extra}}
+    second = {"input_connectors": {"from_stage_0": "x"}}
+    with pytest.raises(SchemaError, match=word):
+        stage_configs(deployed({}, second, connectors=wires), "model")
+
+
+def test_a_platform_changes_stages(bagel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = bagel.read_text() + "platforms: {cuda: {stages: [{stage_id: 0, max_num_seqs: 9}]}}\n"
+    thin = written(bagel.parent, "base_config: bagel.yaml\nstages: [{stage_id: 0, devices: '0'}]\n")
+    bagel.write_text(text)
+    assert DeployConfig.load(thin).stages[0].settings["max_num_seqs"] == 3
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert DeployConfig.load(thin).stages[0].settings["max_num_seqs"] == 9

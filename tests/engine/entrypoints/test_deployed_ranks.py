@@ -32,7 +32,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def deployed(ar: dict[str, Any], dit: dict[str, Any], url: str = "") -> OmniDiffusion:
     """Two stages; over shared memory, or from a URL on."""
     stages: list[dict[str, Any]] = [{"stage_id": 0, **ar}, {"stage_id": 1, **dit}]
-    how: dict[str, Any] = {"stages": stages}
+    how: dict[str, Any] = {"pipeline": "bagel", "stages": stages}
     if url:
         stages[1]["input_connectors"] = {"from_stage_0": "kv"}
         how["connectors"] = {"kv": {"name": "KVLinkConnector", "extra": {"url": url}}}

@@ -214,9 +214,8 @@ def test_errors_during_startup_are_raised_unchanged(
     with pytest.raises(FileNotFoundError, match=r"rank [01]: .*nowhere"):
         MultiprocExecutor(OmniDiffusionConfig("/nowhere", **two))
     kv = KVConfig(sources=(url(),), connect_timeout=WAIT)
-    monkeypatch.setattr(MultiprocExecutor, "start_timeout", 0.5)
     with pytest.raises(TransferTimeout, match=r"start: no answer of rank 0, 1 within 0\.5 s"):
-        MultiprocExecutor(OmniDiffusionConfig(model, kv=kv, **two))
+        MultiprocExecutor(OmniDiffusionConfig(model, kv=kv, start_timeout=0.5, **two))
     assert list(tmp_path.glob("kvl-ranks-*")) == []
 
 

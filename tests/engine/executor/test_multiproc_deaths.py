@@ -191,10 +191,11 @@ def test_a_deployment_of_which_both_stages_have_workers(monkeypatch: pytest.Monk
     monkeypatch.setenv(NESTED, "1")
     mp = {"distributed_executor_backend": "mp", "num_threads": 1}
     how = {
+        "pipeline": "bagel",
         "stages": [
             {"stage_id": 0, **mp},
             {"stage_id": 1, **mp, "data_parallel_size": 2, "max_num_seqs": 2},
-        ]
+        ],
     }
     photo = torch.arange(160 * 160 * 3).remainder(251).to(torch.uint8).reshape(160, 160, 3)
     prompts = [f"a fox, number {seed}" for seed in range(4)] + [[photo, "make it night"]]

@@ -29,7 +29,6 @@ from omni_kvlink.engine import (
     RequestAborted,
     StageActor,
 )
-from omni_kvlink.engine.ray.executor import RayExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,9 +102,10 @@ def stages(connector: dict[str, Any] | None = None, **fields: Any) -> dict[str, 
     first = {"stage_id": 0, "own_process": "ray", "ray": {"resources": {"other": 0.5}}}
     second = {"stage_id": 1, "own_process": "ray", "ray": {"resources": {"head": 0.5}}, **fields}
     if connector is None:
-        return {"stages": [first, second]}
+        return {"pipeline": "bagel", "stages": [first, second]}
     second["input_connectors"] = {"from_stage_0": "wire"}
-    return {"stages": [first, second], "connectors": {"wire": connector}}
+    wires = {"wire": connector}
+    return {"pipeline": "bagel", "stages": [first, second], "connectors": wires}
 
 
 ZMQ = {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://{node}:0"}}
@@ -302,7 +302,7 @@ def test_the_stage_of_a_lost_node_restarts_on_another(nodes: Nodes) -> None:
 
 
 def test_errors_during_startup_name_the_cause(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes,
 ) -> None:
     def start(model: str = "", **fields: Any) -> None:
         how = config(None, distributed_executor_backend="ray", **fields)
@@ -316,9 +316,8 @@ def test_errors_during_startup_name_the_cause(
         start(device="cuda:1")
     with pytest.raises(EngineError, match=rf"in the Ray cluster at {nodes.address}, not"):
         start(ray=RayConfig(address="127.0.0.9:1"))
-    monkeypatch.setattr(RayExecutor, "start_timeout", 1.0)
     with pytest.raises(TransferTimeout, match=r"no room for 1 × .*'CPU': 64"):
-        start(ray=RayConfig(num_cpus=64))
+        start(ray=RayConfig(num_cpus=64), start_timeout=1.0)
 
 
 def test_a_process_that_was_in_a_cluster_stays_there(nodes: Nodes) -> None:

@@ -12,7 +12,8 @@ DiffusionEngine(OmniDiffusionConfig("nowhere", distributed_executor_backend="ray
 """
 STAGE = """
 from omni_kvlink.engine import OmniDiffusion
-OmniDiffusion("nowhere", {"stages": [{"stage_id": 0, "own_process": "ray"}]})
+stages = [{"stage_id": 0, "own_process": "ray"}]
+OmniDiffusion("nowhere", {"pipeline": "bagel_single_stage", "stages": stages})
 """
 
 

@@ -30,6 +30,7 @@ from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
 TWO: dict[str, Any] = {
+    "pipeline": "bagel",
     "stages": [
         {"stage_id": 0},
         {"stage_id": 1, "own_process": True, "input_connectors": {"from_stage_0": "wire"}},
@@ -48,7 +49,7 @@ def two(own_process: bool, connector: str = "shm") -> dict[str, Any]:
     if connector == "zmq":
         wire = {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://127.0.0.1:0"}}
     stages = [{**TWO["stages"][0]}, {**TWO["stages"][1], "own_process": own_process}]
-    return {"stages": stages, "connectors": {"wire": wire}}
+    return {**TWO, "stages": stages, "connectors": {"wire": wire}}
 
 
 @pytest.mark.parametrize("connector", ["shm", "zmq"])

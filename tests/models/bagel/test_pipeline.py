@@ -12,6 +12,7 @@ from torch import Tensor
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import BagelContexts, BagelPipeline, DenoiseParams, NaiveCache
+from omni_kvlink.models.bagel.token_sampler import TokenSampler
 from omni_kvlink.models.bagel.tokenizer import written_text
 
 from .conftest import SHAPE
@@ -246,7 +247,7 @@ def test_text_is_written_by_the_und_expert_until_its_end(exact: BagelPipeline) -
 
 def test_text_ends_at_the_end_marker(exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = iter([*exact.tokenizer.encode("the end"), exact.special_tokens.eos])
-    monkeypatch.setattr("omni_kvlink.models.bagel.pipeline._pick", lambda *_: next(tokens))
+    monkeypatch.setattr(TokenSampler, "pick", lambda *_: next(tokens))
     assert exact.generate_text(exact.empty_context()) == "the end"
     assert next(tokens, None) is None
 
@@ -283,6 +284,15 @@ def test_sampled_text_depends_on_generator_and_temperature(
     assert sample(0, 1e-4) == sample(1, 1e-4) == exact.generate_text(context, max_length=12)
     with pytest.raises(ValueError, match="temperature"):
         sample(0, 0.0)
+
+
+def test_a_penalty_is_for_the_prompt_too(exact: BagelPipeline) -> None:
+    context = exact.prefill("say it").gen
+    first = exact.generate_text(context, max_length=2)
+    (token,) = exact.tokenizer.encode(first)
+    assert exact.generate_text(context, max_length=2, repetition_penalty=99.0) == first
+    options: dict[str, Any] = {"max_length": 2, "repetition_penalty": 99.0}
+    assert exact.generate_text(context, **options, prompt_ids=[token]) != first
 
 
 def test_encoding_samples_around_the_mean(exact: BagelPipeline, seeded: Seeded) -> None:

@@ -1,0 +1,133 @@
+"""What this engine makes of the fields of a deployment that it has no setting for.
+
+A field that is in no table here is refused: it could change a result, or where a stage runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.engine.entrypoints.deploy_files import BAGEL_ARCHITECTURES
+from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_UNUSED = frozenset(
+    (
+        # memory and speed of another engine
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len"),
+        *("mm_processor_cache_gb", "enable_prefix_caching", "enable_chunked_prefill"),
+        *("async_scheduling", "async_chunk", "enforce_eager", "compilation_config"),
+        *("attention_backend", "attention_config", "moe_backend", "enable_sleep_mode"),
+        *("enable_flashinfer_autotune", "disable_hybrid_kv_cache_manager", "vae_use_slicing"),
+        *("block_size", "max_num_batched_tokens"),
+        # start, limits and reports
+        *("trust_remote_code", "skip_mm_profiling", "profiler_config", "limit_mm_per_prompt"),
+        *("is_comprehension", "window_size", "max_inflight"),
+    )
+)
+"""Fields on which neither a result nor a placement depends; any value."""
+
+_SAME: dict[str, tuple[Any, ...]] = {
+    "num_replicas": (1,),
+    "pipeline_parallel_size": (1,),
+    "ulysses_degree": (1,),
+    "ring_degree": (1,),
+    "allgather_degree": (1,),
+    "vae_patch_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "use_hsdp": (False,),
+    "kv_cache_dtype": ("auto",),
+    "dtype": ("auto",),
+    "load_format": ("auto", "safetensors"),
+    "config_format": ("auto", "hf"),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "vae_use_tiling": (False,),
+    "streaming_output": (False,),
+    "final_output": (True, False),
+    "model_arch": BAGEL_ARCHITECTURES,
+    "session_mode": ("turn",),
+    "model_runner": ("v1",),
+    "active_stream_window": (0,),
+}
+"""Fields that have no setting here, and the values for which this engine does what they say."""
+
+_SAME_BY_KIND: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ar": {
+        "cache_backend": ("none",),
+        "request_batch_max_wait_ms": (0,),
+        "step_execution": (False,),
+        "model_stage": ("thinker", "ar"),
+        "stage_type": ("llm",),
+        "engine_output_type": ("text",),
+        "final_output_type": ("text",),
+        "worker_cls": ("vllm_omni.worker.gpu_ar_worker.GPUARWorker",),
+        "scheduler_cls": ("vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",),
+    },
+    "dit": {
+        "model_stage": ("dit",),
+        "stage_type": ("diffusion",),
+        "engine_output_type": ("image",),
+        "final_output_type": ("image",),
+    },
+}
+_SAME_BY_KIND["all"] = _SAME_BY_KIND["dit"]
+
+_SAME_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "detokenize": (True,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "min_p": (0, 0.0),
+    "min_tokens": (0,),
+    "n": (1,),
+    "output_type": ("pil",),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "skip_special_tokens": (True,),
+}
+
+_TEXT_SAMPLING = frozenset(
+    (
+        *_SAME_SAMPLING,
+        *("max_tokens", "repetition_penalty", "stop", "stop_token_ids"),
+        *("temperature", "top_k", "top_p"),
+    )
+)
+"""Of a text: without effect in a stage that writes none."""
+
+
+def unused_fields(kind: str, fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the fields without an effect, sorted; `where` names the deployment's part in errors.
+
+    Raises:
+        SchemaError: a field could change a result or a placement, and is not supported.
+    """
+    same = {**_SAME, **_SAME_BY_KIND.get(kind, {})}
+    for name, value in fields.items():
+        if name not in _UNUSED and not _says_nothing(value) and value not in same.get(name, ()):
+            raise _unsupported(f"{where}: {name} {value!r:.60}", same.get(name))
+    return tuple(sorted(fields))
+
+
+def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """As `unused_fields`, for `default_sampling_params`."""
+    for name, value in params.items():
+        is_text = kind != "ar" and name in _TEXT_SAMPLING
+        same = _SAME_SAMPLING.get(name)
+        if not (is_text or _says_nothing(value) or value in (same or ())):
+            raise _unsupported(f"{where}: default_sampling_params {name} {value!r:.60}", same)
+    return tuple(sorted(params))
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or (not value and isinstance(value, (str, list, dict)))
+
+
+def _unsupported(what: str, same: tuple[Any, ...] | None) -> SchemaError:
+    cure = f"only {' or '.join(map(repr, same))} is" if same else "it is not"
+    return SchemaError(
+        f"{what}: {cure} supported here, and it could change a result, or where a stage runs; "
+        "remove it if it may be left out"
+    )

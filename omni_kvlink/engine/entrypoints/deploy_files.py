@@ -1,0 +1,197 @@
+"""Reads deploy files, and brings their several forms to one: `stages:` with flat fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omni_kvlink.errors import SchemaError, UnavailableError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PIPELINES = {"bagel": "ar, dit", "bagel_think": "ar, dit", "bagel_single_stage": "all"}
+"""Pipelines, and the kinds of their stages; further stages are of the last kind."""
+
+BAGEL_ARCHITECTURES = ("BagelForConditionalGeneration", "OmniBagelForConditionalGeneration")
+"""Names of BAGEL's model in vLLM-Omni."""
+
+_NESTED = ("runtime", "engine_args", "engine_extras", "parallel_config")
+"""Maps within a stage whose fields are the stage's; in the order in which they may be nested."""
+
+_RENAMED = {"max_batch_size": "max_num_seqs", "process": "own_process"}
+
+
+def read_deploy_file(path: Path) -> dict[str, Any]:
+    """Read a YAML file upon its `base_config`, with flat stages.
+
+    A file named as a pipeline is of that pipeline, as vLLM-Omni's `bagel.yaml`, which names none.
+
+    Raises:
+        SchemaError: the file is no deploy file, or the files are each other's base.
+        UnavailableError: PyYAML is missing.
+        OSError: a file cannot be read.
+    """
+    return _read(path, ())
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deployment with `stages:` of flat fields, for this machine's platform.
+
+    It takes nested fields (`parallel_config:`, `engine_args:`, …) out of their maps, and reads the
+    form with `stage_args:` of vLLM-Omni's earlier releases.
+
+    Raises:
+        SchemaError: one field has two values, or the form is neither of the two.
+    """
+    found = _flat(values)
+    own = found.pop("platforms", {}).get(_platform())
+    return _merge(found, own) if own else found
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in above:
+        raise SchemaError(f"{path.name}: its base_config leads back to it")
+    values = _parse(path)
+    base = values.pop("base_config", None)
+    values = _flat(values)
+    if base is not None:
+        values = _merge(_read(path.parent / str(base), (*above, path)), values)
+    if path.stem in PIPELINES:
+        values.setdefault("pipeline", path.stem)
+    return values
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As `flat`, for all platforms."""
+    found = _from_stage_args(values) if "stage_args" in values else dict(values)
+    if isinstance(found.get("stages"), list):
+        found["stages"] = [_flat_stage(stage) for stage in found["stages"]]
+    platforms = found.pop("platforms", None)
+    if isinstance(platforms, Mapping):
+        found["platforms"] = {name: _flat(own or {}) for name, own in platforms.items()}
+    elif platforms is not None:
+        raise SchemaError(f"platforms: a map is needed, not {platforms!r:.100}")
+    return found
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise UnavailableError(
+            f"deploy files are YAML: pip install 'omni-kvlink[engine]' ({error})"
+        ) from error
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise SchemaError(f"{path.name}: {error}") from None
+    if not isinstance(values, dict):
+        raise SchemaError(f"{path.name}: must be a map at the top level")
+    return values
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the fields of `over`; stages are merged by id, connectors by name."""
+    merged = {**base, **over}
+    if base.get("connectors") and over.get("connectors"):
+        merged["connectors"] = _deep(base["connectors"], over["connectors"])
+    platforms = base.get("platforms") or {}
+    for name, own in (over.get("platforms") or {}).items():
+        merged["platforms"] = {**platforms, name: _merge(platforms.get(name, {}), own)}
+        platforms = merged["platforms"]
+    if isinstance(base.get("stages"), list) and isinstance(over.get("stages") or [], list):
+        merged["stages"] = _merge_stages(base["stages"], over.get("stages") or [])
+    return merged
+
+
+def _merge_stages(base: Sequence[Any], over: Sequence[Any]) -> list[Any]:
+    stages = {_stage_id(stage): stage for stage in base}
+    for stage in over:
+        old = stages.get(_stage_id(stage), {})
+        sampling = _deep(
+            old.get("default_sampling_params") or {}, stage.get("default_sampling_params") or {}
+        )
+        own = {"default_sampling_params": sampling} if sampling else {}
+        stages[_stage_id(stage)] = {**old, **stage, **own}
+    return list(stages.values())
+
+
+def _stage_id(stage: Any) -> int:
+    if not isinstance(stage, Mapping) or not isinstance(stage.get("stage_id"), int):
+        raise SchemaError(f"a stage is a map with a stage_id, not {stage!r:.100}")
+    number: int = stage["stage_id"]
+    return number
+
+
+def _deep(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        old = merged.get(name)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[name] = _deep(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _flat_stage(stage: Any) -> dict[str, Any]:
+    number, found = _stage_id(stage), dict(stage)
+    for name in _NESTED:
+        inner = found.pop(name, None)
+        if inner is None:
+            continue
+        if not isinstance(inner, Mapping):
+            raise SchemaError(f"stage {number}: {name} is a map, not {inner!r:.100}")
+        for own, value in inner.items():
+            field = _RENAMED.get(own, own) if name == "runtime" else own
+            if field in found and found[field] != value:
+                raise SchemaError(
+                    f"stage {number}: {field} is {found[field]!r}, and {value!r} under {name}; "
+                    "say it once"
+                )
+            found[field] = value
+    return found
+
+
+def _from_stage_args(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring the form of vLLM-Omni's RFC to `stages:`; its file says what the pipeline is."""
+    found = dict(values)
+    stages, runtime = found.pop("stage_args"), dict(found.pop("runtime", None) or {})
+    if "stages" in found:
+        raise SchemaError("stage_args and stages: one of them")
+    if not isinstance(stages, list) or not stages:
+        raise SchemaError("stage_args: a list with at least one stage is needed")
+    runtime.pop("enabled", None)
+    runtime.pop("defaults", None)  # of queues between stages, of which there are none here
+    for name in ("connectors", "edges"):
+        if name in runtime:
+            found[name] = runtime.pop(name)
+    if runtime:
+        raise SchemaError(f"runtime: no use is known for {', '.join(sorted(map(str, runtime)))}")
+    found["stages"] = [_flat_stage(stage) for stage in stages]
+    found.setdefault("pipeline", _pipeline_of(found["stages"]))
+    return found
+
+
+def _pipeline_of(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the pipeline of stages that name their model."""
+    models = [stage["model_arch"] for stage in stages if "model_arch" in stage]
+    if not models or any(model not in BAGEL_ARCHITECTURES for model in models):
+        raise SchemaError(
+            f"stage_args: the model is {', '.join(map(str, models)) or 'not named'}, and this "
+            f"engine runs BAGEL: model_arch: {BAGEL_ARCHITECTURES[0]}"
+        )
+    if len(stages) == 1:
+        return "bagel_single_stage"
+    kv = stages[0].get("omni_kv_config")
+    waits = isinstance(kv, Mapping) and "kv_transfer_criteria" in kv
+    return "bagel" if waits else "bagel_think"
+
+
+def _platform() -> str:
+    """Return this machine's name under `platforms:`; "" for a CPU."""
+    if not torch.cuda.is_available():
+        return ""
+    return "rocm" if torch.version.hip else "cuda"
