@@ -170,7 +170,7 @@ def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_k
         future.result(WAIT).result()
     assert not missing or (caught.value.key, caught.value.waited) == ("bad", 0.3)
     if fault_kind == "late":
-        fixture.producer.put(bundle("bad"), ttl=0.1)
+        fixture.producer.put(bundle("bad"), ttl=WAIT)
     for seed, (_name, other) in enumerate(others.items()):
         assert close_to(other.result(WAIT).result()[0], alone(seed=seed))
     assert fixture.manager.stats()["charged"] == 0
