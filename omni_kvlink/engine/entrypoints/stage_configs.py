@@ -114,7 +114,7 @@ def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARCon
 
 
 def _check_placement(stage: StageDeploy, sinks: Sequence[str], *, is_remote: bool) -> None:
-    """Raises SchemaError if a setting for Ray is unknown, or used without Ray; and so on."""
+    """Raises SchemaError if a setting of where a stage runs is unknown, or without effect there."""
     own_process, is_on_ray = stage.settings.get("own_process", False), _is_on_ray(stage)
     error = ""
     if own_process not in (True, False, "ray"):
