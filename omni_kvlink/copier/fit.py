@@ -1,14 +1,13 @@
-"""What every copier checks before it copies a byte: that tensors, plan and memory fit."""
+"""What every copier checks before it writes into tensors: that they fit, and are apart."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.overlap import check_distinct, extent_of
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import dtype_name
+from omni_kvlink.payload.views import check_fit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,22 +15,6 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
-
-
-def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
-    """Raise SchemaError unless views and region match the manifest."""
-    if region.nbytes < manifest.nbytes:
-        raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
-    if len(views) != len(manifest.tensors):
-        raise SchemaError(f"{len(views)} tensors, the manifest has {len(manifest.tensors)}")
-    for view, spec in zip(views, manifest.tensors, strict=True):
-        if view.device.type == "meta":
-            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-        if tuple(view.shape) != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
-            raise SchemaError(
-                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
-                f"the manifest says {spec.dtype} {list(spec.shape)}"
-            )
 
 
 def check_targets(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:

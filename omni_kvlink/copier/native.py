@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink._native import host
 from omni_kvlink.copier.base import Copier
-from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, packed_view, tensor_view
+from omni_kvlink.payload.views import TensorView, check_fit, packed_view, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,12 +13,12 @@ import msgspec
 
 from omni_kvlink._native import cuda, host
 from omni_kvlink.copier.base import GatherHandle
-from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.native import NativeCopier, failures
 from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.manifest import TensorSpec
-from omni_kvlink.payload.views import TensorView, packed_view
+from omni_kvlink.payload.views import TensorView, check_fit, packed_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

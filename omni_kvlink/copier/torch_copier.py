@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from omni_kvlink.copier.base import Copier
-from omni_kvlink.copier.fit import check_fit, check_targets
+from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.paged import STEP, PagedTensor
-from omni_kvlink.payload.views import TensorView, tensor_view
+from omni_kvlink.payload.views import TensorView, check_fit, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,8 +7,7 @@ import operator
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, check_branches
-from omni_kvlink.payload.paged import as_int
+from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, as_int, check_branches
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, PayloadBase, Reserve
 from omni_kvlink.payload.tensor_data import TensorTransferData
 

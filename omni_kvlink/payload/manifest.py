@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import platform
 import re
 import reprlib
@@ -472,6 +473,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         _check_completeness(manifest)
         header.refuse_duplicates()
         return manifest
+
+
+def as_int(value: object) -> object:
+    """An int for an integer of numpy or torch; all else, bools too, as it is, to be refused."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return value
 
 
 def tensor_names(branch: Branch) -> Iterator[str]:

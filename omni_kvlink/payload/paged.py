@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.manifest import as_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -210,16 +210,6 @@ def check_strided(tensor: object, where: str) -> None:
     needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     if needed > nbytes and tensor.is_contiguous():
         raise SchemaError(f"{where}: its storage was cut to {nbytes} bytes, it needs {needed}")
-
-
-def as_int(value: object) -> object:
-    """An int for an integer of numpy or torch; all else, bools too, as it is, to be refused."""
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
-        return value
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return value
 
 
 def _check_sizes(block_size: int, tokens: int) -> tuple[int, int]:

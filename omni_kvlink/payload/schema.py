@@ -22,11 +22,11 @@ from omni_kvlink.payload.manifest import (
     Manifest,
     Reuse,
     Shard,
+    as_int,
     check_branches,
     length_complaints,
     tensor_names,
 )
-from omni_kvlink.payload.paged import as_int
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (

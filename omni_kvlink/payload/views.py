@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import TensorSpec
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
@@ -47,6 +47,22 @@ def check_view(view: object, where: str) -> TensorView:
     if view.dtype not in _NAMES:
         raise SchemaError(f"{where}: dtype {view.dtype} cannot be sent; use one of {_ALL_NAMES}")
     return view
+
+
+def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
+    """Raise SchemaError unless views and region match the manifest."""
+    if region.nbytes < manifest.nbytes:
+        raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
+    if len(views) != len(manifest.tensors):
+        raise SchemaError(f"{len(views)} tensors, the manifest has {len(manifest.tensors)}")
+    for view, spec in zip(views, manifest.tensors, strict=True):
+        if view.device.type == "meta":
+            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
+        if tuple(view.shape) != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
+            raise SchemaError(
+                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
+                f"the manifest says {spec.dtype} {list(spec.shape)}"
+            )
 
 
 def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
