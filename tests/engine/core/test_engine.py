@@ -171,6 +171,7 @@ def test_what_one_request_lacks_is_its_own_error(fixture: EngineFixture, fault_k
     assert not missing or (caught.value.key, caught.value.waited) == ("bad", 0.3)
     if fault_kind == "late":
         fixture.producer.put(bundle("bad"), ttl=WAIT)
+        fixture.producer.abort("bad")
     for seed, (_name, other) in enumerate(others.items()):
         assert close_to(other.result(WAIT).result()[0], alone(seed=seed))
     assert fixture.manager.stats()["charged"] == 0
