@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 from doc_blocks import DOCS, ROOT, Block, blocks, directory, execute, pages
+from zmq_fixtures import free_port
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, TensorTransferData, errors
 from omni_kvlink.adapters import PagedCache
@@ -202,6 +203,9 @@ def test_the_scripts_of_the_start_run_in_two_processes(section: str, here: Path)
     scripts = [block.text for block in found if block.language == "python"]
     assert len(scripts) == 2
     assert all(script.count("\n") <= 15 for script in scripts)
+    port = free_port()
+    scripts = [script.replace(":27000", f":{port}") for script in scripts]
+    assert section != "Send between machines" or all(f":{port}" in script for script in scripts)
     producer, consumer = (
         subprocess.Popen(
             [sys.executable, "-W", "error::ResourceWarning", "-c", script],
