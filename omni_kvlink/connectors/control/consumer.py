@@ -173,6 +173,8 @@ class ControlSession(RemoteSession):
         try:
             self._socket.send([encode(message)])
         except zmq.ZMQError:
+            if not self.ready.done():
+                return  # the connection is lost, and ZMQ makes another: `Hello` is sent again
             self._outbox.clear()
             self.disconnect(PeerLostError(f"{self._url}: the producer takes no more messages"))
 
@@ -183,10 +185,9 @@ class ControlSession(RemoteSession):
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._was_connected, self._is_handshaken = True, False
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._socket is not None:
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._handshake_error, self._is_handshaken = "", True
-            _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
-            self._transmit(self._hello)
+            self._send_hello()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.set_ready(
                 ConnectorError(
@@ -198,8 +199,19 @@ class ControlSession(RemoteSession):
             self.set_ready(PeerLostError(f"{self._url}: nobody serves it"))
         elif event & BROKEN or (event == zmq.EVENT_DISCONNECTED and not self._is_handshaken):
             self._handshake_error = "another protocol, or the wrong key"
-        elif event == zmq.EVENT_DISCONNECTED and self._is_greeted:
+        elif event == zmq.EVENT_DISCONNECTED and self.ready.done():
             self._is_lost = True
+        elif event == zmq.EVENT_DISCONNECTED:  # ZMQ connects again
+            self._forget_connection()
+
+    def _send_hello(self) -> None:
+        if self._socket is not None and not self.ready.done():
+            _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
+            self._transmit(self._hello)
+
+    def _forget_connection(self) -> None:
+        """Undo what was done since the handshake, of a connection that was lost before `ready`."""
+        self._is_greeted = self._is_handshaken = False
 
     def _on_idle(self) -> None:
         """Handle a disconnect after the producer's last messages were read."""
@@ -207,6 +219,8 @@ class ControlSession(RemoteSession):
             self.disconnect(PeerLostError(f"{self._url}: the producer is gone"))
 
     def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+        if not self._is_handshaken and not self.ready.done():
+            return  # from a connection that was lost
         try:
             message = decode(frames[0].bytes)
             if not self._is_greeted:

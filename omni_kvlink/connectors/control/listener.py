@@ -328,12 +328,26 @@ class ControlListener(Listener):
         # Handle the end of the connection that had this descriptor before.
         self._socket.read_events()
         descriptor = int(frame.get(zmq.SRCFD))
-        if descriptor not in self._ungreeted:
+        former = self._by_descriptor.get(descriptor)
+        if former is None and descriptor not in self._ungreeted:
             return  # disconnected already
-        del self._ungreeted[descriptor]
         peer = PeerConnection(self, identity, self._socket.duplicate(descriptor))
-        self._by_descriptor[descriptor] = self._peers[identity] = peer
-        self.send_frames(peer, [encode(self.producer.hello)])
+        self._peers[identity] = peer
+        try:
+            self._socket.send([identity, encode(self.producer.hello)])
+        except zmq.ZMQError:  # disconnected; the descriptor may be that of a later connection
+            del self._peers[identity]
+            self._socket.close_duplicate(peer.duplicate)
+            return
+        if former is not None:  # its `Hello` came after its end, and was taken for this one's
+            self._drop_connection(former)
+        self._ungreeted.pop(descriptor, None)
+        self._by_descriptor[descriptor] = peer
+
+    def _drop_connection(self, peer: PeerConnection) -> None:
+        """Remove a peer whose connection has ended, as soon as its last messages are read."""
+        self._socket.close_duplicate(peer.duplicate)
+        self._disconnected.append(peer)
 
     def _on_address(self, peer: PeerConnection, address: TransportAddress) -> None:
         sender = self.find_sender(needs_address=True)
@@ -359,8 +373,7 @@ class ControlListener(Listener):
             if peer is not None:
                 if peer.has_unread_data():
                     self._count("too long")
-                self._socket.close_duplicate(peer.duplicate)
-                self._disconnected.append(peer)
+                self._drop_connection(peer)
             elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
                 del self._ungreeted[value]
                 self._count("no greeting")

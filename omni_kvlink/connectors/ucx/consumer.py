@@ -128,8 +128,16 @@ class UcxSession(ControlSession):
             with contextlib.suppress(ClosedError):
                 self._ucx_transport.cancel(request)
 
+    def _forget_connection(self) -> None:
+        super()._forget_connection()
+        self._disconnect_endpoint()
+
     def _close_connection(self) -> None:
         super()._close_connection()
-        if self._endpoint is not None:
+        self._disconnect_endpoint()
+
+    def _disconnect_endpoint(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
             with contextlib.suppress(ClosedError):
-                self._ucx_transport.disconnect(self._endpoint)
+                self._ucx_transport.disconnect(endpoint)

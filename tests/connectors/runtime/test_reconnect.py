@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import os
 import socket
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zmq
 from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.connectors.control.consumer import ControlSession
+from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.lowlevel import begin_get, can_retry
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -23,11 +28,18 @@ from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from fault_harness import Start
 
     from omni_kvlink import KVProducer
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+
+UCX = pytest.param(
+    "ucx",
+    marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +159,135 @@ def test_a_get_that_waits(producer: KVProducer, cable: Cable, reader: RemoteLink
     receipt = producer.put(Recipe("k").make())
     assert get.result(PATIENCE) == fingerprint(Recipe("k").make())
     receipt.wait(timeout=60)
+
+
+@pytest.mark.parametrize("transport", ["tcp", UCX])
+@pytest.mark.parametrize("when", ["before", "sent", "answered", "connected-again"])
+def test_a_connection_that_is_lost_around_hello(
+    monkeypatch: pytest.MonkeyPatch, port: int, cable: Cable, transport: str, when: str
+) -> None:
+    """The handshake has succeeded, and nobody answers `Hello`: the next connection carries it."""
+    scheme, query = ("zmq+tcp", "") if transport == "tcp" else ("ucx", "?trusted_network=1")
+    send_hello, cuts = ControlSession._send_hello, list[int]()
+
+    def cut_first(session: ControlSession) -> None:
+        def has(event: int) -> bool:
+            assert session._socket is not None
+            return bool(int(session._socket.socket.getsockopt(zmq.EVENTS)) & event)
+
+        if when != "before" or len(cuts) == 3:
+            send_hello(session)
+        if len(cuts) == 3:
+            return
+        cuts.append(0)
+        if when in ("answered", "connected-again"):
+            until(lambda: has(zmq.POLLIN), "the answer came")
+        if when == "answered":  # ZMQ drops it just after it reports the end
+            session._on_event(zmq.EVENT_DISCONNECTED, 0)
+            session._loop.call(cable.cut)
+            return
+        cable.cut()
+        until(lambda: not has(zmq.POLLOUT), "ZMQ noticed")
+        if when == "connected-again":
+            until(lambda: has(zmq.POLLOUT), "ZMQ connected again")
+        if when == "before":
+            send_hello(session)
+
+    monkeypatch.setattr(ControlSession, "_send_hello", cut_first)
+    with (
+        KVLink.serve(f"{scheme}://127.0.0.1:{port}{query}") as producer,
+        KVLink.connect(f"{scheme}://127.0.0.1:{cable.port}{query}", timeout=60) as reader,
+    ):
+        assert len(cuts) == 3
+        producer.put(Recipe("k").make())
+        with reader.get("k", timeout=60) as data:
+            assert fingerprint(data) == fingerprint(Recipe("k").make())
+
+
+@contextlib.contextmanager
+def next_descriptor(number: int) -> Iterator[None]:
+    """Wait until a descriptor is closed, and have this process open it next."""
+    fillers = list[int]()
+    try:
+        while not fillers or fillers[-1] != number:
+            fillers.append(os.dup(0))
+            if fillers[-1] > number:  # not closed yet
+                os.close(fillers.pop())
+        os.close(fillers.pop())
+        yield
+    finally:
+        for filler in fillers:
+            os.close(filler)
+
+
+@pytest.mark.parametrize("order", ["first", "unnoticed", "last"])
+def test_a_hello_that_is_read_after_its_connection_ended(
+    sockets: str, start: Start, order: str
+) -> None:
+    """The connection that has got its descriptor meanwhile is greeted all the same."""
+    path, held, busy = f"ipc://{sockets}/late.sock", threading.Event(), threading.Event()
+    with KVLink.serve(f"zmq+{path}") as producer:
+        end: Any = producer._end
+        (listener,) = end.listeners
+        ungreeted, reader = listener._ungreeted, RemoteLink(start(), "r")
+        if order == "unnoticed":
+            listener._socket.send = unnoticed_once(listener._socket.send)
+        elif order == "last":
+            listener._on_hello = first_last(listener._on_hello)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as bare:
+            with bare.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+                bare.connect(path)
+                assert monitor.poll(int(PATIENCE * 1000))
+                bare.disable_monitor()
+            (descriptor,) = ungreeted
+            end.loop.call(partial(hold, held, busy))
+            assert held.wait(PATIENCE)
+            bare.send(encode(own_hello()))
+        with next_descriptor(descriptor):
+            connecting = reader.submit("connect", url=producer.url, timeout=60)
+            until(lambda: is_open(descriptor), "the next connection was accepted")
+        busy.set()
+        connecting.result(PATIENCE)
+        receipt = producer.put(Recipe("k").make())
+        assert reader.call("get", key="k", timeout=60) == fingerprint(Recipe("k").make())
+        receipt.wait(timeout=60)
+
+
+def hold(held: threading.Event, end: threading.Event) -> None:
+    held.set()
+    end.wait(PATIENCE)
+
+
+def unnoticed_once(send: Callable[..., None]) -> Callable[..., None]:
+    """Have the first message vanish, as before ZMQ has noticed that its peer disconnected."""
+    calls = list[int]()
+
+    def replacement(*arguments: Any, **options: Any) -> None:
+        calls.append(0)
+        if len(calls) > 1:
+            send(*arguments, **options)
+
+    return replacement
+
+
+def first_last(on_hello: Callable[..., None]) -> Callable[..., None]:
+    """Have the first `Hello` read after the second: ZMQ orders those of one connection only."""
+    kept = list[Any]()
+
+    def replacement(*arguments: Any) -> None:
+        kept.insert(0, arguments)
+        if len(kept) > 1:
+            while kept:
+                on_hello(*kept.pop(0))
+
+    return replacement
+
+
+def is_open(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(descriptor)
+        return True
+    return False
 
 
 def test_a_get_whose_bytes_are_coming(
