@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -9,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
-from omni_kvlink.connectors.protocol.call_checks import check_timeout
+from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger
 from omni_kvlink.errors import (
     ClosedError,
@@ -142,7 +143,8 @@ def begin_get(
     that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
     PeerLostError if the producer is gone and did not come back in time.
     """
-    consumer._check_open()
+    if consumer._closed or os.getpid() != consumer._pid:  # the call costs more than the test
+        consumer._check_open()
     key, limit = check_request_id(request_id), check_timeout(timeout)
     check = verify != "off"
     return consumer._end.begin_get(key, timeout=limit, streamed=streamed, verify=check)

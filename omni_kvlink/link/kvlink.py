@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.protocol.call_checks import check_timeout
+from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.link.consumer import KVConsumer

@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from omni_kvlink.connectors.base import Producer
-from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
+from omni_kvlink.connectors.protocol.call_checks import check_process
+from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams, GatherHandle, StreamEvents
@@ -178,7 +179,8 @@ class KVProducer(LinkEnd):
         self._allocations.clear()  # they would keep the memory for as long as the closed link
 
     def _ledger(self, digests: bool | None) -> Ledger:
-        self._check_open()
+        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+            self._check_open()
         with_digests = self._digests if digests is None else digests
         algorithm = "crc32c" if with_digests else "off"
         copier = self._copier

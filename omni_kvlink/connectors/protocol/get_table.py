@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, TypeVar
 
-from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
+from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Committed,
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+MAX_TIMEOUT = 1e9
+"""Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
 
 
 class Progress:
@@ -169,7 +171,8 @@ class Delivery:
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
-        check_process(self._pid, f"payload {self.key!r}")
+        if os.getpid() != self._pid:
+            check_process(self._pid, f"payload {self.key!r}")
 
     @property
     def region(self) -> Region | None:
@@ -339,7 +342,8 @@ class GetTable:
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
         """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
-        check_process(self._pid, f"the get of {get_state.key!r}")
+        if os.getpid() != self._pid:
+            check_process(self._pid, f"the get of {get_state.key!r}")
         try:
             return result_of(get_state.future, check_timeout(timeout))
         except FutureTimeout as error:
@@ -474,6 +478,16 @@ class GetTable:
 
 def _ignore(message: Message) -> None:
     pass
+
+
+def check_timeout(seconds: float, name: str = "timeout") -> float:
+    """Return a timeout that every clock accepts; infinity means no limit.
+
+    Raises ValueError for a negative number, and for NaN, which no comparison would ever end.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"{name}={seconds}: seconds from 0 on; float('inf') for no limit")
+    return min(seconds, MAX_TIMEOUT)
 
 
 def result_of(future: Future[T], timeout: float | None = None) -> T:

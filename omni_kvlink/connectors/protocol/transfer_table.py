@@ -24,8 +24,9 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from omni_kvlink.connectors.protocol.call_checks import check_process, check_timeout
+from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,

@@ -12,10 +12,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.call_checks import check_timeout
 from omni_kvlink.connectors.protocol.get_table import (
     GetState,
     GetTable,
+    check_timeout,
     get_error,
     result_of,
 )
