@@ -126,7 +126,12 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
     no_digests = "no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
-    add("--verify", default="auto", choices=("auto", "full"), help="full: the reader checks them")
+    add(
+        "--verify",
+        default="auto",
+        choices=("auto", "full", "off"),
+        help="full: the reader checks every digest; auto: those of bytes from a socket; off: none",
+    )
     add("--threads", type=_positive, default=1, help="torch's, at both ends (default: 1)")
     add("--idle", type=float, default=0.0, metavar="SECONDS", help="measure the idle CPU so long")
 

@@ -25,7 +25,10 @@ def shm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def inproc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _document(tmp_path_factory, ["--connector", "inproc", "--no-digests", "--idle", "0.2"])
+    return _document(
+        tmp_path_factory,
+        ["--connector", "inproc", "--no-digests", "--verify", "off", "--idle", "0.2"],
+    )
 
 
 @pytest.fixture(params=["shm", "inproc"])
