@@ -43,6 +43,7 @@ LAYERS = (
     "engine.errors engine.sampling engine.config",
     "engine.request",
     "engine.outputs",
+    "engine.ar_outputs",
     "engine.ipc",
     "engine.parallel",
     "engine.kv engine.step_cache",

@@ -3,6 +3,7 @@
 A request passes scheduler → executor → worker → runner → pipeline; docs/engine.md walks it.
 """
 
+from omni_kvlink.engine.ar_outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig
 from omni_kvlink.engine.config import KVConfig as KVConfig
 from omni_kvlink.engine.config import OmniARConfig as OmniARConfig
@@ -26,7 +27,6 @@ from omni_kvlink.engine.executor import FailureCallback as FailureCallback
 from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
 from omni_kvlink.engine.kv.kv_manager import KVState as KVState
-from omni_kvlink.engine.outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput

@@ -131,10 +131,3 @@ class DiffusionSchedulerOutput:
     def is_empty(self) -> bool:
         """Whether nothing can run now."""
         return not self.requests
-
-
-@dataclasses.dataclass
-class ARSchedulerOutput(DiffusionSchedulerOutput):
-    """A step of an AR stage: the blocks of each request's KV, by branch, in token order."""
-
-    block_ids: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)

@@ -66,10 +66,10 @@ class EngineCore:
         return future
 
     def step(self) -> list[DiffusionOutput]:
-        """Run one batch, if one is ready; returns the outputs, or errors, of what has ended."""
+        """Run one step, if one is ready; returns the outputs, or errors, of what has ended."""
         if longest := self._max_wait:
             self.scheduler.wait_for_batch(timeout=longest, stable=longest * _STABLE)
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(start=not self._calls)
         ended = self._take_ended()
         if scheduled.is_empty:
             return ended
@@ -90,7 +90,7 @@ class EngineCore:
         self._resolve_ended()
 
     def call(self, call: Callable[[], Any], *, timeout: float) -> Any:
-        """Run a call in the engine's thread, between two batches; returns what it returns."""
+        """Run a call in the engine's thread while no request runs; returns what it returns."""
         answer: Future[Any] = Future()
         with self._lock:
             self._check_alive()
@@ -109,7 +109,8 @@ class EngineCore:
         while not self.scheduler.is_stopped:
             if self.scheduler.wait(timeout=_IDLE):
                 self._resolve(self.step())
-            self._run_calls()
+            if not self.scheduler.num_running:
+                self._run_calls()
         self._run_calls()  # one that came while the loop stopped has a caller that waits
 
     def _run_calls(self) -> None:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
@@ -17,7 +18,6 @@ from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
 from omni_kvlink.engine.ipc.codec import with_prefix
 from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcTransport
 from omni_kvlink.engine.outputs import (
-    ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
@@ -76,14 +76,19 @@ class DistributedExecutor(Executor):
         """Run everything that was scheduled; see `Executor.execute_model`."""
         if not isinstance(scheduler_output, ARSchedulerOutput):
             return super().execute_model(scheduler_output)
-        results = self._run([scheduler_output])
-        ids = scheduler_output.request_ids
-        return ModelRunnerOutput(ids, [None] * len(ids), results)
+        ended = scheduler_output.request_ids
+        try:
+            results = self._run([scheduler_output])
+            ended = list(results)  # the others go on
+        finally:
+            for request_id in ended:
+                self._router.remove(request_id)
+        return ModelRunnerOutput(ended, [None] * len(ended), results)
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request by a call of its own on its group."""
         work = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
-        return BatchRunnerOutput.of(scheduler_output.request_ids, self._run(work))
+        return self._run_whole(scheduler_output, work)
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run all requests of a group by one call on that group."""
@@ -91,8 +96,7 @@ class DistributedExecutor(Executor):
         for request in scheduler_output.requests:
             group = self._router.assign(request.request_id)
             work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
-        results = self._run(list(work.values()))
-        return BatchRunnerOutput.of(scheduler_output.request_ids, results)
+        return self._run_whole(scheduler_output, list(work.values()))
 
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Tell the next stage that a request's KV will not be sent; does not wait for workers."""
@@ -172,26 +176,31 @@ class DistributedExecutor(Executor):
         """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
 
+    def _run_whole(
+        self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
+    ) -> BatchRunnerOutput:
+        """Run a batch in parts; all of its requests end with it."""
+        try:
+            return BatchRunnerOutput.of(batch.request_ids, self._run(work))
+        finally:
+            for request in batch.requests:
+                if not request.need_kv_receive:
+                    self._router.remove(request.request_id)
+
     def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> dict[str, DiffusionOutput]:
         """Run parts of a batch, each on one group; a group runs its parts one after the other."""
         self._check_alive()
-        requests = [request for part in work for request in part.requests]
-        try:
-            pending = []
-            for part in work:
-                (group,) = {self._router.assign(key) for key in part.request_ids}
-                pending.append([worker.run_model(part) for worker in self._workers_of(group)])
-            for request in requests:
-                if request.is_cancelled():  # before its group was known, so no worker knows
-                    self.abort(request.request_id)
-            results: dict[str, DiffusionOutput] = {}
-            for part, answers in zip(work, pending, strict=True):
-                results |= self._results(part.request_ids, answers)
-            return results
-        finally:
-            for request in requests:
-                if not request.need_kv_receive:
-                    self._router.remove(request.request_id)
+        pending = []
+        for part in work:
+            (group,) = {self._router.assign(key) for key in part.request_ids}
+            pending.append([worker.run_model(part) for worker in self._workers_of(group)])
+        for request in (request for part in work for request in part.requests):
+            if request.is_cancelled():  # before its group was known, so no worker knows
+                self.abort(request.request_id)
+        results: dict[str, DiffusionOutput] = {}
+        for part, answers in zip(work, pending, strict=True):
+            results |= self._results(part.request_ids, answers)
+        return results
 
     def _results(
         self, request_ids: Sequence[str], answers: Sequence[Future[dict[str, DiffusionOutput]]]

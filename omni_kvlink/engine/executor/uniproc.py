@@ -7,20 +7,20 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.executor.base import Executor
 from omni_kvlink.engine.ipc.rpc import set_result_of
-from omni_kvlink.engine.outputs import (
-    ARSchedulerOutput,
-    BatchRunnerOutput,
-    DiffusionSchedulerOutput,
-    ModelRunnerOutput,
-)
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker, make_worker
 from omni_kvlink.errors import TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from omni_kvlink.engine.outputs import (
+        BatchRunnerOutput,
+        DiffusionSchedulerOutput,
+        ModelRunnerOutput,
+    )
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 

@@ -15,6 +15,7 @@ import torch
 from omni_kvlink import errors as library_errors
 from omni_kvlink.engine import errors as engine_errors
 from omni_kvlink.engine import outputs
+from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
@@ -29,7 +30,7 @@ _KIND = "~"
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        outputs.ARSchedulerOutput,
+        ARSchedulerOutput,
         outputs.BatchRunnerOutput,
         outputs.DiffusionOutput,
         outputs.DiffusionSchedulerOutput,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.worker.model import ModelUtility
+from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
@@ -31,7 +31,7 @@ from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
@@ -137,13 +137,13 @@ class BagelUtility(ModelUtility):
         """KV heads of the whole model."""
         return self._pipeline.config.llm.num_key_value_heads
 
-    def prefill(
+    def prefill_steps(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
-    ) -> DiffusionOutput:
-        """Read a prompt into blocks; see `ModelUtility.prefill`."""
+    ) -> PrefillSteps:
+        """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
         params = request.sampling_params
         generator = torch.Generator().manual_seed(params.seed or 0)
-        contexts = self._pipeline.prefill(
+        contexts = yield from self._pipeline.prefill_steps(
             request.prompt,
             think=self._think,
             image_shape=_shape(params.height, params.width),
@@ -163,6 +163,10 @@ class BagelUtility(ModelUtility):
         contexts.extra = {"generator": pack_generator(generator)}
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
+
+    def advance(self, passes: Sequence[Any]) -> list[Any]:
+        """Read the next token of several texts in one pass."""
+        return list(self._pipeline.advance(passes))
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""

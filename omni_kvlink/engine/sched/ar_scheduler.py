@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.kv.block_manager import BlockManager
-from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
 from omni_kvlink.errors import CapacityError
 
@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.engine.config import OmniARConfig
+    from omni_kvlink.engine.outputs import DiffusionSchedulerOutput, ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 Blocks = dict[str, list[int]]
 
 
 class OmniARScheduler(Scheduler):
-    """First come, first served; a request runs once there are blocks for its whole prompt.
+    """First come, first served; a request begins once there are blocks for its whole prompt.
+
+    Requests run together, one step after the other; each ends when its own KV is sent.
 
     `count_tokens` returns the most tokens of each branch of a request's cache.
     """
@@ -38,7 +41,7 @@ class OmniARScheduler(Scheduler):
 
     def _choose(self) -> list[RequestState]:
         chosen: list[RequestState] = []
-        for state in list(self._waiting.values())[: self.max_num_seqs]:
+        for state in list(self._waiting.values())[: self.max_num_seqs - len(self._running)]:
             try:
                 needed = self._needed(state.request)
             except Exception as error:  # such as: a prompt that cannot be read
@@ -64,9 +67,21 @@ class OmniARScheduler(Scheduler):
             raise CapacityError(text, requested=total, free=free)
         return needed
 
+    def _can_start(self) -> bool:
+        return len(self._running) < self.max_num_seqs
+
+    def _has_work(self) -> bool:
+        return bool(self._running) or super()._has_work()
+
+    def _ended_ids(
+        self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
+    ) -> list[str]:
+        return model_output.req_ids
+
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}
-        return ARSchedulerOutput(requests, tables)
+        cached = [key for key in self._running if key not in tables]
+        return ARSchedulerOutput(requests, tables, cached)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         for blocks in self._tables.pop(request.request_id, {}).values():

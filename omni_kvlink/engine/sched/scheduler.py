@@ -59,11 +59,14 @@ class Scheduler(ABC):
         self.is_stopped = self._is_woken = False
         self._steps = 0
 
-    def schedule(self) -> DiffusionSchedulerOutput:
-        """Move the requests that run next from waiting to running; empty if none can run."""
+    def schedule(self, *, start: bool = True) -> DiffusionSchedulerOutput:
+        """Move the requests that run next from waiting to running; empty if none can run.
+
+        With `start=False` no request begins, and those that run go on.
+        """
         with self._changed:
             self._on_waiting()
-            chosen = [] if self._running else self._choose()
+            chosen = self._choose() if start and self._can_start() else []
             for state in chosen:
                 self._running[state.request_id] = self._waiting.pop(state.request_id)
                 state.started_at = time.monotonic()
@@ -75,7 +78,8 @@ class Scheduler(ABC):
     ) -> list[DiffusionOutput]:
         """End the requests of a step: returns their outputs, and releases what they held."""
         with self._changed:  # a failure may have ended some of them meanwhile
-            ids = [one for one in scheduler_output.request_ids if one in self._running]
+            ids = self._ended_ids(scheduler_output, model_output)
+            ids = [one for one in ids if one in self._running]
             return self._finish([model_output.result_of(request_id) for request_id in ids])
 
     def fail_running(self, error: Exception) -> list[DiffusionOutput]:
@@ -184,6 +188,15 @@ class Scheduler(ABC):
 
     def _on_waiting(self) -> None:  # noqa: B027
         """Begin what can be begun for waiting requests; called whenever that may have changed."""
+
+    def _can_start(self) -> bool:
+        return not self._running
+
+    def _ended_ids(
+        self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
+    ) -> list[str]:
+        """The requests that end with a step: all of it, if a step is a whole batch."""
+        return scheduler_output.request_ids
 
     def _is_ready(self, state: RequestState) -> bool:
         return True

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_sink import KVSink
-from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput, ModelRunnerOutput
+from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
-from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, model_utility
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omni_kvlink import KVPayload
+    from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
     from omni_kvlink.engine.config import OmniARConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-    from omni_kvlink.engine.request import OmniDiffusionRequest
+
+
+@dataclasses.dataclass(eq=False)
+class _Prefill:
+    """A request that runs: its steps, the pass that it waits for, and the last one's result."""
+
+    request: OmniDiffusionRequest
+    steps: PrefillSteps
+    next_pass: Any = None
+    result: Any = None
+    is_aborted: bool = False
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    @property
+    def key(self) -> str:
+        return self.request.request_id
 
 
 class GPUARModelRunner:
@@ -41,6 +61,7 @@ class GPUARModelRunner:
         self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
         self.kv_sink: KVSink | None = self._sink
         self._batch_sync = BatchSync(self.process_group)
+        self._prefills: dict[str, _Prefill] = {}
         layers, row = self.utility.kv_row()
         self.pools = KVPools(
             num_layers=layers,
@@ -53,66 +74,119 @@ class GPUARModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
-        """Read each scheduled prompt into its blocks and send their KV; a result for each.
+        """Run one step of all scheduled requests; a result for each that ends with it.
 
-        The blocks are free when this returns: the link has a copy of those that were sent.
-        EngineDeadError: a rank that computes with this one is gone.
+        The first request whose prompt is not read yet reads a part of it; all texts get their next
+        token in one pass. The KV of a request is sent with its last step, and its blocks are free
+        then: the link has a copy. EngineDeadError: a rank that computes with this one is gone.
         """
-        self._batch_sync.begin(scheduler_output.request_ids)
-        results = {}
-        for request in scheduler_output.requests:
-            if request.is_cancelled():  # it was aborted before it came here
-                self.abort(request.request_id)
-            blocks = scheduler_output.block_ids[request.request_id]
-            results[request.request_id] = self._execute(request, blocks)
-        self._batch_sync.end({})
         ids = scheduler_output.request_ids
-        return ModelRunnerOutput(ids, [None] * len(ids), results)
+        self._batch_sync.begin(ids)
+        for key in [key for key in self._prefills if key not in ids]:  # they failed elsewhere
+            self._end(key)
+        for request in scheduler_output.requests:
+            blocks = scheduler_output.block_ids[request.request_id]
+            steps = self.utility.prefill_steps(request, self.pools, blocks)
+            self._prefills[request.request_id] = _Prefill(request, steps)
+        results = self._step([self._prefills[key] for key in ids])
+        self._batch_sync.end({})
+        return ModelRunnerOutput(list(results), [None] * len(results), results)
 
     def abort(self, request_id: str) -> None:
-        """Do not send the KV of a running request; unknown ids are ignored."""
+        """End a running request before its next step; unknown ids are ignored."""
+        if prefill := self._prefills.get(request_id):
+            prefill.is_aborted = True
         self._batch_sync.abort(request_id)
 
     def close(self) -> None:
         """Close the link; what the next stage has not received is lost."""
+        for key in list(self._prefills):
+            self._end(key)
         self._sink.close()
 
-    def _execute(
-        self, request: OmniDiffusionRequest, blocks: dict[str, list[int]]
-    ) -> DiffusionOutput:
-        """Runs alike on every rank: the ranks agree before they compute, and after."""
-        started, key = time.perf_counter(), request.request_id
-        output = DiffusionOutput(key)
-        errors = self._batch_sync.sync_errors(self._aborted(request))
-        if not errors:
-            try:
-                output = self.utility.prefill(request, self.pools, blocks)
-                output.seconds["prefill"] = time.perf_counter() - started
-                errors = self._aborted(request)
-                if not errors:
-                    output.kv_sent = self._sink.send(self._extract_kv_cache(request))
-                    output.seconds["execute"] = time.perf_counter() - started
-            except Exception as error:
-                errors[key] = error
-            finally:
-                request.past_key_values = None
-            errors = self._batch_sync.sync_errors(errors)
-        return self._failed(request, errors[key]) if key in errors else output
+    def _step(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
+        """Runs alike on every rank: the ranks agree before each pass, and after."""
+        errors: dict[str, Exception] = {}
+        for one in prefills:
+            if one.is_aborted or one.request.is_cancelled():
+                self._batch_sync.abort(one.key)
+            errors |= self._aborted(one)
+        errors = self._batch_sync.sync_errors(errors)
+        results = {key: self._failed(self._prefills[key], errors[key]) for key in errors}
+        active = [one for one in prefills if one.key not in results]
+        reader = next((one for one in active if one.next_pass is None), None)
+        for one in active:
+            if one is reader or one.next_pass is not None:
+                results |= self._resume(one)
+        waiting = [one for one in active if one.next_pass is not None and one.key not in results]
+        return results | self._advance(waiting)
+
+    def _resume(self, prefill: _Prefill) -> dict[str, DiffusionOutput]:
+        """Let a request go on until its next pass; its result, if it ends."""
+        errors, output = dict[str, Exception](), None
+        try:
+            prefill.next_pass = prefill.steps.send(prefill.result)
+        except StopIteration as end:
+            output = end.value
+            errors = self._send(prefill, output)
+        except Exception as error:
+            errors[prefill.key] = error
+        errors = self._batch_sync.sync_errors(errors)
+        if prefill.key in errors:
+            return {prefill.key: self._failed(prefill, errors[prefill.key])}
+        if output is None:
+            return {}
+        self._end(prefill.key)
+        return {prefill.key: output}
+
+    def _send(self, prefill: _Prefill, output: DiffusionOutput) -> dict[str, Exception]:
+        """Send the KV of a prompt that is read, unless the request was aborted."""
+        if aborted := self._aborted(prefill):
+            return aborted
+        try:
+            output.seconds["prefill"] = time.perf_counter() - prefill.started
+            output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            output.seconds["execute"] = time.perf_counter() - prefill.started
+        except Exception as error:
+            return {prefill.key: error}
+        return {}
+
+    def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
+        """Run the passes that requests wait for, all together; the results of those that fail."""
+        if not prefills:
+            return {}
+        errors: dict[str, Exception] = {}
+        try:
+            found = self.utility.advance([one.next_pass for one in prefills])
+            for one, result in zip(prefills, found, strict=True):
+                one.result = result
+        except Exception as error:
+            errors = {one.key: error for one in prefills}
+        errors = self._batch_sync.sync_errors(errors)
+        failed = [one for one in prefills if one.key in errors]
+        return {one.key: self._failed(one, errors[one.key]) for one in failed}
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """Views of the request's KV in its blocks; `put` copies from there."""
         return self.utility.extract(request)
 
-    def _aborted(self, request: OmniDiffusionRequest) -> dict[str, Exception]:
+    def _aborted(self, prefill: _Prefill) -> dict[str, Exception]:
         """A RequestAborted by request id, if this rank knows that the request was aborted."""
-        key = request.request_id
-        error = RequestAborted(f"request {key!r} was aborted")
-        return {key: error} if self._batch_sync.is_aborted_here(key) else {}
+        error = RequestAborted(f"request {prefill.key!r} was aborted")
+        return {prefill.key: error} if self._batch_sync.is_aborted_here(prefill.key) else {}
 
-    def _failed(self, request: OmniDiffusionRequest, error: Exception) -> DiffusionOutput:
+    def _failed(self, prefill: _Prefill, error: Exception) -> DiffusionOutput:
         """The output of a request that failed; the next stage gets the error, too."""
-        key = request.request_id
+        key = prefill.key
+        self._end(key)
         self._sink.fail(key, str(error) or repr(error))
         output = DiffusionOutput(key, error=as_engine_error(error, f"request {key!r} failed"))
         output.clear_traceback()
         return output
+
+    def _end(self, request_id: str) -> None:
+        """Drop what a request holds: its contexts, and the frames of its steps."""
+        prefill = self._prefills.pop(request_id)
+        prefill.steps.close()
+        prefill.request.past_key_values = None
+        prefill.next_pass = prefill.result = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping, Sequence
 
     import torch
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
 """Models by name, as "module:Class"; imported when a configuration names them."""
+
+PrefillSteps: TypeAlias = "Generator[Any, Any, DiffusionOutput]"
+"""See `ModelUtility.prefill_steps`."""
 
 
 class DiffusionPipeline(Protocol):
@@ -96,10 +99,19 @@ class ModelUtility(ABC):
         return row[0] if len(row) == 2 else 1
 
     @abstractmethod
-    def prefill(
+    def prefill_steps(
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
-    ) -> DiffusionOutput:
-        """Read a prompt into blocks; sets `request.past_key_values` to what `extract` reads."""
+    ) -> PrefillSteps:
+        """Read a prompt into blocks, step by step, and set `request.past_key_values`.
+
+        The generator yields None between two parts of the prompt, or a pass that `advance` can run
+        together with those of other requests, and whose result is sent to it. Its value is the
+        request's output; `extract` then reads the KV.
+        """
+
+    def advance(self, passes: Sequence[Any]) -> list[Any]:
+        """Run one pass of several requests together; returns a result for each."""
+        raise NotImplementedError(f"the steps of {type(self).__name__} yield None alone")
 
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:

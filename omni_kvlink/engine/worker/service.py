@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
 from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import (
-    ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
@@ -107,9 +107,9 @@ class WorkerService:
         return {"supports_request_batch": getattr(pipeline, "supports_request_batch", False)}
 
     def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
-        """Run requests in the model thread; from now on they can be aborted.
+        """Run requests, or their next step, in the model thread; from now on they can be aborted.
 
-        Each has a result, with images on a group's leader alone.
+        Each that ends has a result, with images on a group's leader alone.
         """
         with self._lock:
             self._queued.update(work.request_ids)
@@ -159,17 +159,19 @@ class WorkerService:
             self.worker.shutdown()
 
     def _run_model(self, work: DiffusionSchedulerOutput) -> dict[str, DiffusionOutput]:
+        ended = work.request_ids
         try:
             for request in work.requests:
                 request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
             run: Any = self.worker.execute_model
             output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
+            if isinstance(output, BatchRunnerOutput):
+                output = output.as_model_output()
+            ended = output.req_ids  # the others go on
         finally:
             with self._lock:
-                self._queued.difference_update(work.request_ids)
-                self._aborted.difference_update(work.request_ids)
-        if isinstance(output, BatchRunnerOutput):
-            output = output.as_model_output()
+                self._queued.difference_update(ended)
+                self._aborted.difference_update(ended)
         results = {key: output.result_of(key) for key in output.req_ids}
         if self._is_leader:
             return results

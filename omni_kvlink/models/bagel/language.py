@@ -219,6 +219,27 @@ class TextDecoder(nn.Module):
             x = layer(x, rotary, merge, mode, causal)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
+    def forward_each(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        pasts: Sequence[LayerCache],
+        into: Sequence[NaiveCache],
+    ) -> Tensor:
+        """Run one text row of each sequence, x [1, batch, hidden], after its own cached tokens.
+
+        As `forward`, with a cache and an `into` for each sequence; positions are [1, batch].
+        """
+        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for i, layer in enumerate(self.layers):
+            merges = [
+                partial(own.merge, i, layer_tensors(past, i))
+                for own, past in zip(into, pasts, strict=True)
+            ]
+            x = layer(x, rotary, merges, "und", True)
+        out: Tensor = self.norm(x)
+        return out
+
     def denoise(
         self, x: Tensor, positions: Tensor, pasts: Sequence[LayerCache], through: Through | None
     ) -> Tensor:

@@ -126,11 +126,27 @@ class BagelModel(nn.Module):
         at, n = context.ropes[0], x.shape[0]
         steps = n if causal else 1
         positions = torch.arange(at, at + steps, device=self.device).expand(n)
-        past = context.past_key_values
-        own = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
-        cache = own.after(n)
+        past, cache = context.past_key_values, _after(context, n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
         return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
+
+    def extend_each(
+        self, contexts: Sequence[BagelContext], x: Tensor
+    ) -> tuple[list[BagelContext], Tensor]:
+        """Run one text row x [batch, hidden] after each context, all in one pass.
+
+        Returns the longer contexts, and the hidden rows [batch, hidden]. In float32 a row differs
+        from that of `extend` by rounding: products of larger matrices may be summed otherwise.
+        """
+        positions = torch.tensor([[one.ropes[0] for one in contexts]], device=self.device)
+        pasts = [one.past_key_values for one in contexts]
+        caches = [_after(one, 1) for one in contexts]
+        hidden = self.language_model.model.forward_each(x[None], positions, pasts, caches)
+        longer = [
+            BagelContext([one.kv_lens[0] + 1], [one.ropes[0] + 1], cache)
+            for one, cache in zip(contexts, caches, strict=True)
+        ]
+        return longer, hidden[0]
 
     def velocity(
         self,
@@ -149,3 +165,10 @@ class BagelModel(nn.Module):
         hidden = self.language_model.model.denoise(x, positions, pasts, through)
         flow: Tensor = self.llm2vae(hidden[1:-1])
         return flow
+
+
+def _after(context: BagelContext, rows: int) -> NaiveCache:
+    """Return the cache that a context's and so many new rows are to be merged into."""
+    past = context.past_key_values
+    own = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
+    return own.after(rows)

@@ -36,6 +36,7 @@ from omni_kvlink.models.bagel.images import (
 )
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.model import BagelModel, Stage
+from omni_kvlink.models.bagel.prefill_steps import Advanced, NextToken, Steps, all_steps
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.token_sampler import TokenSampler
@@ -253,7 +254,7 @@ class BagelPipeline:
         return levels.to(torch.uint8).cpu().contiguous()
 
     @torch.no_grad()
-    def generate_text(
+    def text_steps(
         self,
         context: BagelContext,
         *,
@@ -265,12 +266,14 @@ class BagelPipeline:
         repetition_penalty: float = 1.0,
         prompt_ids: Sequence[int] = (),
         generator: Generator | None = None,
-    ) -> str:
+    ) -> Steps[str]:
         """Continue a context with text until the end marker. The context is not changed.
 
         At most `max_length` tokens, the begin marker included. With `do_sample` each token is drawn
         by `generator`, as `TokenSampler` says; otherwise it is the most probable one. The penalty
         is for tokens of the text, and for the prompt's `prompt_ids`.
+
+        These are the steps of `generate_text`, which takes the same arguments and returns the text.
         """
         self._require("text head", self.stage != "dit")
         if max_length < 1 or (do_sample and not temperature > 0):
@@ -288,13 +291,27 @@ class BagelPipeline:
         token, written = self.special_tokens.bos, list[int]()
         while len(written) < max_length and not (written and token == self.special_tokens.eos):
             written.append(token)
-            row = self.model.embed([token])
-            context, hidden = self.model.extend(context, row, mode="und", causal=True)
-            logits = self.model.language_model.lm_head(hidden)[0]
+            answer = yield NextToken(context, token)
+            assert answer is not None
+            context, logits = answer
             token = sampler.pick(logits)
         return written_text(self.tokenizer.decode(written))
 
-    def prefill(
+    generate_text = all_steps(text_steps)
+
+    @torch.no_grad()
+    def advance(self, texts: Sequence[NextToken]) -> list[Advanced]:
+        """Read the next token of several texts in one pass; see `BagelModel.extend_each`."""
+        contexts, rows = [one.context for one in texts], self.model.embed([x.token for x in texts])
+        if len(texts) == 1:
+            longer, hidden = self.model.extend(contexts[0], rows, mode="und", causal=True)
+            contexts = [longer]
+        else:
+            contexts, hidden = self.model.extend_each(contexts, rows)
+        logits = self.model.language_model.lm_head(hidden)
+        return list(zip(contexts, logits, strict=True))
+
+    def prefill_steps(
         self,
         inputs: Prompt,
         *,
@@ -310,8 +327,10 @@ class BagelPipeline:
         top_p: float = 1.0,
         repetition_penalty: float = 1.0,
         caches: Mapping[str, NaiveCache] | None = None,
-    ) -> BagelContexts:
+    ) -> Steps[BagelContexts]:
         """Read a prompt: the AR half of a request.
+
+        These are the steps of `prefill`, which takes the same arguments and returns the contexts.
 
         Args:
             inputs: a text, an image, or a list of both in their order.
@@ -347,7 +366,9 @@ class BagelPipeline:
             gen = self._append_prompt(gen, system_prompt or default)
             cfg_img = gen.snapshot()
         images = False
-        for item in _as_list(inputs):
+        for number, item in enumerate(_as_list(inputs)):
+            if number or think:
+                yield None
             if isinstance(item, str):
                 cfg_text = gen.snapshot()
                 gen = self._append_prompt(gen, item)
@@ -365,7 +386,7 @@ class BagelPipeline:
         text = None
         if think and not understanding:
             texts = [system_prompt or THINK_IMAGE_PROMPT, *_texts(inputs)]
-            text = self.generate_text(
+            text = yield from self.text_steps(
                 gen,
                 max_length=max_think_tokens,
                 do_sample=do_sample,
@@ -379,6 +400,8 @@ class BagelPipeline:
             gen = self._append_prompt(gen, text)
         self._last = BagelContexts(gen, cfg_text, cfg_img, None if understanding else shape, text)
         return self._last
+
+    prefill = all_steps(prefill_steps)
 
     def render(
         self,

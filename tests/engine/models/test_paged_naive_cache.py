@@ -13,6 +13,7 @@ from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionReq
 from omni_kvlink.engine.kv.block_manager import BlockManager, KVPools
 from omni_kvlink.engine.models.bagel import BagelUtility
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
+from omni_kvlink.models.bagel.prefill_steps import run_steps
 from omni_kvlink.payload.views import same_bytes
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_what_lies_in_blocks_is_what_a_naive_cache_has(utility: BagelUtility, na
     counted = utility.count_tokens(request)
     manager.allocate(3)  # so that the blocks do not begin at 0
     tables = {k: manager.allocate(manager.blocks_for(n))[::-1] for k, n in counted.items()}
-    utility.prefill(request, memory, tables)
+    run_steps(utility.prefill_steps(request, memory, tables), utility.advance)
     sent, expected = utility.extract(request), bundle("r", PROMPTS[name], 3)
     assert list(sent) == list(expected)
     for branch in expected:
@@ -80,8 +81,9 @@ def test_the_tokens_are_counted_before(utility: BagelUtility, name: str) -> None
 
 def test_too_few_blocks_are_an_error(utility: BagelUtility) -> None:
     request = OmniDiffusionRequest("a fox", params(), "r")
+    blocks: dict[str, list[int]] = {"gen": [5], "cfg_img": []}
     with pytest.raises(CapacityError, match="7 tokens for 1 blocks of 4"):
-        utility.prefill(request, pools(), {"gen": [5], "cfg_img": []})
+        run_steps(utility.prefill_steps(request, pools(), blocks), utility.advance)
 
 
 def test_a_snapshot_grows_elsewhere() -> None:

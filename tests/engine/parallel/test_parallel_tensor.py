@@ -277,9 +277,14 @@ def run_prompts(worker: Any, *batch: OmniDiffusionRequest) -> list[Any]:
         return data
 
     runner._extract_kv_cache = recorded
-    found = worker.execute_model(ARSchedulerOutput(list(batch), block_ids=tables))
-    results = [found.result_of(one.request_id) for one in batch]
-    return [(one.text, one.error, one.kv_sent, sent.get(one.request_id)) for one in results]
+    results = dict[str, Any]()
+    step = ARSchedulerOutput(list(batch), block_ids=tables)
+    while step.request_ids:
+        results |= worker.execute_model(step).results
+        going_on = [one.request_id for one in batch if one.request_id not in results]
+        step = ARSchedulerOutput([], cached_request_ids=going_on)
+    found = [results[one.request_id] for one in batch]
+    return [(one.text, one.error, one.kv_sent, sent.get(one.request_id)) for one in found]
 
 
 def thinking_requests(*names: str, **fields: Any) -> list[OmniDiffusionRequest]:
@@ -359,12 +364,12 @@ def abort_during_prefill(worker: Any, name: str) -> None:
     """Abort a request on this rank while it runs the prompt."""
     utility = worker.runner.utility
 
-    def prefill(request: Any, *args: Any) -> Any:
+    def prefill_steps(request: Any, *args: Any) -> Any:
         if request.request_id == name:
             worker.abort(name)
-        return type(utility).prefill(utility, request, *args)
+        return (yield from type(utility).prefill_steps(utility, request, *args))
 
-    utility.prefill = prefill
+    utility.prefill_steps = prefill_steps
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""A prompt that is read, and a text that is written, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from omni_kvlink.models.bagel.cache import BagelContext
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class NextToken:
+    """A pass that a text waits for: `token` is to be read after `context`."""
+
+    context: BagelContext
+    token: int
+
+
+Advanced: TypeAlias = tuple[BagelContext, Tensor]
+"""The answer to a `NextToken`: the longer context, and the logits [vocab] of the token after."""
+
+Steps: TypeAlias = Generator[NextToken | None, Advanced | None, T]
+"""Yields None after a part of a prompt was read, or a `NextToken`, which is to be answered by
+`send`. The generator's value is the result."""
+
+
+def all_steps(
+    of: Callable[Concatenate[Any, P], Steps[T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """Return the method that runs all steps of a method, one request alone; returns the result."""
+
+    def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return run_steps(of(self, *arguments, **options), self.advance)
+
+    method.__doc__ = of.__doc__
+    return method
+
+
+def run_steps(steps: Steps[T], advance: Callable[[list[NextToken]], list[Advanced]]) -> T:
+    """Run all steps of one request, its passes by `advance`; returns the result."""
+    answer: Advanced | None = None
+    while True:
+        try:
+            text = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        answer = None if text is None else advance([text])[0]
