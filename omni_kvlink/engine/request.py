@@ -67,6 +67,11 @@ class DiffusionRequestBatch:
         return [request.request_id for request in self.requests]
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, in the order of the requests."""
+        return [request.prompt for request in self.requests]
+
+    @property
     def sampling_params(self) -> OmniDiffusionSamplingParams:
         """The first request's; those of its key are the same in all requests, seeds are not."""
         return self.requests[0].sampling_params

@@ -19,7 +19,7 @@ _UNUSED = frozenset(
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len"),
         *("mm_processor_cache_gb", "enable_prefix_caching", "enable_chunked_prefill"),
         *("async_scheduling", "async_chunk", "enforce_eager", "compilation_config"),
-        *("attention_backend", "attention_config", "moe_backend", "enable_sleep_mode"),
+        *("moe_backend", "enable_sleep_mode"),
         *("enable_flashinfer_autotune", "disable_hybrid_kv_cache_manager", "vae_use_slicing"),
         *("block_size", "max_num_batched_tokens"),
         # start, limits and reports
@@ -29,7 +29,11 @@ _UNUSED = frozenset(
 )
 """Fields on which neither a result nor a placement depends; any value."""
 
+_EXACT_ATTENTION = ("auto", "TORCH_SDPA", "SDPA", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+"""Backends with the result of SDPA, which is what runs here; sparse and quantized ones have not."""
+
 _SAME: dict[str, tuple[Any, ...]] = {
+    "attention_backend": _EXACT_ATTENTION,
     "num_replicas": (1,),
     "pipeline_parallel_size": (1,),
     "ulysses_degree": (1,),

@@ -406,6 +406,8 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
         ({"vae_use_tiling": True}, "vae_use_tiling"),
+        ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
+        ({"attention_config": {"backend": "STA"}}, "attention_config"),
         ({"parallel_config": 2}, "parallel_config is a map"),
         ({"an_unknown_field": 1}, "an_unknown_field"),
         ({"default_sampling_params": {"min_tokens": 3}}, "min_tokens 3"),

@@ -90,6 +90,7 @@ def test_forward_is_generate(pipeline: OmniBagelPipeline, seeded: Seeded) -> Non
 
 def test_forward_of_a_batch_gives_each_its_own(exact: OmniBagelPipeline, seeded: Seeded) -> None:
     batch = DiffusionRequestBatch([request("a", seed=1), request("b", "two hats", seed=2)])
+    assert batch.prompts == ["a fox", "two hats"]
     one, two = exact.forward(batch)
     assert [one.request_id, two.request_id] == ["a", "b"]
     for output, prompt, seed in ((one, "a fox", 1), (two, "two hats", 2)):
