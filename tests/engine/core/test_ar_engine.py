@@ -85,13 +85,13 @@ class Passes:
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(sockets: str) -> None:
-    """The first request is painted while the second's text is being written."""
-    painted = threading.Event()
+    """The first image is there while the second's text is being written."""
+    shown = threading.Event()
     with both_stages(sockets) as (ar, dit):
 
         def hold(number: int) -> None:
             if number == 8:
-                painted.wait(WAIT)
+                shown.wait(WAIT)
 
         Passes(ar, hold)
         outputs = [ar.submit(prompt(name, max_tokens=most)) for name, most in (("a", 4), ("b", 40))]
@@ -100,7 +100,7 @@ def test_a_short_text_does_not_wait_for_a_long_one(sockets: str) -> None:
         assert first.error is None
         assert image_of(dit, "a").shape == (*SHAPE, 3)
         assert [one.done() for one in outputs] == [True, False, False]
-        painted.set()
+        shown.set()
         assert all(one.result(WAIT).error is None for one in outputs)
         assert ar.stats()["free_blocks"] == 4096
         for name in "bc":
