@@ -21,8 +21,3 @@ class ARSchedulerOutput(DiffusionSchedulerOutput):
     def request_ids(self) -> list[str]:
         """The ids of all requests of the step, in the order of their arrival."""
         return [*self.cached_request_ids, *super().request_ids]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing can run now."""
-        return not self.request_ids

@@ -130,4 +130,4 @@ class DiffusionSchedulerOutput:
     @property
     def is_empty(self) -> bool:
         """Whether nothing can run now."""
-        return not self.requests
+        return not self.request_ids

@@ -1,8 +1,8 @@
 """Links: `KVLink` opens a `KVProducer` or a `KVConsumer`; streams and allocations."""
 
-from omni_kvlink.connectors.protocol.call_checks import check_process as check_process
 from omni_kvlink.connectors.protocol.get_table import MAX_TIMEOUT as MAX_TIMEOUT
 from omni_kvlink.connectors.protocol.get_table import check_timeout as check_timeout
+from omni_kvlink.connectors.protocol.process_check import check_process as check_process
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.consumer import GetAttempts as GetAttempts
 from omni_kvlink.link.consumer import KVConsumer as KVConsumer

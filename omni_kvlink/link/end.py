@@ -8,7 +8,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.call_checks import check_process
+from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:

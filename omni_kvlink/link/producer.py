@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from omni_kvlink.connectors.base import Producer
-from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams, GatherHandle, StreamEvents

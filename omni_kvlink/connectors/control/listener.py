@@ -331,6 +331,8 @@ class ControlListener(Listener):
         former = self._by_descriptor.get(descriptor)
         if former is None and descriptor not in self._ungreeted:
             return  # disconnected already
+        if former is not None and former.identity == identity:
+            return  # it was refused, and is to disconnect
         peer = PeerConnection(self, identity, self._socket.duplicate(descriptor))
         self._peers[identity] = peer
         try:

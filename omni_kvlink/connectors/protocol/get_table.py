@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, TypeVar
 
-from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Committed,
@@ -27,6 +26,7 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
     unexpected,
 )
+from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,

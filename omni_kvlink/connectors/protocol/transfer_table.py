@@ -24,7 +24,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from omni_kvlink.connectors.protocol.call_checks import check_process
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.messages import (
@@ -39,6 +38,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     shorten,
 )
+from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
 
 MAX_TOMBSTONES = 4096

@@ -81,7 +81,11 @@ class EngineCore:
             failure = EngineDeadError(f"the executor failed: {error!r}")
             failure.__cause__ = error
             return ended + self.scheduler.fail_running(failure)
-        return ended + self.scheduler.update_from_output(scheduled, results)
+        outputs = self.scheduler.update_from_output(scheduled, results)
+        for output in outputs:
+            if output.error and results.result_of(output.request_id).kv_sent:  # aborted too late
+                self.executor.fail_kv(output.request_id, str(output.error))
+        return ended + outputs
 
     def abort(self, request_id: str) -> None:
         """End a request, whether it waits or runs; unknown ids are ignored."""

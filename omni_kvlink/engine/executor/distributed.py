@@ -179,7 +179,7 @@ class DistributedExecutor(Executor):
     def _run_whole(
         self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
     ) -> BatchRunnerOutput:
-        """Run a batch in parts; all of its requests end with it."""
+        """Run a batch, a part of it on each group; return the outputs of all its requests."""
         try:
             return BatchRunnerOutput.of(batch.request_ids, self._run(work))
         finally:

@@ -34,6 +34,7 @@ class OmniARScheduler(Scheduler):
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self._count_tokens = count_tokens
         self._tables: dict[str, Blocks] = {}
+        self._block_counts: dict[str, dict[str, int]] = {}  # counted once, by request id
 
     def stats(self) -> dict[str, Any]:
         """Queue lengths, the number of steps, and free blocks."""
@@ -57,6 +58,8 @@ class OmniARScheduler(Scheduler):
 
     def _needed(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """How many blocks each branch needs; CapacityError if the pools never have as many."""
+        if known := self._block_counts.get(request.request_id):
+            return known
         tokens = self._count_tokens(request)
         needed = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}
         total = sum(needed.values())
@@ -65,6 +68,7 @@ class OmniARScheduler(Scheduler):
             text = f"request {request.request_id!r} needs {total} blocks of {size} tokens, "
             text += f"there are {free}: raise num_blocks"
             raise CapacityError(text, requested=total, free=free)
+        self._block_counts[request.request_id] = needed
         return needed
 
     def _can_start(self) -> bool:
@@ -84,5 +88,6 @@ class OmniARScheduler(Scheduler):
         return ARSchedulerOutput(requests, tables, cached)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
+        self._block_counts.pop(request.request_id, None)
         for blocks in self._tables.pop(request.request_id, {}).values():
             self.blocks.free(blocks)

@@ -122,7 +122,7 @@ class GPUARModelRunner:
         return results | self._advance(waiting)
 
     def _resume(self, prefill: _Prefill) -> dict[str, DiffusionOutput]:
-        """Let a request go on until its next pass; its result, if it ends."""
+        """Run a request up to its next shared pass; return its result, if it ends."""
         errors, output = dict[str, Exception](), None
         try:
             prefill.next_pass = prefill.steps.send(prefill.result)
@@ -140,7 +140,7 @@ class GPUARModelRunner:
         return {prefill.key: output}
 
     def _send(self, prefill: _Prefill, output: DiffusionOutput) -> dict[str, Exception]:
-        """Send the KV of a prompt that is read, unless the request was aborted."""
+        """Send a request's KV, unless the request was aborted; return its error, if any."""
         if aborted := self._aborted(prefill):
             return aborted
         try:
@@ -152,7 +152,7 @@ class GPUARModelRunner:
         return {}
 
     def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
-        """Run the passes that requests wait for, all together; the results of those that fail."""
+        """Run the passes that requests wait for as one; return the results of those that fail."""
         if not prefills:
             return {}
         errors: dict[str, Exception] = {}

@@ -126,7 +126,7 @@ class BagelModel(nn.Module):
         at, n = context.ropes[0], x.shape[0]
         steps = n if causal else 1
         positions = torch.arange(at, at + steps, device=self.device).expand(n)
-        past, cache = context.past_key_values, _after(context, n)
+        past, cache = context.past_key_values, _cache_after(context, n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
         return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
 
@@ -140,7 +140,7 @@ class BagelModel(nn.Module):
         """
         positions = torch.tensor([[one.ropes[0] for one in contexts]], device=self.device)
         pasts = [one.past_key_values for one in contexts]
-        caches = [_after(one, 1) for one in contexts]
+        caches = [_cache_after(one, 1) for one in contexts]
         hidden = self.language_model.model.forward_each(x[None], positions, pasts, caches)
         longer = [
             BagelContext([one.kv_lens[0] + 1], [one.ropes[0] + 1], cache)
@@ -167,8 +167,8 @@ class BagelModel(nn.Module):
         return flow
 
 
-def _after(context: BagelContext, rows: int) -> NaiveCache:
-    """Return the cache that a context's and so many new rows are to be merged into."""
+def _cache_after(context: BagelContext, rows: int) -> NaiveCache:
+    """Return the cache for the rows of a context and so many new ones; see `NaiveCache.after`."""
     past = context.past_key_values
     own = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
     return own.after(rows)

@@ -1,4 +1,4 @@
-"""A prompt that is read, and a text that is written, step by step."""
+"""Generators that read a prompt or write a text, one forward pass at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Steps: TypeAlias = Generator[NextToken | None, Advanced | None, T]
 def all_steps(
     of: Callable[Concatenate[Any, P], Steps[T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """Return the method that runs all steps of a method, one request alone; returns the result."""
+    """Turn a method that returns steps into one that runs them, and returns their result."""
 
     def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> T:
         return run_steps(of(self, *arguments, **options), self.advance)
@@ -43,7 +43,7 @@ def all_steps(
 
 
 def run_steps(steps: Steps[T], advance: Callable[[list[NextToken]], list[Advanced]]) -> T:
-    """Run all steps of one request, its passes by `advance`; returns the result."""
+    """Run the steps of one request to their end, its passes by `advance`; return the result."""
     answer: Advanced | None = None
     while True:
         try:

@@ -18,7 +18,7 @@ from zmq_fixtures import free_port, fresh_url
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.control.consumer import ControlSession
-from omni_kvlink.connectors.protocol.messages import encode, own_hello
+from omni_kvlink.connectors.protocol.messages import Cancel, encode, own_hello
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.lowlevel import begin_get, can_retry
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -251,6 +251,26 @@ def test_a_hello_that_is_read_after_its_connection_ended(
         receipt = producer.put(Recipe("k").make())
         assert reader.call("get", key="k", timeout=60) == fingerprint(Recipe("k").make())
         receipt.wait(timeout=60)
+
+
+def test_a_refused_peer_is_not_greeted_again(sockets: str) -> None:
+    path = f"ipc://{sockets}/again.sock"
+    with (
+        KVLink.serve(f"zmq+{path}") as producer,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as bare,
+    ):
+        bare.connect(path)
+        for message in (encode(own_hello()), b"no message", encode(own_hello()), encode(Cancel(1))):
+            bare.send(message)
+
+        def is_read() -> bool:
+            stats = producer.stats()
+            return bool(stats["refused"].get("bad message") == 2 or stats["readers"])
+
+        until(lambda: producer.stats()["refused"].get("bad message", 0) > 0, "it was refused")
+        until(is_read, "the last message was read")
+        assert producer.stats()["readers"] == 0
 
 
 def hold(held: threading.Event, end: threading.Event) -> None:

@@ -260,3 +260,18 @@ def test_prompts_are_read_part_by_part_in_their_order(sockets: str) -> None:
         assert ended == [[], ["a"], [], ["b"]]
         for name in "ab":
             engine.fail_kv(name, "not needed")
+
+
+def test_an_abort_after_the_kv_was_sent_frees_it(sockets: str) -> None:
+    with ar_engine(sockets) as engine:
+        sink = engine.executor.worker.runner._sink  # type: ignore[attr-defined]
+        send = sink.send
+
+        def abort_then(payload: Any) -> Any:
+            sent = send(payload)
+            engine.abort("a")
+            return sent
+
+        sink.send = abort_then
+        assert isinstance(engine.submit(prompt("a")).result(WAIT).error, RequestAborted)
+        assert engine.stats()["link"]["memory"]["used"] == 0

@@ -359,3 +359,26 @@ def test_a_prompt_without_enough_blocks_at_all_is_an_error() -> None:
     (ended,) = made.take_ended()
     assert isinstance(ended.error, CapacityError)
     assert "num_blocks" in str(ended.error)
+
+
+def test_a_prompts_tokens_are_counted_once() -> None:
+    """Not in each step of the requests that have its blocks."""
+    counted = list[str]()
+
+    def count(one: Any) -> dict[str, int]:
+        counted.append(one.request_id)
+        return {"gen": len(one.prompt)}
+
+    how = OmniARConfig("nowhere", num_blocks=4, block_size=4, max_num_seqs=4)
+    made = OmniARScheduler(how, count)
+    for name in "ab":
+        made.add_request(plain(name, prompt="x" * 12))
+    assert [made.schedule().request_ids for _ in range(3)] == [["a"]] * 3
+    assert counted == ["a", "b"]
+    made.fail_running(EngineError("it failed"))
+    assert made.schedule().request_ids == ["b"]
+    assert counted == ["a", "b"]
+    made.fail_running(EngineError("it failed"))
+    made.add_request(plain("a", prompt="x"))
+    assert made.schedule().request_ids == ["a"]
+    assert counted == ["a", "b", "a"]

@@ -1,4 +1,4 @@
-"""The check that the process which uses an object has opened it."""
+"""`check_process`: refuses, in a forked child, an object that its parent opened."""
 
 from __future__ import annotations
 
