@@ -359,8 +359,9 @@ class BagelPipeline:
         own_cfg_img = caches.get("cfg_img")
         cfg_text, cfg_img = self.empty_context(), self.empty_context()
         side = self.config.max_latent_size * self.config.latent_stride
-        shape = (side, side) if image_shape is None else image_shape
-        self._grid(shape)  # refuses it now, not after the work
+        image_shape = (side, side) if image_shape is None else image_shape
+        self._grid(image_shape)  # refuses it now, not after the work
+        shape = (image_shape[0], image_shape[1])
         if think:
             default = THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
             gen = self._append_prompt(gen, system_prompt or default)
@@ -505,10 +506,13 @@ class BagelPipeline:
         stride, side = self.config.latent_stride, self.config.max_latent_size
         if image_shape is None:
             raise SchemaError("the contexts have no image_shape")
-        height, width = image_shape
-        if any(n <= 0 or n % stride or n > stride * side for n in image_shape):
+        sides = tuple(image_shape)  # of a message: a list
+        if len(sides) != 2 or any(type(n) is not int for n in sides):
+            raise SchemaError(f"image_shape {sides}: a height and a width, both int")
+        height, width = sides
+        if any(n <= 0 or n % stride or n > stride * side for n in sides):
             allowed = f"multiples of {stride} up to {stride * side}"
-            raise SchemaError(f"image_shape {(height, width)}: sides are {allowed}")
+            raise SchemaError(f"image_shape {sides}: sides are {allowed}")
         return height // stride, width // stride
 
     def _require(self, part: str, present: bool) -> None:

@@ -320,6 +320,21 @@ def test_image_shapes_must_fit_the_model(exact: BagelPipeline, shape: tuple[int,
         exact.prefill("a fox", image_shape=shape)
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 8, 3), (8.0, 8.0), ("8", "8"), (True, 8), ()])
+def test_an_image_shape_is_two_integers(exact: BagelPipeline, shape: tuple[int, int]) -> None:
+    with pytest.raises(SchemaError, match="a height and a width, both int"):
+        exact.prefill("a fox", image_shape=shape)
+
+
+def test_an_image_shape_may_be_a_list(exact: BagelPipeline, seeded: Seeded) -> None:
+    shape: Any = [8, 12]  # as a message has it
+    images = [
+        exact.render(exact.prefill("a fox", image_shape=each), FEW, generator=seeded(0))
+        for each in (shape, (8, 12))
+    ]
+    assert torch.equal(*images)
+
+
 def test_noise_must_fit_the_image(exact: BagelPipeline, seeded: Seeded) -> None:
     contexts = exact.prefill("a fox", image_shape=(8, 8))
     with pytest.raises(SchemaError, match=r"noise has shape \(5, 16\), wanted \(4, 16\)"):
