@@ -16,6 +16,8 @@ class OmniDiffusionSamplingParams:
     num_inference_steps: int | None = None  # points of the denoising schedule
     guidance_scale: float | None = None  # by the text: BAGEL's cfg_text_scale
     guidance_scale_2: float | None = None  # by the images of the prompt: its cfg_img_scale
+    true_cfg_scale: float | None = None  # by a negative prompt, of diffusers' pipelines that say so
+    negative_prompt: str | None = None  # what an image is led away from, of diffusers' pipelines
     cfg_interval: tuple[float, float] | None = None  # (low, high] times that are guided
     cfg_renorm_type: str | None = None  # this and the next two: as in `DenoiseParams`
     cfg_renorm_min: float | None = None

@@ -56,10 +56,18 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
             setattr(params, name, getattr(defaults, own))
 
 
+_UNSUPPORTED = {
+    "lora_int_id": "this pipeline holds no adapters",
+    "true_cfg_scale": "BAGEL has guidance_scale for the text and guidance_scale_2 for images",
+    "negative_prompt": "BAGEL is guided away from no prompt at all, not from another one",
+}
+
+
 def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
     """Sampling params in BAGEL's form; SchemaError if the model does not support one of them."""
-    if params.lora_int_id is not None:
-        raise SchemaError(f"LoRA {params.lora_int_id}: this pipeline holds no adapters")
+    for name, reason in _UNSUPPORTED.items():
+        if (value := getattr(params, name)) is not None:
+            raise SchemaError(f"{name} {value!r:.60}: {reason}")
     values = {own: getattr(params, name) for name, own in _FIELDS.items()}
     try:
         return DenoiseParams(**{own: value for own, value in values.items() if value is not None})

@@ -7,7 +7,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
@@ -34,6 +34,7 @@ class DiffusersPipelineExecutor(Executor):
     """
 
     config: OmniDiffusionConfig
+    pipeline_class: ClassVar[type[DiffusersPipeline]] = DiffusersPipeline
 
     def load_pipeline(self) -> Any:
         """Load the pipeline; called once, and again by `wake_up` after sleep level 2.
@@ -72,7 +73,7 @@ class DiffusersPipelineExecutor(Executor):
         )
 
     def _load(self) -> DiffusersPipeline:
-        return DiffusersPipeline(self.load_pipeline().to(self.device))
+        return self.pipeline_class(self.load_pipeline().to(self.device))
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
         """Refuse a request that needs KV; params that it leaves open are the pipeline's choice."""
@@ -120,6 +121,9 @@ class DiffusersPipelineExecutor(Executor):
             f"{method}: a pipeline of diffusers runs without workers, in the engine's own process;"
             " distributed_executor_backend 'uni' or 'mp' has workers"
         )
+
+    def initialize_from_config(self, kv_cache_configs: Sequence[Any]) -> None:
+        """Does nothing: there is no KV to reserve memory for."""
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
         """Does nothing: the pipeline lives as long as this process."""

@@ -60,8 +60,8 @@ class DiffusersPipeline:
         """Why a request cannot run; None if it can."""
         try:
             refuse_kv(request)
-            _text(request)
-            self._arguments(request.sampling_params)
+            self.text_of(request)
+            self.arguments_of(request.sampling_params)
         except KVLinkError as error:
             return error
         return _aborted(request) if request.is_cancelled() else None
@@ -90,7 +90,7 @@ class DiffusersPipeline:
 
         params = requests[0].sampling_params
         each = params.num_outputs_per_prompt
-        texts = [_text(request) for request in requests]
+        texts = [self.text_of(request) for request in requests]
         # A request's images draw from one generator in turn, whatever else is in the batch.
         noise = [random for request in requests for random in [_generator(request)] * each]
         many = self.supports_request_batch
@@ -98,8 +98,10 @@ class DiffusersPipeline:
             "prompt": texts if many else texts[0],
             "generator": noise if many else noise[0],
             "output_type": "np",
-            **self._arguments(params),
+            **self.arguments_of(params),
         }
+        if many and "negative_prompt" in how:
+            how["negative_prompt"] = [how["negative_prompt"]] * len(texts)
         if "callback_on_step_end" in self._parameters:
             how["callback_on_step_end"] = on_step_end
         found = getattr(self.pipe(**how), "images", None)
@@ -127,8 +129,21 @@ class DiffusersPipeline:
         levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
         return DiffusionOutput(request.request_id, levels)
 
-    def _arguments(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
-        """The sampling params that are set, as arguments of the pipeline."""
+    def text_of(self, request: OmniDiffusionRequest) -> str:
+        """The text that the pipeline reads; raises SchemaError unless the prompt is just one."""
+        prompt = request.prompt
+        items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
+        if len(items) == 1 and isinstance(items[0], str):
+            return items[0]
+        raise SchemaError(f"request {request.request_id!r}: a pipeline of diffusers reads one text")
+
+    def arguments_of(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+        """The sampling params that are set, as arguments of the pipeline.
+
+        Raises:
+            EngineError: the pipeline takes no such argument.
+            SchemaError: `true_cfg_scale` without a `negative_prompt`, where it has no effect.
+        """
         default, found = OmniDiffusionSamplingParams(), {}
         for field in KEY_FIELDS:
             value, name = getattr(params, field), _NAMES.get(field, field)
@@ -137,6 +152,8 @@ class DiffusersPipeline:
             if name not in self._parameters:
                 raise EngineError(f"{self.name} takes no {name}: leave {field} as it is")
             found[name] = value
+        if "true_cfg_scale" in found and "negative_prompt" not in found:
+            raise SchemaError("true_cfg_scale has no effect without a negative_prompt: give ' '")
         return found
 
     def _takes_list(self, name: str) -> bool:
@@ -150,14 +167,6 @@ def refuse_kv(request: OmniDiffusionRequest) -> None:
             f"request {request.request_id!r} needs KV, and a pipeline of diffusers neither receives"
             " nor sends any: use distributed_executor_backend 'uni' or 'mp'"
         )
-
-
-def _text(request: OmniDiffusionRequest) -> str:
-    prompt = request.prompt
-    items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
-    if len(items) == 1 and isinstance(items[0], str):
-        return items[0]
-    raise SchemaError(f"request {request.request_id!r}: a pipeline of diffusers reads one text")
 
 
 def _generator(request: OmniDiffusionRequest) -> torch.Generator:

@@ -316,10 +316,16 @@ def test_several_images_of_one_prompt(fixture: EngineFixture) -> None:
 
 
 def test_what_the_model_cannot_do_is_an_error(fixture: EngineFixture) -> None:
-    for name, how in (("lora", {"lora_int_id": 1}), ("renorm", {"cfg_renorm_type": "none"})):
+    wrong: dict[str, Any] = {
+        "lora_int_id": 1,
+        "cfg_renorm_type": "none",
+        "negative_prompt": "blur",
+        "true_cfg_scale": 4.0,
+    }
+    for name, value in wrong.items():
         fixture.send(name)
-        with pytest.raises(SchemaError):
-            fixture.submit(name, **how).result(WAIT).result()
+        with pytest.raises(SchemaError, match=name.replace("cfg_renorm_type", "renorm")):
+            fixture.submit(name, **{name: value}).result(WAIT).result()
 
 
 def test_a_timeout_aborts_what_is_late(fixture: EngineFixture) -> None:

@@ -278,6 +278,8 @@ def test_there_are_no_workers(shared: Any) -> None:
         shared.collective_rpc("sleep", args=(1,))
     assert isinstance(caught.value, EngineError)
     assert isinstance(caught.value, NotImplementedError)
+    shared.initialize_from_config([])
+    shared.check_health(timeout=0.0)
 
 
 def test_health_and_shutdown(checkpoint: str) -> None:
