@@ -72,6 +72,14 @@ class StageEngine(EngineCore, ABC, Generic[C]):
         """Bring back what `sleep` took."""
         return bool(self.call(partial(self.executor.wake_up, tags), timeout=timeout))
 
+    def start_profile(self, directory: str, *, timeout: float = 60.0) -> None:
+        """Between batches, begin to record what the workers compute."""
+        self.call(partial(self.executor.start_profile, directory), timeout=timeout)
+
+    def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
+        """Between batches, write the Chrome trace of each worker; their paths, by rank."""
+        return list(self.call(self.executor.stop_profile, timeout=timeout))
+
     def restart(self) -> None:
         """Start new workers, at the same URLs; requests that have not ended end in an error."""
         self._stop(EngineDeadError("the engine is restarted"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -10,7 +11,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
@@ -29,9 +31,6 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
 from omni_kvlink.errors import KVLinkError, TransferTimeout
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
 Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
@@ -176,6 +175,21 @@ class OmniDiffusion:
     def stats(self) -> list[dict[str, Any]]:
         """The statistics of each stage."""
         return [stage.stats() for stage in self.stages]
+
+    def start_profile(self, directory: str | Path) -> None:
+        """Begin to record what every worker computes: of stage n in `directory`/stage-n.
+
+        Raises EngineError, and records nothing, if a stage's process is being profiled.
+        """
+        with contextlib.ExitStack() as started:
+            for number, stage in enumerate(self.stages):
+                stage.start_profile(str(Path(directory).absolute() / f"stage-{number}"))
+                started.callback(stage.stop_profile)
+            started.pop_all()
+
+    def stop_profile(self) -> list[list[str]]:
+        """Write the Chrome traces; their paths by stage and rank."""
+        return [stage.stop_profile() for stage in self.stages]
 
     def close(self) -> None:
         """Close every stage, the last one first; prompts that are not done end in ClosedError."""

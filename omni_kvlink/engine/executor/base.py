@@ -117,6 +117,14 @@ class Executor(ABC):
         """Bring back what `sleep` took: "weights", "kv_cache", or both if None."""
         return all(self.collective_rpc("wake_up", args=(tags,)))
 
+    def start_profile(self, directory: str) -> None:
+        """Record what every worker computes; a worker on another machine has its `directory`."""
+        self.collective_rpc("start_profile", args=(directory,))
+
+    def stop_profile(self) -> list[str]:
+        """Write a Chrome trace for each worker; their paths, in the order of the ranks."""
+        return self.collective_rpc("stop_profile")
+
     @abstractmethod
     def shutdown(self) -> None:
         """Shut the workers down and release their memory; idempotent."""

@@ -17,6 +17,7 @@ from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refu
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput, RunnerOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
+from omni_kvlink.engine.worker.profiler import Profiler
 from omni_kvlink.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class DiffusersPipelineExecutor(Executor):
         self._running: set[str] = set()
         self._cancelled: set[str] = set()
         self._is_shut_down = False
+        self._profiler = Profiler.of(self.config, 0)
         self.device = self.config.device_of(0)
         self.pipeline: DiffusersPipeline | None = self._load()
         self.supports_request_batch = self.pipeline.supports_request_batch
@@ -145,9 +147,18 @@ class DiffusersPipelineExecutor(Executor):
         """Bring back what `sleep` took; there is no "kv_cache" to bring back."""
         return (tags is None or "weights" in tags) and self._weights.wake_up()
 
+    def start_profile(self, directory: str) -> None:
+        """Begin to record what the pipeline computes."""
+        self._profiler.start(directory)
+
+    def stop_profile(self) -> list[str]:
+        """Write its Chrome trace; the path."""
+        return [self._profiler.stop()]
+
     def shutdown(self) -> None:
         """Release the pipeline; idempotent."""
         self._is_shut_down = True
+        self._profiler.close()
         self._weights.close()
         self._drop_pipeline()
 

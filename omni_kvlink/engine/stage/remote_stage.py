@@ -90,6 +90,14 @@ class RemoteStage(ABC):
         """Bring back what `sleep` took."""
         return bool(self._request("wake_up", [tags], timeout))
 
+    def start_profile(self, directory: str, *, timeout: float = 60.0) -> None:
+        """Between two batches, begin to record what the stage's workers compute."""
+        self._request("start_profile", [directory], timeout)
+
+    def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
+        """Between two batches, write the Chrome trace of each worker; their paths, by rank."""
+        return list(self._request("stop_profile", [], timeout))
+
     def stats(self, *, timeout: float = 10.0) -> dict[str, Any]:
         """Queues, steps and memory in use, as JSON values."""
         return dict(self._request("stats", [], timeout))

@@ -10,6 +10,7 @@ import torch
 from omni_kvlink.engine.errors import EngineAsleepError, EngineError
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, drop_weights
+from omni_kvlink.engine.worker.profiler import Profiler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,7 @@ class WorkerBase(ABC, Generic[R]):
         self.local_rank, self.rank, self.config = local_rank, rank, config
         self.device = config.device_of(local_rank)
         self.model_runner: R | None = None
+        self.profiler = Profiler.of(config, rank)
         self.process_group = ProcessGroup()  # the ranks that compute with this one
         self.weights = OffloadableWeights(
             modules=lambda: self.runner.utility.modules(),
@@ -81,6 +83,14 @@ class WorkerBase(ABC, Generic[R]):
             raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
         return (tags is None or "weights" in tags) and self.weights.wake_up()
 
+    def start_profile(self, directory: str) -> None:
+        """Record what this rank computes until `stop_profile`, which writes it to `directory`."""
+        self.profiler.start(directory)
+
+    def stop_profile(self) -> str:
+        """Write the Chrome trace; returns its path, on this machine."""
+        return self.profiler.stop()
+
     def determine_available_memory(self) -> int:
         """Bytes free on the device."""
         return available_memory(self.device)
@@ -108,6 +118,7 @@ class WorkerBase(ABC, Generic[R]):
 
     def shutdown(self) -> None:
         """Leave the other ranks, and release everything; idempotent."""
+        self.profiler.close()
         self.weights.close()
         self.process_group.close()
         if self.model_runner is not None:
