@@ -17,23 +17,22 @@ _UNUSED = frozenset(
     (
         # memory and speed of another engine
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len"),
-        *("mm_processor_cache_gb", "enable_prefix_caching", "enable_chunked_prefill"),
-        *("async_scheduling", "async_chunk", "enforce_eager", "compilation_config"),
+        *("mm_processor_cache_gb", "enable_prefix_caching"),
+        *("async_scheduling", "async_chunk"),
         *("moe_backend", "enable_sleep_mode"),
         *("enable_flashinfer_autotune", "disable_hybrid_kv_cache_manager", "vae_use_slicing"),
         *("block_size", "max_num_batched_tokens"),
         # start, limits and reports
-        *("trust_remote_code", "skip_mm_profiling", "profiler_config", "limit_mm_per_prompt"),
+        *("trust_remote_code", "skip_mm_profiling", "limit_mm_per_prompt"),
         *("is_comprehension", "window_size", "max_inflight"),
     )
 )
 """Fields on which neither a result nor a placement depends; any value."""
 
-_EXACT_ATTENTION = ("auto", "TORCH_SDPA", "SDPA", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-"""Backends with the result of SDPA, which is what runs here; sparse and quantized ones have not."""
-
 _SAME: dict[str, tuple[Any, ...]] = {
-    "attention_backend": _EXACT_ATTENTION,
+    "attention_backend": ("auto", "TORCH_SDPA", "SDPA"),
+    "enforce_eager": (True,),
+    "enable_chunked_prefill": (False,),
     "num_replicas": (1,),
     "pipeline_parallel_size": (1,),
     "ulysses_degree": (1,),
