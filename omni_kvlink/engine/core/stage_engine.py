@@ -74,11 +74,11 @@ class StageEngine(EngineCore, ABC, Generic[C]):
 
     def start_profile(self, directory: str, *, timeout: float = 60.0) -> None:
         """Between batches, begin to record what the workers compute."""
-        self.call(partial(self.executor.start_profile, directory), timeout=timeout)
+        self.call(partial(self.executor.profile, directory), timeout=timeout)
 
     def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
         """Between batches, write the Chrome trace of each worker; their paths, by rank."""
-        return list(self.call(self.executor.stop_profile, timeout=timeout))
+        return list(self.call(partial(self.executor.profile, None), timeout=timeout))
 
     def restart(self) -> None:
         """Start new workers, at the same URLs; requests that have not ended end in an error."""

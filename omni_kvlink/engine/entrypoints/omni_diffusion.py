@@ -30,12 +30,13 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
-from omni_kvlink.errors import KVLinkError, TransferTimeout
+from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
 Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 _log = logging.getLogger(__name__)
+_PARAMS = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
 
 
 class OmniDiffusion:
@@ -105,11 +106,14 @@ class OmniDiffusion:
 
         Raises:
             TransferTimeout: not done in time.
+            SchemaError: sampling params of an unknown name; no prompt runs.
             KVLinkError: why a prompt has no image.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
         params = _each(sampling_params, len(many))
         names = request_ids or [uuid.uuid4().hex for _ in many]
+        for one_params in params:
+            self._params(one_params, 0)  # wrong ones are refused before a prompt runs
         bar = _Bar(len(many), progress)
         futures = []
         for name, prompt, one_params in zip(names, many, params, strict=True):
@@ -132,7 +136,8 @@ class OmniDiffusion:
     ) -> Future[DiffusionOutput]:
         """Queue one prompt; its future has the output, which may hold its error.
 
-        Raises EngineError if the id is in use, EngineDeadError if the first stage is gone.
+        Raises SchemaError for params of an unknown name, EngineError if the id is in use,
+        EngineDeadError if the first stage is gone.
         """
         params = self._params(sampling_params, 0)
         request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
@@ -219,11 +224,17 @@ class OmniDiffusion:
         """The given params, completed with the stage's defaults."""
         if isinstance(given, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
-            fields = [field.name for field in dataclasses.fields(given)]
-            given = {f: getattr(given, f) for f in fields if getattr(given, f) != getattr(blank, f)}
-        return OmniDiffusionSamplingParams(
-            **{**self.deploy.stages[number].sampling, **(given or {})}
-        )
+            given = {
+                name: getattr(given, name)
+                for name in _PARAMS
+                if getattr(given, name) != getattr(blank, name)
+            }
+        fields = {**self.deploy.stages[number].sampling, **(given or {})}
+        if unknown := sorted(fields.keys() - set(_PARAMS)):
+            raise SchemaError(
+                f"{', '.join(unknown)}: no sampling params here; there are {', '.join(_PARAMS)}"
+            )
+        return OmniDiffusionSamplingParams(**fields)
 
     def _on_stage(
         self,

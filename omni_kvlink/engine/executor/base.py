@@ -117,13 +117,15 @@ class Executor(ABC):
         """Bring back what `sleep` took: "weights", "kv_cache", or both if None."""
         return all(self.collective_rpc("wake_up", args=(tags,)))
 
-    def start_profile(self, directory: str) -> None:
-        """Record what every worker computes; a worker on another machine has its `directory`."""
-        self.collective_rpc("start_profile", args=(directory,))
+    def profile(self, directory: str | None) -> list[str]:
+        """Record what every worker computes, for a `directory` on its machine; stop it with None.
 
-    def stop_profile(self) -> list[str]:
-        """Write a Chrome trace for each worker; their paths, in the order of the ranks."""
-        return self.collective_rpc("stop_profile")
+        Stopping writes a Chrome trace for each worker, and returns their paths by rank.
+        """
+        if directory is None:
+            return self.collective_rpc("stop_profile")
+        self.collective_rpc("start_profile", args=(directory,))
+        return []
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -147,13 +147,12 @@ class DiffusersPipelineExecutor(Executor):
         """Bring back what `sleep` took; there is no "kv_cache" to bring back."""
         return (tags is None or "weights" in tags) and self._weights.wake_up()
 
-    def start_profile(self, directory: str) -> None:
-        """Begin to record what the pipeline computes."""
+    def profile(self, directory: str | None) -> list[str]:
+        """Record what the pipeline computes; with None, stop and write its Chrome trace."""
+        if directory is None:
+            return [self._profiler.stop()]
         self._profiler.start(directory)
-
-    def stop_profile(self) -> list[str]:
-        """Write its Chrome trace; the path."""
-        return [self._profiler.stop()]
+        return []
 
     def shutdown(self) -> None:
         """Release the pipeline; idempotent."""

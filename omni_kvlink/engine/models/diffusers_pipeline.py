@@ -142,7 +142,7 @@ class DiffusersPipeline:
 
         Raises:
             EngineError: the pipeline takes no such argument.
-            SchemaError: `true_cfg_scale` without a `negative_prompt`, where it has no effect.
+            SchemaError: one of `true_cfg_scale` and `negative_prompt` would have no effect.
         """
         default, found = OmniDiffusionSamplingParams(), {}
         for field in KEY_FIELDS:
@@ -152,8 +152,13 @@ class DiffusersPipeline:
             if name not in self._parameters:
                 raise EngineError(f"{self.name} takes no {name}: leave {field} as it is")
             found[name] = value
-        if "true_cfg_scale" in found and "negative_prompt" not in found:
+        scale = found.get("true_cfg_scale")
+        if scale is not None and scale > 1 and "negative_prompt" not in found:
             raise SchemaError("true_cfg_scale has no effect without a negative_prompt: give ' '")
+        if scale is not None and scale <= 1 and "negative_prompt" in found:
+            raise SchemaError(
+                f"negative_prompt has no effect with true_cfg_scale {scale:g}: give more than 1"
+            )
         return found
 
     def _takes_list(self, name: str) -> bool:

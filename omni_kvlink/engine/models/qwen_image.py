@@ -53,10 +53,11 @@ class QwenImage(DiffusersPipeline):
 
     def arguments_of(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
         """The sampling params that are set, and the card's for the others."""
-        if params.negative_prompt is None:
-            params = dataclasses.replace(params, negative_prompt=" ")
-        own = {"num_inference_steps": 50, "true_cfg_scale": 4.0}
-        return {**own, **super().arguments_of(params)}
+        scale = 4.0 if params.true_cfg_scale is None else params.true_cfg_scale
+        blank = " " if scale > 1 else None  # up to 1 there is no guidance
+        negative = blank if params.negative_prompt is None else params.negative_prompt
+        params = dataclasses.replace(params, true_cfg_scale=scale, negative_prompt=negative)
+        return {"num_inference_steps": 50, **super().arguments_of(params)}
 
 
 class QwenImageExecutor(DiffusersPipelineExecutor):

@@ -273,6 +273,15 @@ def weights(executor: Any) -> int:
     return sum(weight.nbytes for module in modules for weight in module.parameters())
 
 
+def test_a_trace_of_the_pipeline(shared: Any, tmp_path: Path) -> None:
+    assert shared.profile(str(tmp_path)) == []
+    run(shared, request("a"))
+    (path,) = shared.profile(None)
+    assert "aten::scaled_dot_product_attention" in Path(path).read_text()
+    with pytest.raises(EngineError, match="start_profile"):
+        shared.profile(None)
+
+
 def test_there_are_no_workers(shared: Any) -> None:
     with pytest.raises(NoWorkersError, match="without workers") as caught:
         shared.collective_rpc("sleep", args=(1,))

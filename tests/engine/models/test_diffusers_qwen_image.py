@@ -99,10 +99,28 @@ def test_other_negative_prompts_are_another_batch(checkpoint: str, pipe: Any) ->
         assert torch.equal(output.result()[0], own(pipe, "a fox", **each))
 
 
-def test_a_scale_without_a_negative_prompt_is_refused(plain: Any) -> None:
-    (output,) = run(plain, request("a", true_cfg_scale=4.0))
-    with pytest.raises(SchemaError, match="true_cfg_scale has no effect without a negative_prompt"):
-        output.result()
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        ({"true_cfg_scale": 4.0}, "true_cfg_scale has no effect without a negative_prompt"),
+        ({"true_cfg_scale": 1.0, "negative_prompt": "blur"}, "no effect with true_cfg_scale 1:"),
+    ],
+)
+def test_what_has_no_effect_is_refused(
+    plain: Any, recipe: Any, params: dict[str, Any], word: str
+) -> None:
+    """The pipeline itself would warn, and make another image."""
+    wrong = [plain, recipe] if "negative_prompt" in params else [plain]
+    for made in wrong:
+        (output,) = run(made, request("a", **params))
+        with pytest.raises(SchemaError, match=word):
+            output.result()
+
+
+def test_guidance_can_be_off(plain: Any, recipe: Any, pipe: Any) -> None:
+    assert torch.equal(result(plain, request("a", true_cfg_scale=1.0)), own(pipe, "a fox"))
+    magic = "a fox, Ultra HD, 4K, cinematic composition."
+    assert torch.equal(result(recipe, request("a", true_cfg_scale=1.0)), own(pipe, magic))
 
 
 @pytest.mark.parametrize(
