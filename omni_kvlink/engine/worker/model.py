@@ -116,7 +116,9 @@ class ModelUtility(ABC):
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:
     """The class of a stage's model; no weights are loaded."""
-    found: type[ModelUtility] = load_class("model", config.model_class_name, _MODELS)
+    found = load_class("model", config.model_class_name, _MODELS)
+    if not (isinstance(found, type) and issubclass(found, ModelUtility)):
+        raise ValueError(f"model_class_name {config.model_class_name} is no ModelUtility")
     return found
 
 

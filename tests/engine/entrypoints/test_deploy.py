@@ -407,6 +407,8 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"load_format": "dummy"}, "load_format 'dummy'"),
         ({"vae_use_tiling": True}, "vae_use_tiling"),
         ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2: only 1"),
+        ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
         ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN': only 'auto' or 'TORCH_SDPA' or"),
         ({"enforce_eager": False}, "enforce_eager False: only True"),
         ({"compilation_config": {"level": 3}}, "compilation_config"),

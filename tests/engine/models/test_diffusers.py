@@ -9,6 +9,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,6 +35,7 @@ from diffusers import DDIMScheduler, DiffusionPipeline, DiTPipeline, StableDiffu
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
     DiffusionEngine,
+    DiffusionParallelConfig,
     EngineAsleepError,
     EngineDeadError,
     EngineError,
@@ -312,6 +314,8 @@ def test_health_and_shutdown(checkpoint: str) -> None:
         ({"kv": KVConfig(sources=("shm://x",))}, "kv.sources"),
         ({"kv": KVConfig(sinks=("shm://x",))}, "kv.sinks"),
         ({"cache_backend": "tea"}, "cache_backend"),
+        ({"parallel_config": DiffusionParallelConfig(data_parallel_size=2)}, "parallel_config"),
+        ({"parallel_config": DiffusionParallelConfig(tensor_parallel_size=2)}, "parallel_config"),
     ],
 )
 def test_a_useless_setting_is_refused(checkpoint: str, fields: Any, word: str) -> None:
@@ -364,6 +368,27 @@ def test_a_pipeline_of_ones_own_that_takes_no_lists(checkpoint: str, pipe: Any) 
         run(made, request("c", height=64, width=64))[0].result()
     with pytest.raises(EngineError, match="no guidance_scale"):
         run(made, request("d", guidance_scale=2.0))[0].result()
+    made.shutdown()
+
+
+class Video(StableDiffusion3Pipeline):  # type: ignore[misc] # diffusers may be absent
+    def __call__(self, prompt: str, generator: torch.Generator, output_type: str) -> Any:
+        made = super().__call__(
+            prompt, generator=generator, output_type=output_type, height=32, num_inference_steps=1
+        )
+        return SimpleNamespace(frames=made.images)
+
+
+class VideoExecutor(DiffusersPipelineExecutor):
+    def load_pipeline(self) -> Any:
+        return Video(**DiffusionPipeline.from_pretrained(self.config.model).components)
+
+
+def test_a_pipeline_that_makes_no_images(checkpoint: str) -> None:
+    made = executor(checkpoint, distributed_executor_backend=f"{__name__}:VideoExecutor")
+    open_sizes: dict[str, Any] = {"height": None, "width": None, "num_inference_steps": None}
+    with pytest.raises(EngineError, match="Video gives no images"):
+        run(made, request("a", **open_sizes))[0].result()
     made.shutdown()
 
 

@@ -1,0 +1,116 @@
+"""Models of one's own: by a registered name, or as "module:Class"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+import torch
+from engine_fixtures import WAIT, request
+
+from omni_kvlink.engine import (
+    DiffusionEngine,
+    DiffusionOutput,
+    DiffusionRequestBatch,
+    EngineError,
+    ModelUtility,
+    OmniDiffusionConfig,
+    OmniDiffusionRequest,
+    model_utility,
+    register_model,
+)
+from omni_kvlink.engine.worker import model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class GrayPipeline:
+    """Images of one level, the request's seed; `wrong` has other outputs, by prompt."""
+
+    supports_request_batch = True
+
+    def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
+        requests = list(req) if isinstance(req, DiffusionRequestBatch) else [req]
+        outputs = [DiffusionOutput(each.request_id, gray(each)) for each in requests]
+        wrong: dict[Any, Any] = {
+            "one too many": [*outputs, *outputs],
+            "none": [],
+            "another's": [DiffusionOutput("another", outputs[0].output)],
+        }
+        found: list[DiffusionOutput] = wrong.get(requests[0].prompt, outputs)
+        return found
+
+
+def gray(request: OmniDiffusionRequest) -> torch.Tensor:
+    return torch.full((1, 2, 2, 3), request.sampling_params.seed or 0, dtype=torch.uint8)
+
+
+class GrayUtility(ModelUtility):
+    """Without weights and KV."""
+
+    pipeline = GrayPipeline()
+
+    @staticmethod
+    def prepare(request: OmniDiffusionRequest) -> None:
+        """Leaves nothing open."""
+
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        return {}
+
+    def reload(self) -> None:
+        """Has no weights."""
+
+    def convert(self, payload: object, request: OmniDiffusionRequest) -> NoReturn:
+        raise NotImplementedError
+
+    def extract(self, request: OmniDiffusionRequest) -> NoReturn:
+        raise NotImplementedError
+
+    def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
+        return {}
+
+    def kv_row(self) -> tuple[int, tuple[int, ...]]:
+        return 1, (1, 1)
+
+    def prefill_steps(self, *_: object) -> NoReturn:
+        raise NotImplementedError
+
+
+def config(name: str) -> OmniDiffusionConfig:
+    return OmniDiffusionConfig("", model_class_name=name, dtype="float32", stage="all")
+
+
+@pytest.mark.parametrize("name", ["gray", f"{__name__}:GrayUtility"])
+def test_a_model_of_ones_own_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_MODELS", dict(model._MODELS))
+    register_model("gray", f"{__name__}:GrayUtility")
+    assert model_utility(config(name)) is GrayUtility
+    with DiffusionEngine(config(name)) as engine:
+        outputs = engine.generate(
+            [request(str(seed), seed=seed, need_kv_receive=False) for seed in (3, 200)],
+            timeout=WAIT,
+        )
+    assert [int(output.result().unique()) for output in outputs] == [3, 200]
+
+
+@pytest.mark.parametrize("name", ["QwenImagePipeline", "gray"])
+def test_a_model_that_is_not_registered(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no model '{name}'; there are bagel, or 'module:Class'"):
+        DiffusionEngine(config(name))
+
+
+@pytest.mark.parametrize("name", ["GrayPipeline", "gray"])
+def test_a_class_that_is_no_model(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no ModelUtility"):
+        DiffusionEngine(config(f"{__name__}:{name}"))
+
+
+@pytest.mark.parametrize("prompt", ["one too many", "none", "another's"])
+def test_what_a_pipeline_returns_is_checked(prompt: str) -> None:
+    with DiffusionEngine(config(f"{__name__}:GrayUtility")) as engine:
+        wrong = engine.submit(request("a", prompt, need_kv_receive=False)).result(WAIT)
+        with pytest.raises(EngineError, match="outputs for <DiffusionRequestBatch a>"):
+            wrong.result()
+        right = engine.submit(request("b", seed=7, need_kv_receive=False)).result(WAIT)
+    assert int(right.result().unique()) == 7
