@@ -42,6 +42,7 @@ LAYERS = (
     "aio lookup models",
     "engine.errors engine.sampling engine.config",
     "engine.request",
+    "engine.kv_sent",
     "engine.outputs",
     "engine.ar_outputs",
     "engine.ipc",

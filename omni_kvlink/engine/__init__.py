@@ -27,10 +27,10 @@ from omni_kvlink.engine.executor import FailureCallback as FailureCallback
 from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
 from omni_kvlink.engine.kv.kv_manager import KVState as KVState
+from omni_kvlink.engine.kv_sent import KVSent as KVSent
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput
-from omni_kvlink.engine.outputs import KVSent as KVSent
 from omni_kvlink.engine.outputs import ModelRunnerOutput as ModelRunnerOutput
 from omni_kvlink.engine.outputs import RunnerOutput as RunnerOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor as StageActor

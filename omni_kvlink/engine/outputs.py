@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.request import OmniDiffusionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class KVSent:
-    """A request's KV that was sent: the largest size that a rank of the next stage receives."""
-
-    nbytes: int
-    image_shape: tuple[int, int] | None = None  # (height, width), in pixels
-    tokens: int = 0  # of its longest context
 
 
 @dataclasses.dataclass
@@ -86,8 +78,7 @@ class BatchRunnerOutput:
     def as_model_output(self) -> ModelRunnerOutput:
         """The same as an executor returns it."""
         results = {output.request_id: output.result for output in self.runner_outputs}
-        images = [result.output for result in results.values()]
-        return ModelRunnerOutput(list(results), images, results)
+        return ModelRunnerOutput(list(results), [each.output for each in results.values()], results)
 
 
 @dataclasses.dataclass

@@ -52,6 +52,8 @@ class OmniDiffusionRequest:
 class DiffusionRequestBatch:
     """Requests of different ids with one `SamplingParamsKey`, for one forward pass."""
 
+    kv_sender_info: None = None  # no address of a sender: a request's KV is found by its id
+
     def __init__(self, requests: Sequence[OmniDiffusionRequest]):
         self.requests = list(requests)
         if not self.requests:
@@ -65,6 +67,13 @@ class DiffusionRequestBatch:
     def request_ids(self) -> list[str]:
         """The ids, in the order of the requests."""
         return [request.request_id for request in self.requests]
+
+    @property
+    def request_id(self) -> str:
+        """The only request's id; ValueError if there are several."""
+        if len(self) > 1:
+            raise ValueError(f"{self!r} has several ids: request_ids")
+        return self.requests[0].request_id
 
     @property
     def prompts(self) -> list[Prompt]:

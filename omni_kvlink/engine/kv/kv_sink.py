@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink import KVCacheBundle, KVLink, KVPayload
 from omni_kvlink.engine.kv.kv_partition import KVPartition
-from omni_kvlink.engine.outputs import KVSent
+from omni_kvlink.engine.kv_sent import KVSent
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.config import KVConfig

@@ -88,6 +88,15 @@ def test_forward_is_generate(pipeline: OmniBagelPipeline, seeded: Seeded) -> Non
     pipeline.release_caches()
 
 
+def test_what_a_batch_says_of_its_requests() -> None:
+    one = DiffusionRequestBatch([request("a")])
+    several = DiffusionRequestBatch([request("a"), request("b", "two hats")])
+    assert (one.request_id, one.request_ids, one.kv_sender_info) == ("a", ["a"], None)
+    assert (several.request_ids, several.prompts[1]) == (["a", "b"], "two hats")
+    with pytest.raises(ValueError, match="a, b> has several ids: request_ids"):
+        _ = several.request_id
+
+
 def test_forward_of_a_batch_gives_each_its_own(exact: OmniBagelPipeline, seeded: Seeded) -> None:
     batch = DiffusionRequestBatch([request("a", seed=1), request("b", "two hats", seed=2)])
     assert batch.prompts == ["a fox", "two hats"]
