@@ -194,7 +194,15 @@ class OmniDiffusion:
 
     def stop_profile(self) -> list[list[str]]:
         """Write the Chrome traces; their paths by stage and rank."""
-        return [stage.stop_profile() for stage in self.stages]
+        paths: list[list[str]] = []
+
+        def stop(stage: Stage) -> None:
+            paths.append(stage.stop_profile())
+
+        with contextlib.ExitStack() as stops:  # all are stopped, also after the error of one
+            for stage in reversed(self.stages):
+                stops.callback(stop, stage)
+        return paths
 
     def close(self) -> None:
         """Close every stage, the last one first; prompts that are not done end in ClosedError."""

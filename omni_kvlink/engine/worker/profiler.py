@@ -14,9 +14,8 @@ from omni_kvlink.engine.errors import EngineError
 if TYPE_CHECKING:
     from omni_kvlink.engine.config import StageConfig
 
-_PROCESS = (
-    threading.Lock()
-)  # torch records once in a process; a second profiler would end the first
+# torch has one recording in a process: a second one would end the first without a word.
+_PROCESS = threading.Lock()
 
 
 class Profiler:

@@ -140,5 +140,9 @@ def test_two_workers_of_one_process(engine: StageEngine[Any], sockets: str, tmp_
             omni.start_profile(tmp_path)
         with pytest.raises(EngineError, match="start_profile"):
             omni.stages[0].stop_profile()  # it had started, and is stopped again
+        omni.stages[0].start_profile(str(tmp_path / "second"))
+        with pytest.raises(EngineError, match="dit-rank0 is not being profiled"):
+            omni.stop_profile()
+        assert (tmp_path / "second" / "ar-rank0.trace.json").is_file()
     run(engine, "a")
     assert ATTENTION in operators(engine.stop_profile()[0])
