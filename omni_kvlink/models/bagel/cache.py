@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel.images import shape_pair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -129,7 +130,8 @@ class BagelContexts:
         gen: the whole prompt.
         cfg_text: an earlier snapshot of `gen`, without the last text; always a prefix of it.
         cfg_img: the texts without the images; the same as `gen` for plain text-to-image.
-        image_shape: height and width in pixels, or None if no image is to be made.
+        image_shape: height and width in pixels, or None if no image is to be made. A list becomes a
+            tuple; what is not two integers is a SchemaError.
         text: the model's text in think mode, otherwise None.
         extra: JSON values that another stage sent along.
     """
@@ -140,6 +142,10 @@ class BagelContexts:
     image_shape: tuple[int, int] | None = None
     text: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.image_shape is not None:
+            self.image_shape = shape_pair(self.image_shape)
 
 
 def snapshot(of: LayerCache) -> NaiveCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Union
 
 import numpy as np
@@ -73,6 +74,18 @@ def load_image(image: ImageLike) -> ImageLike:
         white.paste(image, mask=image.getchannel("A"))
         return white
     return image.convert("RGB")
+
+
+def shape_pair(image_shape: object) -> tuple[int, int]:
+    """Return height and width of an `image_shape`: a tuple, or a list, as JSON has it.
+
+    Raises SchemaError unless it has two integers.
+    """
+    if isinstance(image_shape, tuple | list) and len(image_shape) == 2:
+        height, width = image_shape
+        if all(isinstance(n, Integral) and not isinstance(n, bool) for n in image_shape):
+            return int(height), int(width)
+    raise SchemaError(f"image_shape {image_shape!r}: give height and width, two integers")
 
 
 def image_size(image: ImageLike) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from omni_kvlink.models.bagel.images import (
     image_size,
     load_image,
     resize,
+    shape_pair,
     to_pixels,
 )
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
@@ -178,7 +179,7 @@ class BagelPipeline:
         return self.autoencoder.encode(pixels, generator)
 
     def initial_noise(
-        self, image_shape: tuple[int, int] | None, generator: Generator | None = None
+        self, image_shape: Sequence[int] | None, generator: Generator | None = None
     ) -> Tensor:
         """Draw noise [h * w, patch_dim] float32 for an image on the generator's device."""
         height, width = self._grid(image_shape)
@@ -222,12 +223,11 @@ class BagelPipeline:
             SchemaError: as in `denoise`, or the images differ in size.
         """
         self._require("flow head", self.stage != "ar")
-        shapes = {one.image_shape for one in contexts}
-        if len(shapes) != 1:
-            raise SchemaError(
-                f"one batch for images of {sorted(map(str, shapes))}; they must have one size"
-            )
-        grid = self._grid(contexts[0].image_shape)
+        grids = {self._grid(one.image_shape) for one in contexts}
+        if len(grids) != 1:
+            shapes = sorted({str(one.image_shape) for one in contexts})
+            raise SchemaError(f"one batch for images of {shapes}; they must have one size")
+        (grid,) = grids
         for one, own in zip(contexts, noise, strict=True):
             self.check_request(one, own, params)
         rows = denoise_rows(
@@ -317,7 +317,7 @@ class BagelPipeline:
         *,
         think: bool = False,
         understanding: bool = False,
-        image_shape: tuple[int, int] | None = None,
+        image_shape: Sequence[int] | None = None,
         generator: Generator | None = None,
         system_prompt: str | None = None,
         max_think_tokens: int = 1000,
@@ -359,9 +359,8 @@ class BagelPipeline:
         own_cfg_img = caches.get("cfg_img")
         cfg_text, cfg_img = self.empty_context(), self.empty_context()
         side = self.config.max_latent_size * self.config.latent_stride
-        image_shape = (side, side) if image_shape is None else image_shape
-        self._grid(image_shape)  # refuses it now, not after the work
-        shape = (image_shape[0], image_shape[1])
+        shape = (side, side) if image_shape is None else shape_pair(image_shape)
+        self._grid(shape)  # refuses it now, not after the work
         if think:
             default = THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
             gen = self._append_prompt(gen, system_prompt or default)
@@ -501,18 +500,15 @@ class BagelPipeline:
         special = self.special_tokens
         return self.model.embed([special.start_of_image, special.end_of_image])
 
-    def _grid(self, image_shape: tuple[int, int] | None) -> tuple[int, int]:
+    def _grid(self, image_shape: Sequence[int] | None) -> tuple[int, int]:
         """Return the latent tokens down and across."""
         stride, side = self.config.latent_stride, self.config.max_latent_size
         if image_shape is None:
             raise SchemaError("the contexts have no image_shape")
-        sides = tuple(image_shape)  # of a message: a list
-        if len(sides) != 2 or any(type(n) is not int for n in sides):
-            raise SchemaError(f"image_shape {sides}: a height and a width, both int")
-        height, width = sides
-        if any(n <= 0 or n % stride or n > stride * side for n in sides):
+        height, width = shape_pair(image_shape)
+        if any(n <= 0 or n % stride or n > stride * side for n in (height, width)):
             allowed = f"multiples of {stride} up to {stride * side}"
-            raise SchemaError(f"image_shape {sides}: sides are {allowed}")
+            raise SchemaError(f"image_shape {(height, width)}: sides are {allowed}")
         return height // stride, width // stride
 
     def _require(self, part: str, present: bool) -> None:

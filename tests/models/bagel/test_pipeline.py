@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -320,19 +321,41 @@ def test_image_shapes_must_fit_the_model(exact: BagelPipeline, shape: tuple[int,
         exact.prefill("a fox", image_shape=shape)
 
 
-@pytest.mark.parametrize("shape", [(8,), (8, 8, 3), (8.0, 8.0), ("8", "8"), (True, 8), ()])
-def test_an_image_shape_is_two_integers(exact: BagelPipeline, shape: tuple[int, int]) -> None:
-    with pytest.raises(SchemaError, match="a height and a width, both int"):
+@pytest.mark.parametrize(
+    "shape", [(8,), [8, 8, 8], [8.0, 8.0], (True, 8), ["8", "8"], "88", 8, torch.tensor([8, 8])]
+)
+def test_an_image_shape_is_two_integers(exact: BagelPipeline, shape: Any) -> None:
+    refused = pytest.raises(SchemaError, match="give height and width, two integers")
+    exact.release_caches()
+    with refused:
         exact.prefill("a fox", image_shape=shape)
+    with refused:
+        exact.initial_noise(shape)
+    with pytest.raises(RuntimeError, match="no request has run"):
+        exact.get_kv_metadata()
+    contexts = exact.prefill("a fox", image_shape=(8, 8))
+    with refused:
+        BagelContexts(contexts.gen, contexts.cfg_text, contexts.cfg_img, shape)
+    contexts.image_shape = shape
+    with refused:
+        exact.render(contexts, FEW, noise=torch.zeros(4, 16))
 
 
 def test_an_image_shape_may_be_a_list(exact: BagelPipeline, seeded: Seeded) -> None:
-    shape: Any = [8, 12]  # as a message has it
-    images = [
-        exact.render(exact.prefill("a fox", image_shape=each), FEW, generator=seeded(0))
-        for each in (shape, (8, 12))
-    ]
-    assert torch.equal(*images)
+    image = draw(exact, "a fox", 0, seeded)
+    assert torch.equal(
+        exact.generate("a fox", FEW, generator=seeded(0), image_shape=[16, 24]), image
+    )
+    contexts = exact.prefill("a fox", image_shape=list(SHAPE))
+    assert contexts.image_shape == exact.get_kv_metadata()["image_shape"] == SHAPE
+    noise = exact.initial_noise(list(SHAPE), seeded(0))
+    assert torch.equal(noise, exact.initial_noise(SHAPE, seeded(0)))
+    branches = contexts.gen, contexts.cfg_text, contexts.cfg_img
+    received = BagelContexts(*branches, json.loads("[16, 24]"))
+    assert received.image_shape == SHAPE
+    assert torch.equal(exact.render(received, FEW, noise=noise), image)
+    latents = exact.denoise_batch([contexts, received], [noise, noise], FEW)
+    assert torch.equal(*latents)
 
 
 def test_noise_must_fit_the_image(exact: BagelPipeline, seeded: Seeded) -> None:
