@@ -592,6 +592,9 @@ class ShmSession(MappedSession):
             self._arenas.pop(message.arena, None)
         else:
             if isinstance(message, Offer):
+                # What was released before goes out first: a process killed after a get has not
+                # kept the lease of the one before.
+                self._loop.run_pending()
                 self._leases.add(message.get_id)
             self.get_table.on_message(message)
 

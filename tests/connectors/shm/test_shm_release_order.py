@@ -1,0 +1,53 @@
+"""A release reaches the producer before the next get returns: a reader killed then has read it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink import KVLink
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.messages import Message, Release
+from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmSession
+from omni_kvlink.testing.memory_checks import sized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NBYTES = 40_000
+
+
+def test_release_precedes_the_next_get(tmp_path: Path) -> None:
+    """The loop receives the offer and finds the release of the payload before only afterwards."""
+    order, gate = list[str](), threading.Event()
+    with KVLink.serve("shm://order", directory=tmp_path) as producer:
+        first = producer.put(sized("first", NBYTES, seed=1).make())
+        producer.put(sized("second", NBYTES, seed=2).make())
+        consumer = ShmConsumer("order", Options(directory=str(tmp_path)))
+        consumer.connect(60)
+        session = consumer._session
+        assert isinstance(session, ShmSession)
+        channel, sent = session._channel, session._channel.send
+        received = channel.receive
+
+        def receive() -> Iterator[tuple[Message, int]]:
+            gate.wait()
+            yield from received()
+
+        def send(message: Message, memory: Any = None) -> None:
+            if isinstance(message, Release):
+                order.append("release")
+            sent(message, memory)
+
+        held = consumer.begin_get("first", timeout=60).wait(timeout=60)
+        channel.receive, channel.send = receive, send  # type: ignore[method-assign]
+        following = consumer.begin_get("second", timeout=60)
+        following.future.add_done_callback(lambda _: order.append("offer"))
+        held.release()
+        gate.set()
+        second = following.wait(timeout=60)
+        assert order == ["release", "offer"]
+        first.wait(timeout=60)
+        second.release()
+        consumer.close()
