@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink
@@ -14,6 +13,7 @@ from omni_kvlink.testing.memory_checks import sized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 NBYTES = 40_000
 
@@ -21,7 +21,7 @@ NBYTES = 40_000
 def test_release_precedes_the_next_get(tmp_path: Path) -> None:
     """The loop receives the offer and finds the release of the payload before only afterwards."""
     order, gate = list[str](), threading.Event()
-    with KVLink.serve("shm://order", directory=tmp_path) as producer:
+    with KVLink.serve("shm://order", directory=str(tmp_path)) as producer:
         first = producer.put(sized("first", NBYTES, seed=1).make())
         producer.put(sized("second", NBYTES, seed=2).make())
         consumer = ShmConsumer("order", Options(directory=str(tmp_path)))
