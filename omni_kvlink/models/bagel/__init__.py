@@ -20,3 +20,4 @@ from omni_kvlink.models.bagel.pipeline import BagelPipeline as BagelPipeline
 from omni_kvlink.models.bagel.pipeline import Prompt as Prompt
 from omni_kvlink.models.bagel.sampling import DenoiseParams as DenoiseParams
 from omni_kvlink.models.bagel.tiny import make_tiny_checkpoint as make_tiny_checkpoint
+from omni_kvlink.models.bagel.tokenizer import TokenizerMissingError as TokenizerMissingError

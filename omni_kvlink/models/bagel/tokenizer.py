@@ -24,6 +24,10 @@ _MARKERS = {
 }
 
 
+class TokenizerMissingError(SchemaError, FileNotFoundError):
+    """A checkpoint's `tokenizer.json` does not exist, or no longer does: restore it."""
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Token ids of the markers around a text and around an image block."""
@@ -35,8 +39,11 @@ class SpecialTokens:
 
     @classmethod
     def load(cls, directory: str | Path) -> SpecialTokens:
-        """Read them from `tokenizer.json`, without a tokenizer library."""
-        raw = (Path(directory) / "tokenizer.json").read_bytes()
+        """Read them from `tokenizer.json`, without a tokenizer library.
+
+        Raises `TokenizerMissingError` without that file, SchemaError if it has not all four.
+        """
+        raw = _read(Path(directory) / "tokenizer.json")
         try:
             added = msgspec.json.decode(raw, type=_TokenizerFile).added_tokens
         except msgspec.MsgspecError as error:
@@ -58,7 +65,11 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class BagelTokenizer:
-    """`tokenizer.json` of a checkpoint, loaded at the first text."""
+    """`tokenizer.json` of a checkpoint, loaded at the first text.
+
+    Loading it raises `TokenizerMissingError` without that file, and SchemaError if the tokenizers
+    package cannot read it.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         self._path = Path(directory) / "tokenizer.json"
@@ -77,7 +88,21 @@ class BagelTokenizer:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise ImportError(f"reading text needs the tokenizers package: {INSTALL}") from error
-        return Tokenizer.from_file(str(self._path))
+        raw = _read(self._path)
+        try:
+            return Tokenizer.from_buffer(raw)
+        except Exception as error:  # the package raises no narrower class
+            raise SchemaError(f"{self._path}: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise TokenizerMissingError(
+            f"no {path}: texts are read with it. Restore it from the checkpoint, or load the "
+            "pipeline from a directory that has it"
+        ) from error
 
 
 def written_text(decoded: str) -> str:

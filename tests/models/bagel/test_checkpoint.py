@@ -18,6 +18,7 @@ from omni_kvlink.models.bagel import (
     BagelConfig,
     BagelPipeline,
     CheckpointError,
+    TokenizerMissingError,
     make_tiny_checkpoint,
 )
 
@@ -255,6 +256,33 @@ def test_special_tokens_come_from_the_tokenizer_file(checkpoint: Path, tmp_path:
     path.write_text(path.read_text().replace("<|vision_end|>", "<|elsewhere|>"))
     with pytest.raises(SchemaError, match=r"no special token <\|vision_end\|>"):
         BagelPipeline.from_pretrained(copy)
+
+
+def test_a_tokenizer_that_vanished_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    pipeline = BagelPipeline.from_pretrained(copy)
+    missing = pytest.raises(
+        TokenizerMissingError, match=r"no .*tokenizer\.json: .* Restore it from the checkpoint"
+    )
+    (copy / "tokenizer.json").unlink()
+    with missing:
+        pipeline.prefill("a fox")
+    with missing:
+        BagelPipeline.from_pretrained(copy)
+    shutil.rmtree(copy)
+    with missing:
+        pipeline.count_tokens("a fox")
+    shutil.copytree(checkpoint, copy)
+    assert pipeline.prefill("a fox").gen.kv_lens[0] == pipeline.count_tokens("a fox")["gen"]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    path = copy / "tokenizer.json"
+    path.write_text(json.dumps({"added_tokens": json.loads(path.read_text())["added_tokens"]}))
+    pipeline = BagelPipeline.from_pretrained(copy)
+    with pytest.raises(SchemaError, match=r"tokenizer\.json: "):
+        pipeline.prefill("a fox")
 
 
 def test_the_wrong_dtype_or_stage_is_refused(checkpoint: Path) -> None:
