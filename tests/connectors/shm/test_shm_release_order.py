@@ -20,7 +20,7 @@ NBYTES = 40_000
 
 def test_release_precedes_the_next_get(tmp_path: Path) -> None:
     """The loop receives the offer and finds the release of the payload before only afterwards."""
-    order, gate = list[str](), threading.Event()
+    order, opened = list[str](), threading.Event()
     with KVLink.serve("shm://order", directory=str(tmp_path)) as producer:
         first = producer.put(sized("first", NBYTES, seed=1).make())
         producer.put(sized("second", NBYTES, seed=2).make())
@@ -32,7 +32,7 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
         received = channel.receive
 
         def receive() -> Iterator[tuple[Message, int]]:
-            gate.wait()
+            opened.wait()
             yield from received()
 
         def send(message: Message, memory: Any = None) -> None:
@@ -45,7 +45,7 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
         following = consumer.begin_get("second", timeout=60)
         following.future.add_done_callback(lambda _: order.append("offer"))
         held.release()
-        gate.set()
+        opened.set()
         second = following.wait(timeout=60)
         assert order == ["release", "offer"]
         first.wait(timeout=60)
