@@ -8,6 +8,7 @@ from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParall
 from omni_kvlink.engine.config import KVConfig as KVConfig
 from omni_kvlink.engine.config import OmniARConfig as OmniARConfig
 from omni_kvlink.engine.config import OmniDiffusionConfig as OmniDiffusionConfig
+from omni_kvlink.engine.config import ProfilerConfig as ProfilerConfig
 from omni_kvlink.engine.config import RayConfig as RayConfig
 from omni_kvlink.engine.config import StageConfig as StageConfig
 from omni_kvlink.engine.core.ar_engine import AREngine as AREngine

@@ -95,6 +95,23 @@ class RayConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfilerConfig:
+    """What the profiler of each worker records, and where; names as in vLLM, all off by default."""
+
+    profiler: str = "torch"  # the only one here
+    torch_profiler_dir: str = ""  # for `start_profile` without a directory
+    torch_profiler_record_shapes: bool = False  # of each operator's inputs
+    torch_profiler_with_memory: bool = False
+    torch_profiler_with_stack: bool = False  # of Python
+    torch_profiler_with_flops: bool = False
+    torch_profiler_use_gzip: bool = False  # writes `.trace.json.gz`
+
+    def __post_init__(self) -> None:
+        if self.profiler != "torch":
+            raise ValueError(f"profiler {self.profiler!r}; only 'torch' is supported")
+
+
+@dataclasses.dataclass(frozen=True)
 class StageConfig:
     """The configuration of any stage.
 
@@ -118,6 +135,7 @@ class StageConfig:
     start_timeout: float = 600.0  # seconds in which the stage must have loaded its model
     distributed_timeout: float = 300.0  # seconds in which all ranks must join a collective call
     ray: RayConfig = field(default_factory=RayConfig)
+    profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:

@@ -72,9 +72,18 @@ class StageEngine(EngineCore, ABC, Generic[C]):
         """Bring back what `sleep` took."""
         return bool(self.call(partial(self.executor.wake_up, tags), timeout=timeout))
 
-    def start_profile(self, directory: str, *, timeout: float = 60.0) -> None:
-        """Between batches, begin to record what the workers compute."""
-        self.call(partial(self.executor.profile, directory), timeout=timeout)
+    def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
+        """Between batches, begin to record what the workers compute.
+
+        `directory` is `profiler_config`'s `torch_profiler_dir` if empty; EngineError without both.
+        """
+        where = directory or self.config.profiler_config.torch_profiler_dir
+        if not where:
+            raise EngineError(
+                "start_profile: no directory; give one, or set torch_profiler_dir in the stage's "
+                "profiler_config"
+            )
+        self.call(partial(self.executor.profile, where), timeout=timeout)
 
     def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
         """Between batches, write the Chrome trace of each worker; their paths, by rank."""

@@ -181,14 +181,17 @@ class OmniDiffusion:
         """The statistics of each stage."""
         return [stage.stats() for stage in self.stages]
 
-    def start_profile(self, directory: str | Path) -> None:
+    def start_profile(self, directory: str | Path = "") -> None:
         """Begin to record what every worker computes: of stage n in `directory`/stage-n.
 
-        Raises EngineError, and records nothing, if a stage's process is being profiled.
+        Without a directory, of each stage in its own `torch_profiler_dir`, see `ProfilerConfig`.
+        Raises EngineError, and records nothing, if a stage has none, or its process is being
+        profiled.
         """
         with contextlib.ExitStack() as started:
             for number, stage in enumerate(self.stages):
-                stage.start_profile(str(Path(directory).absolute() / f"stage-{number}"))
+                own = str(Path(directory).absolute() / f"stage-{number}") if directory else ""
+                stage.start_profile(own)
                 started.callback(stage.stop_profile)
             started.pop_all()
 

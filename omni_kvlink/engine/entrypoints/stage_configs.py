@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,8 @@ from omni_kvlink.engine.config import (
     KVConfig,
     OmniARConfig,
     OmniDiffusionConfig,
+    ProfilerConfig,
+    RayConfig,
 )
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
@@ -36,6 +39,13 @@ _MOONCAKE = {
 _PROTOCOLS = {"rdma": "ucx", "tcp": "zmq+tcp"}
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
+_BY_DEPLOYMENT = {"sources", "sinks", "sink_options", "receivers"}
+_NESTED = {
+    "kv": {field.name for field in dataclasses.fields(KVConfig)} - _BY_DEPLOYMENT,
+    "ray": {field.name for field in dataclasses.fields(RayConfig)},
+    "profiler_config": {field.name for field in dataclasses.fields(ProfilerConfig)},
+}
+"""The fields of a stage's maps. What a link is, the deployment's `connectors:` say."""
 
 
 def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniDiffusionConfig]:
@@ -47,7 +57,7 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
     ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
     for stage, (sink, options) in zip(deploy.stages, ends, strict=True):
         kind = stage.kind
-        values = dict(stage.settings)
+        values = _settings(stage)
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
         remote = is_remote(stage, is_last=stage is deploy.stages[-1])
         _check_placement(stage, sinks, is_remote=remote)
@@ -104,6 +114,20 @@ def environment(stage: StageDeploy) -> dict[str, str]:
         names = [name.strip() for name in visible.split(",")][: len(names)]
     chosen = ",".join(names[number] for number in numbers)
     return {**stage.environment, "CUDA_VISIBLE_DEVICES": chosen}
+
+
+def _settings(stage: StageDeploy) -> dict[str, Any]:
+    """A stage's settings; SchemaError if a map among them has an unknown field."""
+    for name, known in _NESTED.items():
+        given = stage.settings.get(name, {})
+        if not isinstance(given, Mapping):
+            raise SchemaError(f"stage {stage.stage_id}: {name} is a map, not {given!r:.100}")
+        if unknown := sorted(given.keys() - known):
+            raise SchemaError(
+                f"stage {stage.stage_id}: {name} has no {', '.join(unknown)} to set; there are "
+                f"{', '.join(sorted(known))}"
+            )
+    return dict(stage.settings)
 
 
 def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:

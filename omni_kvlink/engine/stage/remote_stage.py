@@ -90,8 +90,11 @@ class RemoteStage(ABC):
         """Bring back what `sleep` took."""
         return bool(self._request("wake_up", [tags], timeout))
 
-    def start_profile(self, directory: str, *, timeout: float = 60.0) -> None:
-        """Between two batches, begin to record what the stage's workers compute."""
+    def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
+        """Between two batches, begin to record what the stage's workers compute.
+
+        `directory` is `profiler_config`'s `torch_profiler_dir` if empty; EngineError without both.
+        """
         self._request("start_profile", [directory], timeout)
 
     def stop_profile(self, *, timeout: float = 60.0) -> list[str]:

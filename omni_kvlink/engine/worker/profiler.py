@@ -12,7 +12,7 @@ from torch import profiler
 from omni_kvlink.engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from omni_kvlink.engine.config import StageConfig
+    from omni_kvlink.engine.config import ProfilerConfig, StageConfig
 
 # torch has one recording in a process: a second one would end the first without a word.
 _PROCESS = threading.Lock()
@@ -21,15 +21,15 @@ _PROCESS = threading.Lock()
 class Profiler:
     """Records one worker's operators, of its CPU thread and its GPU; used in the model's thread."""
 
-    def __init__(self, name: str):
-        self.name = name  # of the trace's file
+    def __init__(self, name: str, config: ProfilerConfig):
+        self.name, self.config = name, config  # the name is that of the trace's file
         self._recording: profiler.profile | None = None
         self._path = Path()
 
     @classmethod
     def of(cls, config: StageConfig, rank: int) -> Profiler:
         """The profiler of a stage's rank."""
-        return cls(f"{config.stage}-rank{rank}")
+        return cls(f"{config.stage}-rank{rank}", config.profiler_config)
 
     def start(self, directory: str) -> None:
         """Record from now on. The directory is made; a trace of the same name there is replaced.
@@ -41,7 +41,9 @@ class Profiler:
         if self._recording is not None:
             raise EngineError(f"{self.name} is being profiled: stop_profile() first")
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self._path = Path(directory).absolute() / f"{self.name}.trace.json"
+        own = self.config
+        suffix = ".trace.json.gz" if own.torch_profiler_use_gzip else ".trace.json"
+        self._path = Path(directory).absolute() / f"{self.name}{suffix}"
         kinds = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(profiler.ProfilerActivity.CUDA)
@@ -50,7 +52,13 @@ class Profiler:
                 f"{self.name}: another worker of this process is being profiled; with own_process: "
                 "true a stage has a process of its own"
             )
-        self._recording = profiler.profile(activities=kinds)
+        self._recording = profiler.profile(
+            activities=kinds,
+            record_shapes=own.torch_profiler_record_shapes,
+            profile_memory=own.torch_profiler_with_memory,
+            with_stack=own.torch_profiler_with_stack,
+            with_flops=own.torch_profiler_with_flops,
+        )
         self._recording.start()
 
     def stop(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from omni_kvlink.engine import (
     EngineError,
     OmniDiffusion,
     OmniDiffusionConfig,
+    ProfilerConfig,
     StageEngine,
 )
 
@@ -90,6 +92,29 @@ def test_an_engine_that_closes_meanwhile(engine: StageEngine[Any], tmp_path: Pat
     assert ATTENTION in operators(engine.stop_profile()[0])
 
 
+def test_what_the_configuration_says_is_recorded(tmp_path: Path) -> None:
+    names = ("record_shapes", "with_memory", "use_gzip")
+    what: dict[str, Any] = {f"torch_profiler_{name}": True for name in names}
+    config = ProfilerConfig(torch_profiler_dir=str(tmp_path), **what)
+    how: dict[str, Any] = {"stage": "all", "dtype": "float32", "profiler_config": config}
+    with DiffusionEngine(OmniDiffusionConfig(checkpoint(), **how)) as engine:
+        engine.start_profile()
+        run(engine, "a")
+        (path,) = engine.stop_profile()
+    assert Path(path) == tmp_path / "all-rank0.trace.json.gz"
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    (shapes, *_) = [e["args"]["Input Dims"] for e in events if e.get("name") == ATTENTION]
+    assert len(shapes[0]) == 4
+    assert "[memory]" in {event.get("name") for event in events}
+
+
+def test_without_a_directory_there_is_no_profile(engine: StageEngine[Any]) -> None:
+    with pytest.raises(EngineError, match="torch_profiler_dir"):
+        engine.start_profile()
+    with pytest.raises(EngineError, match="start_profile"):
+        engine.stop_profile()
+
+
 def test_each_rank_has_a_trace(sockets: str, tmp_path: Path) -> None:
     with engine_with_ranks(sockets, 2) as stage:
         stage.engine.start_profile(str(tmp_path))
@@ -130,6 +155,18 @@ def test_every_stage_of_a_deployment(sockets: str, tmp_path: Path) -> None:
         Path("stage-1/dit-rank0.trace.json"),
     ]
     assert all(ATTENTION in operators(path) for stage in paths for path in stage)
+
+
+def test_a_deployment_says_where_traces_are_written(sockets: str, tmp_path: Path) -> None:
+    stages = deployment(sockets)
+    for number, stage in enumerate(stages["stages"]):
+        stage["profiler_config"] = {"torch_profiler_dir": str(tmp_path / str(number))}
+    with OmniDiffusion(checkpoint(), stages, dtype="float32") as omni:
+        omni.start_profile()
+        omni.generate("a fox", SMALL, timeout=WAIT)
+        (first,), (second,) = omni.stop_profile()
+    assert Path(first) == tmp_path / "0" / "ar-rank0.trace.json"
+    assert Path(second) == tmp_path / "1" / "dit-rank0.trace.json"
 
 
 def test_two_workers_of_one_process(engine: StageEngine[Any], sockets: str, tmp_path: Path) -> None:
