@@ -129,8 +129,9 @@ class PooledProducer(Producer):
         pooled = options.mode == "pooled" or is_one_arena
         least = options.quota if is_one_arena else None
         self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled, min_arena=least)
-        if options.prefault and pooled:
-            self.pool.prefault(options.prefault)
+        prefault = 1 if is_one_arena else options.prefault
+        if prefault and pooled:
+            self.pool.prefault(prefault)
         self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
         try:
             for opener in openers:

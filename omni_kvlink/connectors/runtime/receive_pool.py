@@ -59,8 +59,8 @@ class ReceivePool:
     ):
         least = None if make is None else quota
         self._pool = ArenaPool(make or Mapping.anonymous, quota, min_arena=least)
-        if prefault:
-            self._pool.prefault(prefault)
+        if prefault or make is not None:
+            self._pool.prefault(1 if make is not None else prefault)
         self._loop, self._on_empty = loop, on_empty
         self._waiting: dict[AllocationWaiter, int] = {}
         self._blocked: set[AllocationWaiter] = set()  # wait for a block to be freed

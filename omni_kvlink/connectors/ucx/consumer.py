@@ -52,13 +52,7 @@ class UcxConsumer(ControlConsumer):
         self.device, self.host_reason = memory.device, memory.host_reason
         if not memory.device:
             return super()._make_pool(options)
-        return ReceivePool(
-            options.quota,
-            self._loop,
-            self._close_if_unused,
-            prefault=options.prefault,
-            make=memory.make,
-        )
+        return ReceivePool(options.quota, self._loop, self._close_if_unused, make=memory.make)
 
     def _close_resources(self) -> None:
         super()._close_resources()

@@ -42,7 +42,8 @@ class PayloadMemory(NamedTuple):
         except NativeError as error:
             text = f"{options.quota} bytes of {options.device}: {error}; set a lower quota="
             return cls(host_reason=text)
-        return cls(lambda nbytes, is_wanted: mapping, options.device)
+        made = [mapping]  # taken by the pool, which drops it when it is closed
+        return cls(lambda nbytes, is_wanted: made.pop(), options.device)
 
 
 def _refusal(settings: UcxSettings) -> str:
