@@ -29,6 +29,8 @@ from omni_kvlink.testing.rig import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.integrations.vllm.step import StepMetadata
+
 pytestmark = [
     pytest.mark.skipif(bool(host.missing()), reason=host.missing() or ""),
     pytest.mark.usefixtures("zmq_started"),
@@ -39,12 +41,13 @@ OPTIONS = {"copier": "pinned", "device": "auto", "quota": 16 << 20}
 
 def workers(
     worker: Callable[..., PoolWorker], tls: str, *how: Any, **options: Any
-) -> tuple[PoolWorker, PoolWorker]:
-    """A producer and a consumer over UCX."""
+) -> tuple[PoolWorker, PoolWorker, StepMetadata]:
+    """A producer and a consumer over UCX, and the step that loads."""
     url = f"ucx://127.0.0.1:{free_port()}?trusted_network=1&ucx_tls={tls}"
     options = {**OPTIONS, **options}
     producer = worker("producer", *how, url=url, serve=options)
-    return producer, worker("consumer", *how, peers=[url], connect=options)
+    consumer = worker("consumer", *how, peers=[url], connect=options)
+    return producer, consumer, load(url=url)
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +62,8 @@ def named(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_byte(
     worker: Callable[..., PoolWorker], device: Any, layout: KVCacheLayout, kind: str
 ) -> None:
-    producer, consumer = workers(worker, "tcp,cuda_copy", layout, kind)
-    consumer.forward(load())
+    producer, consumer, step = workers(worker, "tcp,cuda_copy", layout, kind)
+    consumer.forward(step)
     producer.forward(save(), bytes_like(producer, 7), SENT)
     consumer.run_until_loaded()
     check_loaded(consumer, bytes_like(consumer, 7))
@@ -75,8 +78,8 @@ def test_each_byte(
 def test_without_a_cuda_transport_it_goes_by_the_host(
     worker: Callable[..., PoolWorker], device: Any
 ) -> None:
-    producer, consumer = workers(worker, "tcp")
-    consumer.forward(load())
+    producer, consumer, step = workers(worker, "tcp")
+    consumer.forward(step)
     producer.forward(save(), bytes_like(producer, 7), SENT)
     consumer.run_until_loaded()
     check_loaded(consumer, bytes_like(consumer, 7))
