@@ -143,7 +143,8 @@ test-vllm-%: .venv-vllm/%/.ready
 OMNI := .venv-vllm-omni
 
 test-vllm-omni: $(OMNI)/.ready
-	$(OMNI)/bin/python -m pytest -W ignore::DeprecationWarning tests/integrations/vllm_omni \
+	$(OMNI)/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" tests/integrations/vllm_omni \
+		tests/integrations/vllm/test_vllm_ucx_device.py \
 		tests/bench/test_fault_comparison.py::test_a_campaign_of_vllm_omni $(ARGS)
 
 $(OMNI)/.ready: pyproject.toml constraints.txt constraints-vllm-omni.txt

@@ -59,7 +59,8 @@ PYTEST = [
     *("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning"),
     *("-W", "ignore::UserWarning"),
 ]
-TESTS = ("tests/gpu", "tests/integrations/vllm")  # the second needs vllm, and is skipped without
+# The last one needs vllm, and is skipped without; the second needs ucxx.
+TESTS = ("tests/gpu", "tests/connectors/ucx", "tests/integrations/vllm")
 SANITIZED = "test_host_and_device_in_one_payload or test_pages"
 
 

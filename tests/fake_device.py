@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from omni_kvlink._native import cuda
-from omni_kvlink.copier import pinned, streams
+from omni_kvlink._native import cuda, cuda_context
+from omni_kvlink.copier import device_payload, pinned, streams
 from omni_kvlink.link import producer
+from omni_kvlink.payload import views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.views import TensorView
 
 ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
@@ -38,6 +41,7 @@ FIELDS = (
     "blocking",
     "capturing_elsewhere",
     "held",
+    "refuses_memory",
 )
 
 _calls: list[object] = []  # ctypes functions; the library keeps none, and may call them late
@@ -65,10 +69,21 @@ class FakeDevice:
         self._library, self._current = library, threading.local()
         self._field = library.fake_cuda_field
         self._field.restype = ctypes.POINTER(ctypes.c_int)
+        library.fake_cuda_nbytes.restype = ctypes.c_uint64
 
     def get(self, name: str) -> int:
         value: int = self._field(FIELDS.index(name))[0]
         return value
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of the device's memory that are allocated."""
+        return int(self._library.fake_cuda_nbytes(0))
+
+    @property
+    def crossed_nbytes(self) -> int:
+        """Bytes that were copied between the host and the device, either way."""
+        return int(self._library.fake_cuda_nbytes(1))
 
     @property
     def stream(self) -> int:
@@ -129,7 +144,15 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
     monkeypatch.setattr(producer, "is_on_device", lambda view: device.holds(view))
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
+    monkeypatch.setattr(device_payload, "synchronize", device.run)
+    monkeypatch.setattr(cuda_context, "use_device", lambda number: None)
+    monkeypatch.setattr(views, "byte_tensor", byte_tensor)
     return device
+
+
+def byte_tensor(region: Region) -> torch.Tensor:
+    """`views.byte_tensor`, with tensors of the host for those of the device."""
+    return torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore,no-any-return]
 
 
 @pytest.fixture(scope="session")

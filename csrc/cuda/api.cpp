@@ -5,6 +5,7 @@
 #include <new>
 #include <unordered_map>
 
+#include "memory.h"
 #include "pinned.h"
 #include "recorded.h"
 #include "transfer.h"
@@ -105,10 +106,14 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
         Plan plan = plan_of(gather, payload, nbytes, copies, count, crossover, current);
         Device &device = Device::get(options->device);
         OnDevice on_device(options->device);
-        if (crossover == KVLC_MEASURED)
+        Placement where;
+        where.on_device = is_allocated(payload, nbytes, options->device);
+        // Within a device the kernel copies everything: it reads and writes both sides fast.
+        if (crossover == KVLC_MEASURED && !where.on_device)
             plan =
                 plan_of(gather, payload, nbytes, copies, count, device.crossover(gather), current);
-        ptrdiff_t shift = plan.groups().empty() ? 0 : device_shift(payload, nbytes, gather);
+        if (!where.on_device && !plan.groups().empty())
+            where.shift = device_shift(payload, nbytes, gather);
         Predecessor before{stream_of(options->stream), nullptr};
         std::shared_ptr<OpenTicket> after;
         if (options->after) {
@@ -116,7 +121,7 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
             const Recorded &found = recorded_of(*after, options->after, options->device);
             before = {found.stream(), &found};
         }
-        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, shift, before));
+        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, where, before));
     });
 }
 
@@ -149,6 +154,38 @@ int kvlc_register(uint64_t device, void *address, uint64_t nbytes, uint64_t read
 
 int kvlc_unregister(void *address) {
     return guarded([&] { unregister_memory(static_cast<char *>(address)); });
+}
+
+int kvlc_allocate(uint64_t device, uint64_t nbytes, void **address) {
+    return guarded([&] { *address = allocate_memory(device, nbytes); });
+}
+
+int kvlc_free(void *address) {
+    return guarded([&] { free_memory(static_cast<char *>(address)); });
+}
+
+int kvlc_read(uint64_t device, const void *from, void *to, uint64_t nbytes) {
+    return guarded([&] {
+        Device &found = Device::get(device);
+        OnDevice on_device(device);
+        read_memory(found, static_cast<const char *>(from), static_cast<char *>(to), nbytes);
+    });
+}
+
+int kvlc_write(uint64_t device, void *to, const void *from, uint64_t nbytes) {
+    return guarded([&] {
+        Device &found = Device::get(device);
+        OnDevice on_device(device);
+        write_memory(found, static_cast<char *>(to), static_cast<const char *>(from), nbytes);
+    });
+}
+
+int kvlc_digest(uint64_t device, const kvlc_bytes *spans, uint64_t count, uint32_t *crcs) {
+    return guarded([&] {
+        Device &found = Device::get(device);
+        OnDevice on_device(device);
+        digest_memory(found, spans, count, crcs);
+    });
 }
 
 int kvlc_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,

@@ -60,13 +60,15 @@ bool try_batch(const Run *, size_t, bool, cudaStream_t) { return false; }
 
 }  // namespace
 
-void copy_runs(const Run *runs, size_t count, bool gather, cudaStream_t stream) {
+void copy_runs(const Run *runs, size_t count, bool gather, bool on_device, cudaStream_t stream) {
     if (try_batch(runs, count, gather, stream)) return;
+    cudaMemcpyKind kind = on_device ? cudaMemcpyDeviceToDevice
+                          : gather  ? cudaMemcpyDeviceToHost
+                                    : cudaMemcpyHostToDevice;
     for (size_t i = 0; i < count; i++) {
         const Run &run = runs[i];
         check(cudaMemcpyAsync(gather ? run.payload : run.view, gather ? run.view : run.payload,
-                              run.nbytes, gather ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice,
-                              stream),
+                              run.nbytes, kind, stream),
               "cudaMemcpyAsync");
     }
 }

@@ -8,7 +8,7 @@
 
 namespace kvlc {
 
-// Enqueue `count` runs, in no particular order. Throws.
-void copy_runs(const Run *runs, size_t count, bool gather, cudaStream_t stream);
+// Enqueue `count` runs, in no particular order, of a payload on the device or the host. Throws.
+void copy_runs(const Run *runs, size_t count, bool gather, bool on_device, cudaStream_t stream);
 
 }  // namespace kvlc

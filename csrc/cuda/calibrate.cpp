@@ -31,7 +31,7 @@ struct Workspace {
     Workspace(const Workspace &) = delete;
     Workspace &operator=(const Workspace &) = delete;
 
-    ptrdiff_t shift() const { return static_cast<char *>(mapped) - memory.host; }
+    Placement payload() const { return {static_cast<char *>(mapped) - memory.host, false}; }
 
     Device &device;
     Staging memory;
@@ -57,7 +57,7 @@ double seconds(const Workspace &workspace, const Plan &plan) {
     double best = 1e9;
     for (int round = 0; round <= kRounds; round++) {
         auto start = std::chrono::steady_clock::now();
-        Transfer transfer(workspace.device, plan, workspace.shift(), {workspace.stream, nullptr},
+        Transfer transfer(workspace.device, plan, workspace.payload(), {workspace.stream, nullptr},
                           cudaEventDisableTiming);
         transfer.finish();
         std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;

@@ -62,7 +62,7 @@ Device::Device(uint64_t number) : number_(number) {
                                  static_cast<int>(number)),
           "cudaDeviceGetAttribute");
     blocks_ = choose_blocks(processors);
-    check(load_kernels(), "loading the copying kernel");
+    check(load_kernels(), "loading the kernels");
     free_.push_back(make_staging(kStaging));
 }
 
@@ -72,6 +72,14 @@ cudaStream_t Device::stream(bool gather, cudaStream_t caller_stream) {
     if (!own_stream)
         check(cudaStreamCreateWithFlags(&own_stream, cudaStreamNonBlocking), "cudaStreamCreate");
     return own_stream;
+}
+
+cudaStream_t Device::staged_stream() {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (!staged_stream_)
+        check(cudaStreamCreateWithFlags(&staged_stream_, cudaStreamNonBlocking),
+              "cudaStreamCreate");
+    return staged_stream_;
 }
 
 Staging Device::acquire_staging(size_t nbytes) {

@@ -28,6 +28,9 @@ class Device {
     // each other.
     cudaStream_t stream(bool gather, cudaStream_t caller_stream);
 
+    // The stream for work that follows no caller's, and that its caller waits for.
+    cudaStream_t staged_stream();
+
     // Released staging memory is reused, since allocating some may wait for the device.
     Staging acquire_staging(size_t nbytes);
     void release_staging(Staging staging);
@@ -47,6 +50,7 @@ class Device {
 
     std::mutex lock_, measuring_;
     std::map<std::pair<bool, cudaStream_t>, cudaStream_t> streams_;
+    cudaStream_t staged_stream_ = nullptr;
     std::vector<Staging> free_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
     const uint64_t number_;

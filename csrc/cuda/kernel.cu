@@ -11,6 +11,18 @@ __global__ void __launch_bounds__(kThreads)
         move_tile_of<kGather>(tasks, count, tile, threadIdx.x);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    digest(const CrcSpan *__restrict__ spans, uint64_t count, uint32_t *__restrict__ crcs) {
+    __shared__ CrcTables tables;
+    fill_crc_tables(tables, threadIdx.x);
+    __syncthreads();
+    for (uint64_t i = blockIdx.x; i < count; i += gridDim.x) {
+        uint32_t crc = crc_part(spans[i], tables, threadIdx.x);
+        for (int lane = 16; lane; lane /= 2) crc ^= __shfl_xor_sync(~0u, crc, lane);
+        if (threadIdx.x % 32 == 0) atomicXor(&crcs[i], crc);
+    }
+}
+
 }  // namespace
 
 cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tiles, unsigned blocks,
@@ -22,10 +34,17 @@ cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tile
     return cudaGetLastError();
 }
 
+cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs, unsigned blocks,
+                          cudaStream_t stream) {
+    digest<<<blocks, kThreads, 0, stream>>>(spans, count, crcs);
+    return cudaGetLastError();
+}
+
 cudaError_t load_kernels() {
     cudaFuncAttributes found;
     cudaError_t error = cudaFuncGetAttributes(&found, move<true>);
-    return error ? error : cudaFuncGetAttributes(&found, move<false>);
+    if (!error) error = cudaFuncGetAttributes(&found, move<false>);
+    return error ? error : cudaFuncGetAttributes(&found, digest);
 }
 
 }  // namespace kvlc

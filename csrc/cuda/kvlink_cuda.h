@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/* The C interface of omni_kvlink's CUDA part: copies between device views and registered host
- * memory.
+/* The C interface of omni_kvlink's CUDA part: copies between device views and payloads in
+ * registered host memory or in device memory of its own, and digests of device memory.
  *
  * It takes the copies of `kvlink.h`; in them `base` is a device address and `index` a host one.
  * Every argument is checked, index entries included, before anything is enqueued. Work goes to
@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change of a struct or a function below, or of kvl_copy. */
-#define KVLC_ABI 2
+#define KVLC_ABI 3
 #define KVLC_MEASURED UINT64_MAX
 
 enum kvlc_status {
@@ -34,6 +34,12 @@ typedef struct kvlc_options {
     uint64_t crossover; /* views whose contiguous runs are shorter on average are copied by a
                            kernel, others by copy engines; in bytes, or KVLC_MEASURED */
 } kvlc_options;
+
+/* Bytes of device memory. */
+typedef struct kvlc_bytes {
+    const void *address;
+    uint64_t nbytes;
+} kvlc_bytes;
 
 /* KVLC_ABI of the library. */
 KVL_API int kvlc_version(void);
@@ -55,8 +61,20 @@ KVL_API int kvlc_register(uint64_t device, void *address, uint64_t nbytes, uint6
 /* Undo it: before the memory is unmapped, after its last ticket; KVL_EARGUMENT if unknown. */
 KVL_API int kvlc_unregister(void *address);
 
-/* Copy device views into the payload, which is in registered memory. Spans ascend without overlap;
- * their digests are ignored. The views may change after kvlc_finish. */
+/* Allocate device memory for payloads; KVLC_ECUDA if there is not enough. It may wait for the
+ * device, and so may kvlc_free: KVL_EARGUMENT if unknown. */
+KVL_API int kvlc_allocate(uint64_t device, uint64_t nbytes, void **address);
+KVL_API int kvlc_free(void *address);
+
+/* Copy a few bytes from device memory into any memory of the host, or back; blocks for that, and
+ * waits for no work that was enqueued elsewhere. Nor does kvlc_digest, which computes the CRC-32C
+ * of each span of a device's memory, on the device. */
+KVL_API int kvlc_read(uint64_t device, const void *from, void *to, uint64_t nbytes);
+KVL_API int kvlc_write(uint64_t device, void *to, const void *from, uint64_t nbytes);
+KVL_API int kvlc_digest(uint64_t device, const kvlc_bytes *spans, uint64_t count, uint32_t *crcs);
+
+/* Copy device views into the payload, which is in registered memory or from kvlc_allocate. Spans
+ * ascend without overlap; their digests are ignored. The views may change after kvlc_finish. */
 KVL_API int kvlc_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
                         const kvlc_options *options, kvl_report *report, uint64_t *ticket);
 

@@ -9,12 +9,13 @@
 
 namespace kvlc {
 
-Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
+Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
                    unsigned flags)
-    : Pending(device), stream_(device.stream(plan.gather(), before.stream)), flags_(flags),
-      copies_(plan.copies()), staging_(device.acquire_staging(plan.staged_nbytes())) {
+    : Pending(device), stream_(device.stream(plan.gather(), before.stream)),
+      on_device_(payload.on_device), flags_(flags), copies_(plan.copies()),
+      staging_(device.acquire_staging(plan.staged_nbytes())) {
     try {
-        if (staging_.nbytes) plan.stage(staging_.host, staging_.device, shift);
+        if (staging_.nbytes) plan.stage(staging_.host, staging_.device, payload.shift);
         enqueue(plan, before);
     } catch (...) {
         release();
@@ -55,7 +56,7 @@ void Transfer::enqueue_group(const Plan &plan, const Group &group) {
               "launching the copying kernel");
     }
     copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run, plan.gather(),
-              stream_);
+              on_device_, stream_);
 }
 
 void Transfer::follow(Predecessor before) {

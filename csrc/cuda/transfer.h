@@ -15,11 +15,16 @@ struct Predecessor {
     const Pending *recorded;  // or null
 };
 
+// Where the device finds a payload.
+struct Placement {
+    ptrdiff_t shift = 0;     // of a host address: see device_shift
+    bool on_device = false;  // in memory of kvlc_allocate
+};
+
 class Transfer : public Pending {
   public:
-    // Enqueue after the predecessor. If it throws, nothing is in progress. `shift`: see
-    // device_shift. `flags`: of the events.
-    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
+    // Enqueue after the predecessor. If it throws, nothing is in progress. `flags`: of the events.
+    Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
              unsigned flags = kEventFlags);
     // Blocks until all copies are complete.
     ~Transfer() override;
@@ -37,6 +42,7 @@ class Transfer : public Pending {
     void release();
 
     cudaStream_t stream_;
+    bool on_device_;
     unsigned flags_;
     uint64_t copies_;
     Staging staging_;

@@ -33,7 +33,11 @@ struct Position {  // in a stream; a stream that waits for it keeps it alive
 std::recursive_mutex lock;
 std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
 std::map<char *, size_t> registered;
-std::map<const void *, int> owners;    // of device memory
+struct DeviceMemory {
+    size_t nbytes = 0;
+    int device = 0;
+};
+std::map<const char *, DeviceMemory> allocated;
 thread_local void *context = nullptr;  // the current one: a device's number plus 1
 thread_local bool must_not_block = false;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
@@ -64,6 +68,17 @@ void run(const Position &position) {
         position.stream->done++;
     }
 }
+
+// The device's memory that an address lies in, or null; views count as the device's, unlisted.
+const DeviceMemory *memory_at(const void *address) {
+    auto at = static_cast<const char *>(address);
+    auto after = allocated.upper_bound(at);
+    if (after == allocated.begin()) return nullptr;
+    auto found = std::prev(after);
+    return at < found->first + found->second.nbytes ? &found->second : nullptr;
+}
+
+void count_crossing(uint64_t nbytes) { fake_cuda().crossed_nbytes += nbytes; }
 
 cudaError_t push(cudaStream_t stream, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> hold(lock);
@@ -124,10 +139,16 @@ FakeCuda &fake_cuda() {
 
 int *fake_cuda_field(int number) {
     FakeCuda &fake = fake_cuda();
-    int *fields[] = {&fake.devices,      &fake.refuses_registration, &fake.fails_after,
-                     &fake.unregistered, &fake.unregistered_late,    &fake.readonly,
-                     &fake.blocking,     &fake.capturing_elsewhere,  &fake.held};
+    int *fields[] = {&fake.devices,       &fake.refuses_registration, &fake.fails_after,
+                     &fake.unregistered,  &fake.unregistered_late,    &fake.readonly,
+                     &fake.blocking,      &fake.capturing_elsewhere,  &fake.held,
+                     &fake.refuses_memory};
     return fields[number];
+}
+
+uint64_t fake_cuda_nbytes(int number) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    return number ? fake_cuda().crossed_nbytes : fake_cuda().device_nbytes;
 }
 
 void fake_enqueue(cudaStream_t stream, std::function<void()> work) {
@@ -185,9 +206,23 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
 
 cudaError_t cudaMalloc(void **memory, size_t nbytes) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    cudaError_t status = allocate(memory, nbytes);
-    owners[*memory] = current_device();
-    return status;
+    if (fake_cuda().refuses_memory) return cudaErrorInvalidValue;
+    if (cudaError_t status = allocate(memory, nbytes)) return status;
+    allocated[static_cast<char *>(*memory)] = {nbytes, current_device()};
+    fake_cuda().device_nbytes += nbytes;
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void *memory) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    blocks();
+    if (cudaError_t status = unsafe()) return status;
+    auto found = allocated.find(static_cast<char *>(memory));
+    if (found == allocated.end() || found->second.device != current_device())
+        return cudaErrorInvalidValue;
+    fake_cuda().device_nbytes -= found->second.nbytes;
+    allocated.erase(found);
+    free(memory);
+    return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
 cudaError_t cudaFreeHost(void *memory) {
@@ -285,10 +320,13 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return position.stream && position.stream->done < position.at ? cudaErrorNotReady : cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind,
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
     fake_cuda().copied++;
-    return push(stream, [=] { memcpy(to, from, nbytes); });
+    return push(stream, [=] {
+        if (kind != cudaMemcpyDeviceToDevice) count_crossing(nbytes);
+        memcpy(to, from, nbytes);
+    });
 }
 cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes,
                                  size_t count, cudaMemcpyAttributes *how, size_t *first,
@@ -301,7 +339,10 @@ cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const
         void *there = to[i];
         const void *here = from[i];
         size_t nbytes = sizes[i];
-        cudaError_t status = push(stream, [=] { memcpy(there, here, nbytes); });
+        cudaError_t status = push(stream, [=] {
+            if (!memory_at(there) && !memory_at(here)) count_crossing(nbytes);
+            memcpy(there, here, nbytes);
+        });
         if (status) return status;
     }
     return cudaSuccess;
@@ -311,15 +352,34 @@ namespace kvlc {
 
 cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tiles, unsigned blocks,
                    cudaStream_t stream) {
-    auto memory = std::prev(owners.upper_bound(tasks));
-    if (!blocks || blocks > tiles || memory->second != current_device())
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    const DeviceMemory *memory = memory_at(tasks);
+    if (!blocks || blocks > tiles || !memory || memory->device != current_device())
         return cudaErrorInvalidValue;
     fake_cuda().launches++;
     return push(stream, [=] {
+        for (uint64_t i = 0; i < count; i++)
+            if (!memory_at(tasks[i].payload)) count_crossing(tasks[i].elements * tasks[i].width);
         for (uint64_t tile = 0; tile < tiles; tile++)
             for (unsigned thread = 0; thread < kThreads; thread++)
                 gather ? move_tile_of<true>(tasks, count, tile, thread)
                        : move_tile_of<false>(tasks, count, tile, thread);
+    });
+}
+
+cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs, unsigned blocks,
+                          cudaStream_t stream) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    const DeviceMemory *memory = memory_at(spans);
+    if (!blocks || blocks > count || !memory || memory->device != current_device() ||
+        memory_at(crcs) != memory)
+        return cudaErrorInvalidValue;
+    return push(stream, [=] {
+        CrcTables tables;
+        for (unsigned thread = 0; thread < kThreads; thread++) fill_crc_tables(tables, thread);
+        for (uint64_t i = 0; i < count; i++)
+            for (unsigned thread = 0; thread < kThreads; thread++)
+                crcs[i] ^= crc_part(spans[i], tables, thread);
     });
 }
 

@@ -17,9 +17,12 @@ struct FakeCuda {
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by single calls
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
     int readonly = 0;                                // registrations of that kind
-    int blocking = 0;    // calls that may block, by threads that were told not to make any
-    int off_device = 0;  // calls that would open a context on device 0
-    int held = 0;        // events are reached once it is 0; such threads do not wait for that
+    int blocking = 0;        // calls that may block, by threads that were told not to make any
+    int off_device = 0;      // calls that would open a context on device 0
+    int held = 0;            // events are reached once it is 0; such threads do not wait for that
+    int refuses_memory = 0;  // of the device
+    uint64_t device_nbytes = 0;   // allocated, and not freed
+    uint64_t crossed_nbytes = 0;  // copied between the host and the device, either way
 };
 
 FakeCuda &fake_cuda();
@@ -33,6 +36,8 @@ bool fake_has_context();
 bool fake_is_relaxed();
 // The int fields, in this order, for tests in Python.
 extern "C" int *fake_cuda_field(int number);
+// `device_nbytes` and `crossed_nbytes`.
+extern "C" uint64_t fake_cuda_nbytes(int number);
 extern "C" void fake_cuda_call(uint64_t stream, void (*work)());
 extern "C" void fake_cuda_run(uint64_t stream);
 // Count the calls of this thread that may block, from now on or no more.

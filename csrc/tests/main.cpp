@@ -6,6 +6,7 @@
 void test_copies(const char *features, int rounds);
 void test_refusals();
 void test_cuda();
+void test_device_memory();
 
 // Arguments: rounds of random copies; the instruction set that must be selected by default.
 int main(int argc, char **argv) {
@@ -15,6 +16,7 @@ int main(int argc, char **argv) {
     if (argc > 2) CHECK(std::string(kvl_features()) == argv[2]);
     test_refusals();
     test_cuda();
+    test_device_memory();
     std::printf("%d failed\n", failures);
     return failures ? 1 : 0;
 }

@@ -18,7 +18,7 @@ from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import MappedPages, Region
 
-ABI = 2
+ABI = 3
 LIBRARY = "_kvlink_cuda.so"
 ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
 """Environment variable, in bytes: views whose contiguous runs are shorter on average are copied by
@@ -199,6 +199,11 @@ def _declare(library: ctypes.CDLL) -> int:
 
 _part = CompiledPart("CUDA part", LIBRARY, ABI, CURE, _declare)
 _load, missing = _part.load, _part.missing
+
+
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the library; NativeError with its text if it fails."""
+    _check(getattr(_load(), name)(*arguments))
 
 
 def _check(status: int) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
 
@@ -52,6 +53,8 @@ class Options:
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Loopback
             alone if empty; required where the link goes to other machines.
         tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
+        device: the CUDA device whose memory this end's payloads lie in, such as "cuda:0", where
+            UCX reaches it; elsewhere, and if empty, they lie in the host's.
     """
 
     quota: int = 4 << 30
@@ -65,12 +68,15 @@ class Options:
     ucx_tls: str = "tcp"
     ucx_devices: str = ""
     tcp: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in ("pooled", "sealed"):
             raise ValueError(f"mode {self.mode!r} is unknown; use 'pooled' or 'sealed'")
         if not 0 <= self.prefault <= self.quota:
             raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
+        if self.device and number_of(self.device) is None:
+            raise ValueError(f"device {self.device!r}; wanted 'cuda:0', with another number, or ''")
 
 
 def refuse_keys(url: str, options: Options) -> None:
@@ -82,7 +88,16 @@ def refuse_keys(url: str, options: Options) -> None:
 
 
 class Connector(ABC):
-    """One end of a link, called `label` in errors; it belongs to the process that opened it."""
+    """One end of a link, called `label` in errors; it belongs to the process that opened it.
+
+    Attributes:
+        device: the device whose memory its payloads lie in, such as "cuda:0"; "" for the host's.
+        host_reason: why that is the host's although `Options.device` names a device, with the cure;
+            "" if the connector always uses the host's.
+    """
+
+    device: str = ""
+    host_reason: str = ""
 
     def __init__(self, label: str):
         self._label, self._pid, self._closed = label, os.getpid(), False

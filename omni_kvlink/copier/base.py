@@ -44,6 +44,8 @@ class Copier(ABC):
     """
 
     name: ClassVar[str]
+    uses_device_memory: ClassVar[bool] = False
+    """Whether a payload's region may be memory of a CUDA device (`Region.device`)."""
 
     @property
     def features(self) -> str:
@@ -51,9 +53,10 @@ class Copier(ABC):
         return ""
 
     def device_copies(self) -> dict[str, int]:
-        """Bytes of device tensors copied so far: "pinned" and "pageable"; empty if not counted.
+        """Bytes of device tensors copied so far, by kind; empty if not counted.
 
-        Pinned are those that a device copied from or to page-locked memory of a payload by itself.
+        "pinned": a device copied them from or to page-locked memory of a payload by itself;
+        "device": from or to a payload in its own memory; "pageable": torch copied them.
         """
         return {}
 

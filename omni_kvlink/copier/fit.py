@@ -26,6 +26,7 @@ def check_targets(views: Sequence[TensorView], manifest: Manifest, region: Regio
     for view, spec in zip(views, manifest.tensors, strict=True):
         memory = view.pool if isinstance(view, PagedTensor) else view
         start, behind = memory.data_ptr(), region.address + region.nbytes
-        if memory.is_cpu and start < behind and region.address < start + extent_of(memory):
+        is_near = memory.is_cpu or region.device != "cpu"  # a device's addresses are its own
+        if is_near and start < behind and region.address < start + extent_of(memory):
             raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
     check_distinct(views, lambda number: manifest.tensors[number].where())

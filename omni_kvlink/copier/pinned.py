@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_kvlink._native import cuda, host
+from omni_kvlink.copier import device_payload
 from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.native import NativeCopier, failures
@@ -37,10 +38,12 @@ class PinnedCopier(NativeCopier):
 
     The payload's memory is page-locked at its first use, a whole mapping at a time. If the system
     refuses that, torch copies through pageable memory, and one warning says why and what helps.
+    A payload in a device's own memory is copied and digested there: no byte meets the host.
     `threads=0` chooses the number of threads that compute digests by the number of cores.
     """
 
     name = "pinned"
+    uses_device_memory = True
 
     def __init__(self, *, threads: int = 0):
         reason = cuda.missing() or cuda.no_device()
@@ -101,9 +104,19 @@ class PinnedCopier(NativeCopier):
         with ExitStack() as pending:
             for part in devices:
                 part.begin("scatter", manifest, region, pending)
-            super().scatter(_part(manifest, specs), region, views)
+            self._scatter_others(_part(manifest, specs), region, views)
             for part in devices:
                 self.verify(_part(manifest, part.specs), region)
+
+    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+        """Compute the digests where the payload lies."""
+        is_near = region.device == "cpu"
+        return (super().digest if is_near else device_payload.digests)(manifest, region)
+
+    def verify(self, manifest: Manifest, region: Region) -> None:
+        """Check all digests where the payload lies."""
+        is_near = region.device == "cpu"
+        (super().verify if is_near else device_payload.verify)(manifest, region)
 
     def begin_scatter(
         self,
@@ -122,7 +135,7 @@ class PinnedCopier(NativeCopier):
         for part in devices:
             self.verify(_part(manifest, part.specs), region)
         _follow(views, after)
-        super().scatter(_part(manifest, specs), region, views)
+        self._scatter_others(_part(manifest, specs), region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
         with ExitStack() as pending:
             for part in devices:
@@ -144,7 +157,11 @@ class PinnedCopier(NativeCopier):
         views, specs, devices = self._by_device(sources, manifest, region)
         tickets = [part.begin("gather", manifest, region, pending, after) for part in devices]
         _follow(views, after)
-        digests = super().gather(views, _part(manifest, specs), region)
+        if region.device == "cpu":
+            digests = super().gather(views, _part(manifest, specs), region)
+        else:
+            device_payload.copy_in(views, specs, manifest.header_nbytes, region)
+            digests = device_payload.digests(_part(manifest, specs), region)
         by_name = {spec.name: text for spec, text in zip(specs, digests, strict=True)}
 
         def wait() -> list[str]:
@@ -153,6 +170,16 @@ class PinnedCopier(NativeCopier):
             return [by_name[spec.name] for spec in manifest.tensors]
 
         return wait
+
+    def _scatter_others(
+        self, manifest: Manifest, region: Region, views: Sequence[TensorView]
+    ) -> None:
+        """Copy out, by the host or by torch, what no device copies by itself."""
+        if region.device == "cpu":
+            super().scatter(manifest, region, views)
+        else:
+            device_payload.verify(manifest, region)
+            device_payload.copy_out(views, manifest.tensors, manifest.header_nbytes, region)
 
     def _by_device(
         self, views: Sequence[TensorView], manifest: Manifest, region: Region
@@ -163,20 +190,23 @@ class PinnedCopier(NativeCopier):
         for view, spec in zip(views, manifest.tensors, strict=True):
             device = device_of(view)
             packed = () if device is None else packed_view(view, on=view.device.type)
-            if device is None or not packed or not self._is_pinned(region, device):
+            if device is None or not packed or not self._can_reach(region, device):
                 on_host.append(view)
                 specs.append(spec)
             else:
                 devices.setdefault(device, _OnDevice(device)).add(view, spec, packed)
         self._copies.add("pageable", on_host)
         for part in devices.values():
-            self._copies.add("pinned", part.views)
+            self._copies.add("pinned" if region.device == "cpu" else "device", part.views)
         return on_host, specs, list(devices.values())
 
     def _count(self, views: list[TensorView]) -> None:
         """Count nothing: `_by_device` has done so."""
 
-    def _is_pinned(self, region: Region, device: int) -> bool:
+    def _can_reach(self, region: Region, device: int) -> bool:
+        """Whether a device copies from and to a payload by itself."""
+        if region.device != "cpu":
+            return device_payload.is_on(region, device)
         reason = cuda.register(region, device)
         if reason and not self._warned:
             self._warned = True
@@ -192,6 +222,10 @@ class PinnedCopier(NativeCopier):
         self, specs: list[TensorSpec], ticket: cuda.Ticket, manifest: Manifest, region: Region
     ) -> dict[str, str]:
         """Compute each tensor's digest, by name, as soon as the tensor was copied."""
+        if region.device != "cpu":  # by the device, which is fast only if it has much to do
+            ticket.wait(len(specs) - 1)
+            texts = iter(device_payload.digests(_part(manifest, specs), region))
+            return {spec.name: text for spec, text in zip(specs, texts, strict=True)}
 
         def digest(batch: range) -> list[str]:
             ticket.wait(batch[-1])

@@ -36,10 +36,10 @@ class DeviceCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nbytes = {"pinned": 0, "pageable": 0}
+        self._nbytes = {"pinned": 0, "device": 0, "pageable": 0}
 
     def add(self, kind: str, views: Iterable[TensorView]) -> None:
-        """Add tensors: "pinned" in page-locked memory, "pageable" through other memory."""
+        """Add tensors of one kind; see `Copier.device_copies`."""
         nbytes = sum(view.nbytes for view in views if device_of(view) is not None)
         with self._lock:
             self._nbytes[kind] += nbytes
@@ -110,6 +110,11 @@ def device_of(view: TensorView) -> int | None:
 def current_stream(device: int) -> int:
     """The calling thread's current stream of a device, as CUDA's handle."""
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def synchronize(device: int) -> None:
+    """Block until the calling thread's current stream of a device has done its work."""
+    torch.cuda.current_stream(device).synchronize()
 
 
 class CurrentStreams:

@@ -25,7 +25,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Manifest, header_bytes
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, tensor_views
 
@@ -559,7 +559,7 @@ def _manifest_of(delivery: Delivery, region: Region) -> Manifest:
     """The manifest of the payload that was requested; WireError if it is another one's."""
     key, manifest = delivery.key, delivery.manifest
     if manifest is None:
-        manifest = Manifest.decode(delivery.draft or region.view(), region.nbytes)
+        manifest = Manifest.decode(delivery.draft or header_bytes(region), region.nbytes)
     if manifest.request_id != key:
         raise WireError(f"requested {key!r}, the payload says it is {manifest.request_id!r}")
     return manifest

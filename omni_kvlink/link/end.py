@@ -26,8 +26,9 @@ _open_ends: weakref.WeakSet[LinkEnd] = weakref.WeakSet()
 class LinkEnd:
     """One end of a link. The other side connects to its `url`, with the port that was chosen."""
 
-    def __init__(self, url: str, end: Connector, copier: Copier):
+    def __init__(self, url: str, end: Connector, copier: Copier, *, host_reason: str = ""):
         self.url = url
+        self._host_reason = host_reason
         self._end = end
         self._copier = copier
         self._closed, self._pid = False, os.getpid()
@@ -36,11 +37,18 @@ class LinkEnd:
     def stats(self) -> dict[str, Any]:
         """Return state and counters of this end, as JSON values.
 
-        `device_copies` are of its copier, which other links may share: see `Copier`.
+        `device_copies` are of its copier, which other links may share: see `Copier`. `device_path`
+        is "ucx" if payloads lie in a device's memory on this side, where UCX reads or writes them,
+        else "host"; `device_path_reason` says on which device, or why not.
         """
         self._check_process()
         copies = self._copier.device_copies()
-        return {"url": self.url, **self._end.health(), "device_copies": copies}
+        device = self._end.device
+        path = {
+            "device_path": "ucx" if device else "host",
+            "device_path_reason": f"payloads lie on {device}" if device else self._host_reason,
+        }
+        return {"url": self.url, **self._end.health(), "device_copies": copies, **path}
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record what the current CUDA streams of these tensors hold now.

@@ -17,6 +17,8 @@ from omni_kvlink.link.producer import KVProducer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from omni_kvlink.connectors.base import Connector
+
 
 class LinkOptions(TypedDict, total=False):
     """Options of both ends; a connector uses those that concern it. They may stand in the URL, too.
@@ -41,6 +43,10 @@ class LinkOptions(TypedDict, total=False):
         ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
             loopback if empty; name them for a link to other machines.
         tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
+        device: the CUDA device, such as "cuda:0", in whose memory this end's payloads are to lie:
+            those of `put` are copied there, those of `get` are tensors there. Memory for the whole
+            `quota` is allocated at once. It takes a `ucx://` link with a CUDA transport in
+            `ucx_tls`; elsewhere they lie in the host's, and `stats()` says why.
     """
 
     quota: int
@@ -54,6 +60,7 @@ class LinkOptions(TypedDict, total=False):
     ucx_tls: str
     ucx_devices: str
     tcp: str
+    device: str
 
 
 class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
@@ -85,10 +92,12 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             UnavailableError: the connector or the copier cannot run here.
             ValueError: the URL, an option or the copier's name is not valid.
         """
-        scheme, address, parsed = _parse(url, dict(options))
+        scheme, address, wanted = _parse(url, dict(options))
         found = named_copier(copier)
+        parsed, refusal = _without_device(wanted, found)
         end = backend(scheme).serve(address, parsed)
-        return KVProducer(url.replace(*end.bound_url, 1), end, found, digests=digests)
+        bound, reason = url.replace(*end.bound_url, 1), refusal or _host_reason(scheme, wanted, end)
+        return KVProducer(bound, end, found, digests=digests, host_reason=reason)
 
     @staticmethod
     def connect(
@@ -109,14 +118,33 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             ValueError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
-        scheme, address, parsed = _parse(url, dict(options))
+        scheme, address, wanted = _parse(url, dict(options))
         found = named_copier(copier)
+        parsed, refusal = _without_device(wanted, found)
         end = backend(scheme).connect(address, parsed, limit)
-        return KVConsumer(url, end, found)
+        reason = refusal or _host_reason(scheme, wanted, end)
+        return KVConsumer(url, end, found, host_reason=reason)
 
 
 KVLink.register(KVProducer)
 KVLink.register(KVConsumer)
+
+
+def _without_device(options: Options, copier: Copier) -> tuple[Options, str]:
+    """The options, without a device if the copier cannot use its memory; and why it cannot."""
+    if not options.device or copier.uses_device_memory:
+        return options, ""
+    reason = f"copier {copier.name!r} copies to the host's memory only; use copier='pinned'"
+    return dataclasses.replace(options, device=""), reason
+
+
+def _host_reason(scheme: str, options: Options, end: Connector) -> str:
+    """Why an end's payloads lie in the host's memory; "" if they do not."""
+    if not options.device:
+        return "no device= was given"
+    if end.device:
+        return ""
+    return end.host_reason or f"{scheme}:// has them in the host's memory; use ucx://"
 
 
 def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:

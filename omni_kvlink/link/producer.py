@@ -44,8 +44,10 @@ class KVProducer(LinkEnd):
 
     _end: Producer
 
-    def __init__(self, url: str, end: Producer, copier: Copier, *, digests: bool):
-        super().__init__(url, end, copier)
+    def __init__(
+        self, url: str, end: Producer, copier: Copier, *, digests: bool, host_reason: str = ""
+    ):
+        super().__init__(url, end, copier, host_reason=host_reason)
         self._digests = digests
         self._allocations: dict[str, Allocation] = {}
 
@@ -79,7 +81,8 @@ class KVProducer(LinkEnd):
             background: for allocated memory only: return at once, while a thread computes the
                 digests and commits. A failure there is reported by the receipt.
             direct: send from the caller's tensors. They must be contiguous and on the host, or, for
-                `ucx://` links with `ucx_tls="…,cuda_copy"` and `digests=False`, on a GPU.
+                `ucx://` links with `ucx_tls="…,cuda_copy"`, on a GPU, which computes their digests
+                (copier "pinned"; with another one, put them with `digests=False`).
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
@@ -119,10 +122,15 @@ class KVProducer(LinkEnd):
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
-            SchemaError: the plan is not valid.
+            SchemaError: the plan is not valid, or this link's payloads lie on a device.
         """
         self._check_open()
         limit = check_timeout(timeout)
+        if self._end.device:
+            raise SchemaError(
+                f"allocate() gives memory of the host, this link's is on {self._end.device}: "
+                "put tensors of your own, or open a link without device="
+            )
         capacity = plan.plan(digests=True).as_capacity()
         key = capacity.request_id
         lease = self._end.reserve(key, capacity.nbytes, timeout=limit, draft=capacity.header_nbytes)
@@ -274,7 +282,7 @@ class PutOperation:
         """Write the header and commit; a direct put waits for readers until the `deadline`."""
         with self.ledger.phase("publish"):
             header = self.plan.with_digests(digests).encode()
-            lease.region.view()[: len(header)] = header
+            lease.region.write(0, header)
             if fault_points.enabled:
                 fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
@@ -349,7 +357,7 @@ class DirectPutOperation(PutOperation):
         regions = list[Region]()
         for view, spec in zip(views, self.plan.tensors, strict=True):
             device = device_of(view)
-            problem = _direct_problem(view, spec) or self.producer.direct_refusal(device)
+            problem = self._problem(view, spec) or self.producer.direct_refusal(device)
             if problem:
                 raise SchemaError(f"direct=True, {spec.where()}: {problem}")
             assert isinstance(view, torch.Tensor)
@@ -358,19 +366,20 @@ class DirectPutOperation(PutOperation):
             torch.cuda.current_stream(gpu).synchronize()
         return regions
 
+    def _problem(self, view: TensorView, spec: TensorSpec) -> str:
+        """Why a tensor cannot be sent as it lies, with the cure; "" if it can."""
+        if not isinstance(view, torch.Tensor) or not view.is_contiguous() or view.is_neg():
+            return "it does not lie in one piece; without direct=True it is copied into one"
+        device = device_of(view)
+        if spec.digest and device != "cpu" and not self.copier.uses_device_memory:
+            cure = "use copier='pinned', or put it with digests=False"
+            return f"copier {self.copier.name!r} computes no digests on {device}; {cure}"
+        return ""
+
 
 def device_of(view: TensorView) -> str:
     """The device as connectors name it, such as "cpu" or "cuda:0"."""
     return str(view.device)
-
-
-def _direct_problem(view: TensorView, spec: TensorSpec) -> str:
-    """Why a tensor cannot be sent as it lies, with the cure; "" if it can."""
-    if not isinstance(view, torch.Tensor) or not view.is_contiguous() or view.is_neg():
-        return "it does not lie in one piece; without direct=True it is copied into one"
-    if spec.digest and device_of(view) != "cpu":
-        return f"no digests are computed on {device_of(view)}; put it with digests=False"
-    return ""
 
 
 def can_announce(plan: Manifest) -> bool:

@@ -18,7 +18,7 @@ import os
 import weakref
 from errno import EINVAL
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -44,6 +44,17 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@runtime_checkable
+class DeviceMemory(Protocol):
+    """The owner of regions of a device's memory, by address."""
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Copy bytes to the host; blocks for that."""
+
+    def write(self, address: int, data: bytes) -> None:
+        """Copy bytes to the device; blocks for that."""
 
 
 class Region:
@@ -75,7 +86,7 @@ class Region:
     @property
     def is_lost(self) -> bool:
         """Whether this is a forked child, which has not inherited the memory."""
-        return isinstance(self.owner, MappedPages) and self.owner.is_lost
+        return bool(getattr(self.owner, "is_lost", False))  # not every owner is mapped here
 
     def slice(self, start: int, nbytes: int) -> Region:
         """Return a part of the region, as a region with its own span."""
@@ -86,9 +97,35 @@ class Region:
         )
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return bytes `start` to `stop` as a view that keeps the memory mapped."""
+        """Return bytes `start` to `stop` as a view that keeps the memory mapped.
+
+        ValueError if they are a device's, which the host can only `read` and `write`.
+        """
+        if self.device != "cpu":
+            raise ValueError(f"memory of {self.device} has no view on the host")
         whole = memoryview(self.span).cast("B")
         return (whole.toreadonly() if self.readonly else whole)[start:stop]
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return a copy of bytes `start` to `stop`, from a device, too; blocks for that."""
+        if self.device == "cpu":
+            return bytes(self.view(start, stop))
+        part = self.slice(start, (self.nbytes if stop is None else stop) - start)
+        return self._device_memory.read(part.address, part.nbytes)
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Copy bytes to `start`, to a device, too; blocks for that."""
+        if self.device == "cpu":
+            self.view(start, start + len(data))[:] = data
+        else:
+            part = self.slice(start, len(data))
+            self._device_memory.write(part.address, bytes(data))
+
+    @property
+    def _device_memory(self) -> DeviceMemory:
+        if not isinstance(self.owner, DeviceMemory):
+            raise ValueError(f"memory of {self.device} that is not this library's")
+        return self.owner
 
 
 class Lease:

@@ -27,6 +27,8 @@ from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE, KV_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from omni_kvlink.memory.region import Region
+
 VERSION = (1, 1)
 """The newest version that this library writes."""
 KV_VERSION = (1, 0)
@@ -473,6 +475,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         _check_completeness(manifest)
         header.refuse_duplicates()
         return manifest
+
+
+def header_bytes(region: Region, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+    """Return bytes from `start` for `Manifest.decode`; of a device's memory no more than it needs.
+
+    They end at `stop` at most. Whatever the length field says, `decode` checks it.
+    """
+    if region.device == "cpu":
+        return region.view(start, stop)
+    limit = region.nbytes if stop is None else stop
+    length = int.from_bytes(region.read(start, min(limit, start + 8)), "little")
+    return region.read(start, min(limit, start + 8 + min(length, MAX_HEADER)))
 
 
 def as_int(value: object) -> object:

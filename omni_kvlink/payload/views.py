@@ -91,8 +91,19 @@ def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list
 
 
 def byte_tensor(region: Region) -> torch.Tensor:
-    """The region as uint8 `[nbytes]`; it lives as long as the tensor."""
+    """The region as uint8 `[nbytes]`, on its device; it lives as long as the tensor."""
+    if region.device != "cpu":
+        return torch.as_tensor(_CudaBytes(region), device=region.device)
     return torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore,no-any-return]
+
+
+class _CudaBytes:
+    """A region of a device's memory in the form that torch takes, and keeps as long as a tensor."""
+
+    def __init__(self, region: Region):
+        self._span, data = region.span, (region.address, False)
+        form = {"shape": (region.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+        self.__cuda_array_interface__ = form
 
 
 def dense(view: TensorView) -> torch.Tensor:

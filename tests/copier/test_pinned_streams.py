@@ -256,7 +256,11 @@ def test_a_layer_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVCo
     device.run(ENGINE)
     nbytes = sum(tensor.nbytes for tensor in tensors)
     for end in ends:  # the two have one copier
-        assert end.stats()["device_copies"] == {"pinned": 2 * nbytes, "pageable": 0}
+        assert end.stats()["device_copies"] == {
+            "pinned": 2 * nbytes,
+            "device": 0,
+            "pageable": 0,
+        }
 
 
 @pytest.mark.parametrize("rows", [None, range(2, 4)])

@@ -31,7 +31,11 @@ enum cudaStreamCaptureMode {
     cudaStreamCaptureModeRelaxed,
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDeviceToDevice = 3,
+};
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrHostRegisterReadOnlySupported = 113,
@@ -66,6 +70,7 @@ cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned 
 cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags);
 #endif
 cudaError_t cudaMalloc(void **memory, size_t nbytes);
+cudaError_t cudaFree(void *memory);
 cudaError_t cudaMallocHost(void **memory, size_t nbytes);
 cudaError_t cudaFreeHost(void *memory);
 cudaError_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags);

@@ -262,7 +262,7 @@ class ControlListener(Listener):
         transfer = self.producer.find_leased(peer, message.get_id, message.epoch)
         if transfer is None:
             return []
-        return [bytes(self.producer.piece(transfer, *message.first).view())]
+        return [self.producer.piece(transfer, *message.first).read()]
 
     def send_frames(
         self, peer: PeerConnection, frames: Sequence[Buffer], *, copy: bool = True

@@ -258,7 +258,8 @@ _MAGIC = b"kvlslot1"
 
 def write_head(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> None:
     """Write the head of a slot; its commit word repeats the epoch once the payload is complete."""
-    slot.view()[: _HEAD.size] = _HEAD.pack(_MAGIC, epoch, nbytes, epoch if committed else 0)
+    if slot.device == "cpu":  # no reader maps a device's memory
+        slot.write(0, _HEAD.pack(_MAGIC, epoch, nbytes, epoch if committed else 0))
 
 
 def holds(slot: Region, epoch: int, nbytes: int, *, committed: bool) -> bool:

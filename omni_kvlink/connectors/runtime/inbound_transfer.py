@@ -12,7 +12,13 @@ from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, Span, copy_into, crcs_of
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError
 from omni_kvlink.payload.digests import ArrivingDigests, mismatch
-from omni_kvlink.payload.manifest import ALIGN, MAX_HEADER, MAX_TENSORS, Manifest
+from omni_kvlink.payload.manifest import (
+    ALIGN,
+    MAX_HEADER,
+    MAX_TENSORS,
+    Manifest,
+    header_bytes,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -332,7 +338,8 @@ class InboundTransfer:
         """Decode the header at `start`, which `stop` may exceed; fetch a wrong one once more."""
         assert self._region is not None
         try:
-            return Manifest.decode(self._region.view(start, stop), self.offer.location.nbytes)
+            header = header_bytes(self._region, start, stop)
+            return Manifest.decode(header, self.offer.location.nbytes)
         except VersionError as error:
             self._reject(error)
         except WireError as error:

@@ -106,10 +106,18 @@ class PooledProducer(Producer):
     """A producer whose payloads lie in an `ArenaPool`, which maps arenas by `make`.
 
     The listeners run in the thread of `loop`; if one fails to open, all are closed again. `lock`
-    guards `transfers`. `incarnation` identifies this run of the producer.
+    guards `transfers`. `incarnation` identifies this run of the producer. With `is_one_arena`,
+    `make` is called once, for all of the quota.
     """
 
-    def __init__(self, name: str, options: Options, make: MakeArena, *openers: Opener):
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        make: MakeArena,
+        *openers: Opener,
+        is_one_arena: bool = False,
+    ):
         super().__init__(repr(name))
         self._name, self._options = name, options
         self.lock = threading.Lock()
@@ -118,10 +126,12 @@ class PooledProducer(Producer):
         self.incarnation = os.urandom(8).hex()
         self._in_flight: Counter[Block] = Counter()
         self._free_when_sent: set[Block] = set()
-        pooled = options.mode == "pooled"
-        self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled)
-        if options.prefault and pooled:
-            self.pool.prefault(options.prefault)
+        pooled = options.mode == "pooled" or is_one_arena
+        least = options.quota if is_one_arena else None
+        self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled, min_arena=least)
+        prefault = 1 if is_one_arena else options.prefault
+        if prefault and pooled:
+            self.pool.prefault(prefault)
         self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
         try:
             for opener in openers:
@@ -372,7 +382,7 @@ class PooledProducer(Producer):
         transfer, here = _transfer(lease), lease.region.nbytes
         slot = self.pool.region(_block(transfer))
         write_head(slot, transfer.epoch, here, committed=False)  # it may be less than reserved
-        slot.view(SLOT + here, SLOT + here + len(draft))[:] = draft
+        slot.write(SLOT + here, draft)
         with self.lock:
             location = _location(transfer, nbytes)
             self.transfers.begin_stream(transfer, location, len(draft), readers, direct)

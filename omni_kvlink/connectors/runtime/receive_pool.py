@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from omni_kvlink._native import host
+from omni_kvlink._native import device_memory, host
 from omni_kvlink.errors import CapacityError, KVLinkError
 from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Mapping, Region
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
+    from omni_kvlink.memory.arena import MakeArena
 
 _STREAM_MIN = 256 << 10
 """Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""
@@ -43,15 +44,23 @@ class ReceivePool:
 
     The loop is never blocked: a block in mapped memory is given at once, a thread maps more memory,
     and a request for which there is none waits until a block is freed. All blocks in use (`blocks`)
-    take `quota` bytes at most; `on_empty` is called when the last is freed.
+    take `quota` bytes at most; `on_empty` is called when the last is freed. `make` maps other
+    memory than the host's, and is called once, for all of the quota.
     """
 
     def __init__(
-        self, quota: int, loop: EventLoop, on_empty: Callable[[], None], *, prefault: int = 0
+        self,
+        quota: int,
+        loop: EventLoop,
+        on_empty: Callable[[], None],
+        *,
+        prefault: int = 0,
+        make: MakeArena | None = None,
     ):
-        self._pool = ArenaPool(Mapping.anonymous, quota)
-        if prefault:
-            self._pool.prefault(prefault)
+        least = None if make is None else quota
+        self._pool = ArenaPool(make or Mapping.anonymous, quota, min_arena=least)
+        if prefault or make is not None:
+            self._pool.prefault(1 if make is not None else prefault)
         self._loop, self._on_empty = loop, on_empty
         self._waiting: dict[AllocationWaiter, int] = {}
         self._blocked: set[AllocationWaiter] = set()  # wait for a block to be freed
@@ -169,8 +178,8 @@ def copy_into(target: Region, payload: memoryview, spans: Sequence[Span]) -> lis
 
     `spans` divide them. Returns the CRC-32C of those that are hashed, in the same pass.
     """
-    if target.nbytes < _STREAM_MIN or host.missing():
-        target.view()[:] = payload
+    if target.nbytes < _STREAM_MIN or host.missing() or target.device != "cpu":
+        target.write(0, payload)
         return [host.crc32c(payload[start:stop]) for start, stop, is_hashed in spans if is_hashed]
     batch = host.CopyBatch(target.address, target.nbytes, threads=1, stores=host.STREAM)
     source = np.frombuffer(payload, np.uint8).ctypes.data
@@ -181,7 +190,13 @@ def copy_into(target: Region, payload: memoryview, spans: Sequence[Span]) -> lis
 
 
 def crcs_of(region: Region, spans: Sequence[Span]) -> list[int]:
-    """Return what `copy_into` returns, for bytes that are in the region already."""
+    """Return what `copy_into` returns, for bytes that are in the region already.
+
+    Bytes of a device are hashed there; this blocks until it has done so.
+    """
+    if region.device != "cpu":
+        hashed = [(start, stop) for start, stop, is_hashed in spans if is_hashed]
+        return device_memory.crcs_of(region, hashed) if hashed else []
     if host.missing():
         return [
             host.crc32c(region.view(start, stop)) for start, stop, is_hashed in spans if is_hashed

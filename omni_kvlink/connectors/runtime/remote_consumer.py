@@ -308,12 +308,16 @@ class RemoteConsumer(SessionConsumer):
         self.counters = Counter[str]()
         self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         try:
-            self._receive_pool = ReceivePool(
-                options.quota, self._loop, self._close_if_unused, prefault=options.prefault
-            )
+            self._receive_pool = self._make_pool(options)
         except BaseException:
             self._loop.close()
             raise
+
+    def _make_pool(self, options: Options) -> ReceivePool:
+        """Return the memory of the host that payloads are received in; subclasses have others."""
+        return ReceivePool(
+            options.quota, self._loop, self._close_if_unused, prefault=options.prefault
+        )
 
     def _close_resources(self) -> None:
         """Close what subclasses opened; in the loop, once."""

@@ -9,8 +9,8 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.ucx.consumer import UcxConsumer
+from omni_kvlink.connectors.ucx.payload_memory import PayloadMemory
 from omni_kvlink.connectors.ucx.sender import UcxSender
-from omni_kvlink.memory.region import Mapping
 
 INSTALL = "pip install 'omni-kvlink[ucx]'"
 
@@ -33,8 +33,13 @@ def unavailable() -> str | None:
 
 def _serve(location: str, options: Options) -> PooledProducer:
     address = ControlAddress("tcp", location, "ucx")
-    opener = partial(ControlListener, address, options, senders=[UcxSender])
-    return PooledProducer(address.url, options, Mapping.anonymous, opener)
+    memory = PayloadMemory.of_link(address, options)
+    senders = [partial(UcxSender, device=memory.device)]
+    opener = partial(ControlListener, address, options, senders=senders)
+    is_one_arena = bool(memory.device)
+    producer = PooledProducer(address.url, options, memory.make, opener, is_one_arena=is_one_arena)
+    producer.device, producer.host_reason = memory.device, memory.host_reason
+    return producer
 
 
 def _connect(location: str, options: Options, timeout: float) -> Consumer:

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.control.consumer import ControlConsumer, ControlSession
 from omni_kvlink.connectors.protocol.messages import Release, TransportAddress, unexpected
+from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
+from omni_kvlink.connectors.ucx.payload_memory import PayloadMemory
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxRequest, UcxTransport
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireError
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.protocol.messages import Chunk, Message
     from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
@@ -40,8 +43,16 @@ class UcxConsumer(ControlConsumer):
 
     def _make_session(self) -> UcxSession:
         if self._ucx_transport is None:
-            self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
+            settings = UcxSettings.of_link(self._address, self._options)
+            self._ucx_transport = UcxTransport(settings, device=self.device)
         return UcxSession(self, self._ucx_transport)
+
+    def _make_pool(self, options: Options) -> ReceivePool:
+        memory = PayloadMemory.of_link(self._address, options)
+        self.device, self.host_reason = memory.device, memory.host_reason
+        if not memory.device:
+            return super()._make_pool(options)
+        return ReceivePool(options.quota, self._loop, self._close_if_unused, make=memory.make)
 
     def _close_resources(self) -> None:
         super()._close_resources()

@@ -24,10 +24,11 @@ class UcxSender(RangeSender):
     max_in_flight = 2 * FETCH_LIMITS.window
     needs_address = True
 
-    def __init__(self, listener: ControlListener):
+    def __init__(self, listener: ControlListener, *, device: str = ""):
         self._listener = listener
         self._connected: dict[PeerConnection, tuple[UcxEndpoint, bytes]] = {}
-        self._ucx = UcxTransport(UcxSettings.of_link(listener.address, listener.options))
+        settings = UcxSettings.of_link(listener.address, listener.options)
+        self._ucx = UcxTransport(settings, device=device)
 
     def direct_refusal(self, device: str) -> str:
         """Return why tensors of a device cannot be sent; "" for host memory, and CUDA if set up."""

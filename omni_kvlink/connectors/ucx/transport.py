@@ -73,9 +73,11 @@ class UcxTransport:
     Memory that UCX may still access after its request was cancelled or failed is *quarantined*:
     referenced and counted until UCX has completed the request. To learn when it is free, put a
     finalizer on the memory, as on any region's span.
+
+    `device` is the one that most memory is on, such as "cuda:0"; if "", what the caller uses now.
     """
 
-    def __init__(self, settings: UcxSettings | None = None):
+    def __init__(self, settings: UcxSettings | None = None, *, device: str = ""):
         self.settings = settings or UcxSettings()
         self._endpoints: set[UcxEndpoint] = set()
         self._closing: set[UcxEndpoint] = set()  # lost or disconnected, not yet closed in UCX
@@ -88,7 +90,7 @@ class UcxTransport:
         self._lock = threading.Lock()  # guards `_closed`: no call is queued behind the last one
         self._pid = os.getpid()
         self._worker: UcxWorker | None = None
-        self._device = "cpu"  # the last one whose context became the thread's
+        self._device = device or "cpu"  # the last one whose context became the thread's
         self._context = cuda_context.current() if "cuda" in self.settings.transports else 0
         opened: Future[tuple[bytes, dict[str, Any]]] = Future()
         self._loop = EventLoop("kvlink-ucx", self._tick, self._crashed)
@@ -203,7 +205,11 @@ class UcxTransport:
 
     def _open(self, opened: Future[tuple[bytes, dict[str, Any]]]) -> None:
         try:
-            cuda_context.use(self._context)  # UCX looks for devices in its thread's context
+            # UCX looks for devices in its thread's context.
+            if self._device == "cpu":
+                cuda_context.use(self._context)
+            else:
+                cuda_context.use_device(int(self._device.partition(":")[2]))
             worker = self._worker = UcxWorker(self.settings)
         except BaseException as error:
             opened.set_exception(error)

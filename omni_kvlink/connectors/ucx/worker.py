@@ -53,6 +53,29 @@ def load() -> tuple[Any, Any]:
     return libucxx, arr.Array
 
 
+def reaches_cuda(settings: UcxSettings) -> bool:
+    """Whether UCX, as it is installed and set up, accepts memory of a GPU."""
+    return bool(_open_context(load()[0], settings).cuda_support)
+
+
+def _open_context(libucxx: Any, settings: UcxSettings) -> Any:
+    """Return a UCX context with these settings; UnavailableError if they leave it nothing."""
+    global _is_used
+    _is_used = True
+    features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
+    try:
+        return libucxx.UCXContext(settings.options(), features)
+    except libucxx.UCXError as error:
+        raise _nothing(settings, error) from error
+
+
+def _nothing(settings: UcxSettings, error: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"UCX has nothing to work with: {error}; transports {settings.transports!r}, "
+        f"devices {settings.devices!r}"
+    )
+
+
 class UcxMessage(NamedTuple):
     """A message that has arrived, and stays in UCX until it is received or discarded."""
 
@@ -77,19 +100,13 @@ class UcxWorker:
     """
 
     def __init__(self, settings: UcxSettings):
-        global _is_used
         self._ucxx, self._array = load()
-        _is_used = True
         libucxx = self._ucxx
-        features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
+        self._context = _open_context(libucxx, settings)
         try:
-            self._context = libucxx.UCXContext(settings.options(), features)
             self._worker = libucxx.UCXWorker(self._context, False, False)
         except libucxx.UCXError as error:
-            raise UnavailableError(
-                f"UCX has nothing to work with: {error}; transports {settings.transports!r}, "
-                f"devices {settings.devices!r}"
-            ) from error
+            raise _nothing(settings, error) from error
         self._worker.init_blocking_progress_mode()
         self.fd: int = self._worker.epoll_file_descriptor
         self.address: bytes = bytes(self._worker.address.tobytes())

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink
+from omni_kvlink.integrations.vllm.device import link_options, log_path
 from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.heads import HeadPools
 from omni_kvlink.integrations.vllm.loading import Loader
@@ -73,13 +74,17 @@ class OmniKVLinkConnector(SchedulerCalls):
         self._meter = Meter()
         model_heads = self._vllm_config.model_config.get_total_num_kv_heads()
         parts = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
+        options: dict[str, Any]
         if self._produces:
             sent, options = parts.sent(), {"quota": max(Options.quota, pools.nbytes)}
             url = rank_url(settings.url, self._rank.index)
-            link = KVLink.serve(url, **{**options, **settings.serve})
+            options |= link_options(settings.serve, kv_caches.values())
+            link = KVLink.serve(url, **options)
+            log_path(link, options)
             self._saver = Saver(link, sent, settings, self._meter)
         if self._consumes:
-            peers = Peers(settings.peers, settings.connect, file=settings.peers_file)
+            options = link_options(settings.connect, kv_caches.values())
+            peers = Peers(settings.peers, options, file=settings.peers_file)
             self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
             self._siblings = SiblingWatch(sibling_pids(), self._on_rank_ended)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
-    from omni_kvlink import KVProducer
+    from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.lowlevel import Copier, StreamEvents
+
+log = logging.getLogger(f"vllm.{__name__}")
 
 
 class PoolDevice:
@@ -40,3 +43,25 @@ class PoolDevice:
 def is_on_device(pool: torch.Tensor) -> bool:
     """Whether a pool is in the memory of a device."""
     return not pool.is_cpu
+
+
+def name_of(pool: torch.Tensor) -> str:
+    """The name of a pool's device, such as "cuda:0"."""
+    return str(pool.device)
+
+
+def link_options(options: Mapping[str, Any], pools: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Options of a link, with the pools' device for `"device": "auto"`; none in host memory."""
+    found = dict(options)
+    if found.get("device") == "auto":
+        names = {name_of(pool) for pool in pools if is_on_device(pool)}
+        found["device"] = names.pop() if len(names) == 1 else ""
+    return found
+
+
+def log_path(link: KVProducer | KVConsumer, options: Mapping[str, Any]) -> None:
+    """Log where the payloads of a link lie, if its options name a device."""
+    if options.get("device"):
+        stats = link.stats()
+        path, reason = stats["device_path"], stats["device_path_reason"]
+        log.info("%s: device path %r: %s", link.url, path, reason)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink import KVConsumer, KVLink
 from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout
 from omni_kvlink.integrations.vllm.allowed_peers import AllowedPeers
+from omni_kvlink.integrations.vllm.device import log_path
 from omni_kvlink.integrations.vllm.ranks import rank_url
 from omni_kvlink.lowlevel import named_copier
 
@@ -114,6 +115,7 @@ class Peers:
                 try:
                     limit = min(left, _ATTEMPT)
                     peer.link = KVLink.connect(url, timeout=limit, **self._options)
+                    log_path(peer.link, self._options)
                 except TransferTimeout:
                     if left <= _ATTEMPT:
                         raise

@@ -63,6 +63,12 @@ class VllmSettings:
             raise _error('peers is missing: the producers to read from, ["shm://prefill-0"]')
         for entry in settings.peers:
             PeerPattern(entry)
+        for name, options in (("serve", settings.serve), ("connect", settings.connect)):
+            if options.get("device") and "quota" not in options:
+                raise _error(
+                    f"{name}.device needs {name}.quota: bytes of the device's memory, which "
+                    "gpu_memory_utilization must leave free"
+                )
         return settings
 
     @property

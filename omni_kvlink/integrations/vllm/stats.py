@@ -37,6 +37,7 @@ COUNTS = {
     "load_failed": "caches that were not loaded; their blocks are reported to the scheduler",
     "load_corrupt": "those of load_failed whose bytes differ from the committed ones",
     "pinned_bytes": "bytes copied between a device and page-locked memory of the host",
+    "device_bytes": "bytes copied within a device, from or to the memory that UCX sends from",
     "pageable_bytes": "bytes copied by torch between a device and memory that is not page-locked",
     "dropped": "caches that were named and not needed: the request ended, or had them already",
 }

@@ -7,8 +7,11 @@ import inspect
 from typing import TYPE_CHECKING
 
 import pytest
+from fake_device import device as device
+from fake_device import directory as directory
 from zmq_fixtures import free_port
 
+from omni_kvlink._native import host
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
@@ -17,13 +20,18 @@ from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, stream_checks
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import ProcessPeer, ThreadPeer
-from omni_kvlink.testing.rig import Rig
+from omni_kvlink.testing.rig import CheckFailed, Rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from fake_device import FakeDevice
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
+
+import ucx_device_peer
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
@@ -68,3 +76,45 @@ IN_BITS = [
 @pytest.mark.parametrize("check", IN_BITS, ids=lambda check: check.__name__[6:])
 def test_in_bits(check: Check, rig_of_bits: Rig) -> None:
     run_check(check, rig_of_bits)
+
+
+ALLOCATING = {
+    "put_of_allocated_memory_copies_nothing",
+    "planned_with_blank",
+    "less_than_allocated",
+    "partly_in_place",
+    "misplaced_tensors",
+    "more_than_allocated",
+    "allocation_is_put_once",
+    "allocated_memory_is_not_reused_too_soon",
+    "abort_of_an_allocation",
+    "allocation_that_is_not_put",
+    "streamed_in_place",
+    "put_in_the_background",
+    "what_cannot_be_sent_directly",
+    "tensors_written_in_place",
+}
+"""Checks of `allocate`, which a link whose payloads lie on a device refuses."""
+
+
+@pytest.fixture(scope="module")
+def device_process(directory: Path) -> Iterator[ProcessPeer]:
+    peer = ucx_device_peer.start(directory)
+    yield peer
+    peer.close()
+
+
+@pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")
+@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+def test_payloads_on_a_device(
+    check: Check, device_process: ProcessPeer, device: FakeDevice
+) -> None:
+    """Both ends have their payloads on the fake device; the tensors are the host's."""
+    device.holds = lambda view: False
+    options = {"copier": "pinned", "device": "cuda:0"}
+    rig = Rig(lambda: fresh_url() + "&ucx_tls=tcp,cuda_copy", options, device_process)
+    if check.__name__[6:] in ALLOCATING:
+        with pytest.raises(CheckFailed, match=r"allocate\(\) gives memory of the host"):
+            run_check(check, rig)
+    else:
+        run_check(check, rig)
