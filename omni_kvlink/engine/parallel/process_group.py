@@ -126,7 +126,7 @@ class ProcessGroup:
             dist.all_reduce(wide, group=self._along["tensor",])
         return wide.to(share.dtype)
 
-    # a `RowExchange`, for sequence parallelism
+    # a `RowCollectives`, for sequence parallelism
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
@@ -180,7 +180,7 @@ class ProcessGroup:
             )
         return torch.cat([one[:count] for one, count in zip(found, counts, strict=True)])
 
-    # a `PipelineExchange`, for pipeline parallelism
+    # a `PipelineCollectives`, for pipeline parallelism
 
     def send_tensors(self, tensors: IntermediateTensors, receiver: int) -> None:
         """Send to another pipeline rank, which calls `receive_tensors`."""

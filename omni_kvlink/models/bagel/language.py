@@ -135,7 +135,8 @@ class Attention(nn.Module):
         return by_expert(mode, x, und, gen)
 
     def _heads(self, which: str, x: Tensor, mode: Mode) -> Tensor:
-        return self._project(which, x, mode).unflatten(-1, (-1, self.head_dim))
+        rows: Tensor = self._project(which, x, mode).unflatten(-1, (-1, self.head_dim))
+        return rows
 
     def _normed(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         heads = self._heads(which, x, mode)

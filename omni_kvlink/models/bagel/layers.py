@@ -21,7 +21,7 @@ class IntermediateTensors:
         return self.tensors[name]
 
 
-class PipelineExchange(Protocol):
+class PipelineCollectives(Protocol):
     """Calls between the ranks of a `LayerSplit`."""
 
     def send_tensors(self, tensors: IntermediateTensors, receiver: int) -> None:
@@ -36,11 +36,11 @@ class PipelineExchange(Protocol):
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """One rank of those that divide the layers of the decoder; `exchange` is None for one rank."""
+    """One rank of those that divide the layers of the decoder; `collectives` is None for one rank."""
 
     rank: int = 0
     of: int = 1
-    exchange: PipelineExchange | None = None
+    collectives: PipelineCollectives | None = None
 
     def check(self, count: int) -> None:
         """Raise ValueError unless each rank gets a layer."""
@@ -68,20 +68,20 @@ class LayerSplit:
         All ranks call it with rows of one shape, of which the rank of layer `start` must have the
         values. All return the rows after the last layer. `run_own` runs layers of this rank.
         """
-        if self.exchange is None or start == stop:
+        if self.collectives is None or start == stop:
             return run_own(rows, start, stop)
         parts = [self.layers(count, rank) for rank in range(self.of)]
         ranks = [rank for rank, own in enumerate(parts) if own.start < stop and start < own.stop]
         if self.rank in ranks:
             if self.rank > ranks[0]:
                 like = IntermediateTensors({"hidden_states": rows})
-                rows = self.exchange.receive_tensors(like, self.rank - 1)["hidden_states"]
+                rows = self.collectives.receive_tensors(like, self.rank - 1)["hidden_states"]
             own = parts[self.rank]
             rows = run_own(rows, max(start, own.start), min(stop, own.stop))
             if self.rank < ranks[-1]:
                 handed = IntermediateTensors({"hidden_states": rows})
-                self.exchange.send_tensors(handed, self.rank + 1)
-        return self.exchange.broadcast_tensor(rows, ranks[-1])
+                self.collectives.send_tensors(handed, self.rank + 1)
+        return self.collectives.broadcast_tensor(rows, ranks[-1])
 
 
 ALL_LAYERS = LayerSplit()

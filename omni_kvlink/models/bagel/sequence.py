@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _KV = 2  # K and V are sent as one tensor
 
 
-class RowExchange(Protocol):
+class RowCollectives(Protocol):
     """Collectives of the ranks of a `SequenceSplit`, all of which call them in the same order."""
 
     def all_to_all(
@@ -52,14 +52,14 @@ class SequenceSplit:
         ulysses_degree: their number.
         ring: index among the ranks that pass K and V around.
         ring_degree: their number.
-        exchange: reaches the other ranks; None for one rank.
+        collectives: reaches the other ranks; None for one rank.
     """
 
     ulysses: int = 0
     ulysses_degree: int = 1
     ring: int = 0
     ring_degree: int = 1
-    exchange: RowExchange | None = None
+    collectives: RowCollectives | None = None
 
     @property
     def of(self) -> int:
@@ -89,10 +89,10 @@ class SequenceSplit:
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
         """Return all `count` rows, of which `rows` are this rank's; the same bits on all ranks."""
-        if self.exchange is None:
+        if self.collectives is None:
             return rows
         counts = [_length(self._rows_of(i, count)) for i in range(self.of)]
-        return self.exchange.gather_rows(rows, counts)
+        return self.collectives.gather_rows(rows, counts)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, pasts: Sequence[Layer | None], count: int
@@ -126,13 +126,13 @@ class SequenceSplit:
         self, q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange own rows of all heads for the rows of all Ulysses ranks of own heads."""
-        assert self.exchange is not None
+        assert self.collectives is not None
         pieces = []
         for rank in range(self.ulysses_degree):
             own = (t[..., self.heads(t.shape[-2], rank), :] for t in (q, k, v))
             pieces.append(torch.cat(list(own), dim=-2))
         row = pieces[0].shape[1:]
-        rows = torch.cat(self.exchange.all_to_all(pieces, [(n, *row) for n in counts]))
+        rows = torch.cat(self.collectives.all_to_all(pieces, [(n, *row) for n in counts]))
         kv_heads = _length(self.heads(k.shape[-2]))
         sizes = [rows.shape[-2] - _KV * kv_heads, kv_heads, kv_heads]
         own_q, own_k, own_v = rows.split(sizes, dim=-2)
@@ -140,16 +140,16 @@ class SequenceSplit:
 
     def _heads_for_rows(self, out: Tensor, dim: int, counts: Sequence[int]) -> Tensor:
         """The inverse, for the result [rows, batch, own heads * dim]: [own rows, batch, …]."""
-        assert self.exchange is not None
+        assert self.collectives is not None
         shape = (counts[self.ulysses], *out.shape[1:])
-        pieces = self.exchange.all_to_all(out.split(list(counts)), [shape] * self.ulysses_degree)
+        pieces = self.collectives.all_to_all(out.split(list(counts)), [shape] * self.ulysses_degree)
         return torch.cat(pieces, dim=-1)
 
     def _around_the_ring(
         self, q: Tensor, k: Tensor, v: Tensor, pasts: Sequence[Layer | None], count: int
     ) -> Tensor:
         """Attend to the past and to the block of each rank, which comes from the rank before."""
-        assert self.exchange is not None
+        assert self.collectives is not None
         partials = [PartialAttention(q[:, i]) for i in range(q.shape[1])]
         for one, past in zip(partials, pasts, strict=True):
             if past is not None:
@@ -161,7 +161,7 @@ class SequenceSplit:
                 sender = (self.ring - step - 1) % self.ring_degree
                 ranks = sender * self.ulysses_degree, (sender + 1) * self.ulysses_degree
                 rows = _length(slice(*(rank * count // self.of for rank in ranks)))
-                arrived = self.exchange.shift(block, (_KV, rows, *block.shape[2:]))
+                arrived = self.collectives.shift(block, (_KV, rows, *block.shape[2:]))
             for i, one in enumerate(partials):
                 one.add(block[0, :, i], block[1, :, i])
             if arrived is not None:

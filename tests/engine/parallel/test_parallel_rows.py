@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BITS = 0.0
-STAGES: dict[str, tuple[str, dict[str, int], float]] = {
+STAGES: dict[str, tuple[str, dict[str, Any], float]] = {
     "ulysses": ("bfloat16", {"ulysses_degree": 2}, BITS),
     "ulysses tensor": ("float32", {"ulysses_degree": 2, "tensor_parallel_size": 2}, 1e-5),
     "ring guidance": ("float32", {"ring_degree": 2, "cfg_parallel_size": 2}, 1e-5),

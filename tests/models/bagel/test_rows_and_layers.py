@@ -27,7 +27,7 @@ ROUNDING = 1e-5
 """Of a flow's largest value, in float32."""
 
 
-class Exchange:
+class Collectives:
     """The collectives of one rank: every rank posts, all wait, each takes."""
 
     def __init__(self, ranks: Ranks, rank: int):
@@ -75,7 +75,7 @@ class Ranks:
 
     def split(self, rank: int) -> Split:
         where = rank % self.ulysses, self.ulysses, rank // self.ulysses, self.ring
-        return Split(sequence=SequenceSplit(*where, Exchange(self, rank)))
+        return Split(sequence=SequenceSplit(*where, Collectives(self, rank)))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ class Pipe:
     def of(self, rank: int) -> Any:
         pipe = self
 
-        class Exchange:
+        class Collectives:
             def send_tensors(self, tensors: IntermediateTensors, receiver: int) -> None:
                 pipe.record.append((rank, receiver, list(tensors.tensors)))
                 pipe._tensors[receiver] = tensors
@@ -219,7 +219,7 @@ class Pipe:
                 pipe.barrier.wait()
                 return found
 
-        return Exchange()
+        return Collectives()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -245,7 +245,7 @@ def test_ranks_that_divide_layers_compute_the_same_bits(
 
 
 def test_what_cannot_be_divided_is_refused(directory: Path) -> None:
-    three = SequenceSplit(0, 3, 0, 1, Exchange(Ranks(3, 1), 0))
+    three = SequenceSplit(0, 3, 0, 1, Collectives(Ranks(3, 1), 0))
     with pytest.raises(ValueError, match="choose a ulysses_degree"):
         load(directory, Split(sequence=three))
     with pytest.raises(ValueError, match="choose a pipeline_parallel_size up to 3"):
