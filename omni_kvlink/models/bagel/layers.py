@@ -36,7 +36,7 @@ class PipelineCollectives(Protocol):
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """One rank of those that divide the layers of the decoder; `collectives` is None for one rank."""
+    """One rank of those that divide the decoder's layers; `collectives` is None for one rank."""
 
     rank: int = 0
     of: int = 1
