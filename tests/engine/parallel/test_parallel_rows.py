@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_fixtures import bundle, checkpoint
 from parallel_fixtures import (
+    RankProcesses,
     Stage,
     digests,
     disable_cache,
@@ -25,7 +26,7 @@ from parallel_fixtures import (
     started,
 )
 
-from omni_kvlink.engine import OmniDiffusionConfig
+from omni_kvlink.engine import DiffusionParallelConfig, OmniDiffusionConfig
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 
 if TYPE_CHECKING:
@@ -104,6 +105,29 @@ def test_latents_are_those_of_one_process(
         assert off(ours, right) <= most
     assert [image.shape for image in found[0][0]] == [image.shape for image in images]
     assert all(others == [None] * len(names) for others, _ in found[1:])
+
+
+def test_a_stage_that_reads_prompts_itself_divides_rows(single: Any) -> None:
+    """Its cache has the heads of all Ulysses ranks."""
+    directory = tempfile.mkdtemp(prefix="kvl-")
+    config = OmniDiffusionConfig(
+        checkpoint(),
+        dtype="float32",
+        stage="all",
+        num_threads=1,
+        parallel_config=DiffusionParallelConfig(ulysses_degree=2),
+        distributed_init_method=f"file://{directory}/rendezvous",
+    )
+    batch = requests("a", edit=True, need_kv_receive=False)
+    ranks = RankProcesses(config)
+    try:
+        (_, ours), (_, theirs) = ranks.wait_ready().call_all(generate, *batch)
+    finally:
+        ranks.close()
+        shutil.rmtree(directory)
+    _, (right,) = generate(single(torch.float32), *batch)
+    assert digests(ours) == digests(theirs)
+    assert off(ours[0], right) < 1e-5
 
 
 def contents(worker: Any, batch: Any) -> Any:
