@@ -99,10 +99,6 @@ def _attend_after(merge: Merge, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
     return attend(q, *merge(k, v), causal=causal)
 
 
-def _attend_each_after(merges: Sequence[Merge], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend_each(q, k, v, merges)
-
-
 class Attention(nn.Module):
     """This rank's part of grouped-query attention; projections and norms exist once per expert."""
 
@@ -239,7 +235,7 @@ class TextDecoder(nn.Module):
                 partial(own.merge, i, layer_tensors(past, i))
                 for own, past in zip(into, pasts, strict=True)
             ]
-            x = layer(x, rotary, partial(_attend_each_after, merges), "und")
+            x = layer(x, rotary, partial(attend_each, merges=merges), "und")
         out: Tensor = self.norm(x)
         return out
 
