@@ -32,22 +32,40 @@ class DiffusionParallelConfig:
     data_parallel_size: int = 1  # groups that run different requests
     cfg_parallel_size: int = 1  # ranks that divide the guidance branches; 1, 2 or 3
     tensor_parallel_size: int = 1  # ranks that divide the heads
-    sequence_parallel_size: int = 1  # latent rows are not divided here
+    sequence_parallel_size: int | None = None  # ulysses_degree x ring_degree, which it is set to
+    ulysses_degree: int = 1  # ranks that divide latent rows, and the heads in attention
+    ring_degree: int = 1  # ranks that divide latent rows, and pass K and V around in attention
+    pipeline_parallel_size: int = 1  # ranks that divide the layers
 
     def __post_init__(self) -> None:
+        product = self.ulysses_degree * self.ring_degree
+        if self.sequence_parallel_size is None:
+            object.__setattr__(self, "sequence_parallel_size", product)
         for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"{name} {value}: 1 or more")
         if self.cfg_parallel_size > 3:
             raise ValueError(f"cfg_parallel_size {self.cfg_parallel_size}: at most 3 branches")
-        if self.sequence_parallel_size > 1:
-            text = f"sequence_parallel_size {self.sequence_parallel_size}: latent rows are not "
-            raise ValueError(f"{text}divided here; use cfg_parallel_size or tensor_parallel_size")
+        if self.sequence_parallel_size != product:
+            raise ValueError(
+                f"sequence_parallel_size {self.sequence_parallel_size}: ulysses_degree "
+                f"{self.ulysses_degree} x ring_degree {self.ring_degree} is {product}; set those"
+            )
+
+    @property
+    def kv_ranks(self) -> int:
+        """The number of ranks that divide the KV heads of a prompt."""
+        return self.tensor_parallel_size * self.ulysses_degree
+
+    @property
+    def ranks_per_pass(self) -> int:
+        """The number of ranks that compute one pass of the model together."""
+        return self.kv_ranks * self.ring_degree * self.pipeline_parallel_size
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.data_parallel_size * self.cfg_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.cfg_parallel_size * self.ranks_per_pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +133,7 @@ class ProfilerConfig:
 class StageConfig:
     """The configuration of any stage.
 
+    `worker_cls` is "module:Class" of a `WorkerBase`, the stage's own kind if empty.
     `distributed_executor_backend` is "uni", "mp", "ray", "diffusers" or "module:Class", by the
     number of ranks if empty; `distributed_init_method` is the rendezvous of the ranks,
     "file:///…" or "tcp://127.0.0.1:port", chosen by the executor if empty.
@@ -122,6 +141,7 @@ class StageConfig:
 
     model: str  # directory of the checkpoint
     model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
+    worker_cls: str = ""
     stage: str = "dit"  # which part of the model, as the model names it
     dtype: str = "bfloat16"  # or "float32"
     device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
@@ -140,6 +160,8 @@ class StageConfig:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
+        if self.worker_cls and ":" not in self.worker_cls:
+            raise ValueError(f"worker_cls {self.worker_cls!r}: name a WorkerBase, 'module:Class'")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
         if not self.start_timeout > 0:

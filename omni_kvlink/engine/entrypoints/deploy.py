@@ -28,7 +28,11 @@ from omni_kvlink.engine.config import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
-from omni_kvlink.engine.entrypoints.deploy_fields import unused_fields, unused_sampling
+from omni_kvlink.engine.entrypoints.deploy_fields import (
+    is_default,
+    unused_fields,
+    unused_sampling,
+)
 from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
 from omni_kvlink.engine.sampling import TEXT_PARAMS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError
@@ -244,7 +248,7 @@ def _stage(
     settings = {
         name: entry[name]
         for name in sorted(entry.keys() & _SETTINGS[kind])
-        if not (name == "dtype" and entry[name] == "auto")
+        if not is_default(kind, name, entry[name])
     }
     rest = {name: entry[name] for name in entry.keys() - _OWN - settings.keys()}
     environment = entry.get("env") or {}

@@ -34,9 +34,6 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "enforce_eager": (True,),
     "enable_chunked_prefill": (False,),
     "num_replicas": (1,),
-    "pipeline_parallel_size": (1,),
-    "ulysses_degree": (1,),
-    "ring_degree": (1,),
     "allgather_degree": (1,),
     "vae_patch_parallel_size": (1,),
     "enable_expert_parallel": (False,),
@@ -66,7 +63,7 @@ _SAME_BY_KIND: dict[str, dict[str, tuple[Any, ...]]] = {
         "stage_type": ("llm",),
         "engine_output_type": ("text",),
         "final_output_type": ("text",),
-        "worker_cls": ("vllm_omni.worker.gpu_ar_worker.GPUARWorker",),
+        "worker_cls": ("auto", "vllm_omni.worker.gpu_ar_worker.GPUARWorker"),
         "scheduler_cls": ("vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",),
     },
     "dit": {
@@ -74,6 +71,7 @@ _SAME_BY_KIND: dict[str, dict[str, tuple[Any, ...]]] = {
         "stage_type": ("diffusion",),
         "engine_output_type": ("image",),
         "final_output_type": ("image",),
+        "worker_cls": ("auto",),
     },
 }
 _SAME_BY_KIND["all"] = _SAME_BY_KIND["dit"]
@@ -112,6 +110,11 @@ def unused_fields(kind: str, fields: Mapping[str, Any], where: str) -> tuple[str
         if name not in _UNUSED and not _says_nothing(value) and value not in same.get(name, ()):
             raise _unsupported(f"{where}: {name} {value!r:.60}", same.get(name))
     return tuple(sorted(fields))
+
+
+def is_default(kind: str, name: str, value: Any) -> bool:
+    """Whether a value of a setting says, in another engine's words, what is the default here."""
+    return value in {**_SAME, **_SAME_BY_KIND[kind]}.get(name, ())
 
 
 def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[str, ...]:

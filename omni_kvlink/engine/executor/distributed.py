@@ -24,6 +24,7 @@ from omni_kvlink.engine.outputs import (
     ModelRunnerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
+from omni_kvlink.engine.worker import worker_class
 from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout
 
@@ -57,6 +58,7 @@ class DistributedExecutor(Executor):
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
         self._closed = False
+        worker_class(self.config)  # raises here, not in a process that dies of it
         self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
             self._start_workers()

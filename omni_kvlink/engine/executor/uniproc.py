@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.executor.base import Executor
 from omni_kvlink.engine.ipc.rpc import set_result_of
-from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker, make_worker
+from omni_kvlink.engine.worker import WorkerBase, make_worker
 from omni_kvlink.errors import TransferTimeout
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class UniprocExecutor(Executor):
     """Runs a stage of either kind on one worker in this process, its model loaded."""
 
-    worker: GPUDiffusionWorker | GPUARWorker
+    worker: WorkerBase[Any]
 
     def _init_executor(self) -> None:
         self.worker = make_worker(self.config, 0, 0)
@@ -42,16 +42,16 @@ class UniprocExecutor(Executor):
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
         """Run all scheduled requests, in one pass if the pipeline can; or read the prompts."""
-        if isinstance(self.worker, GPUARWorker):
-            assert isinstance(scheduler_output, ARSchedulerOutput)
-            return self.worker.execute_model(scheduler_output)
+        if isinstance(scheduler_output, ARSchedulerOutput):
+            ended: ModelRunnerOutput = self.worker.execute_model(scheduler_output)
+            return ended
         run = self.execute_batch if self.supports_request_batch else self.execute_request
         return run(scheduler_output).as_model_output()
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run all requests in one call."""
-        assert isinstance(self.worker, GPUDiffusionWorker)
-        return self.worker.execute_model(scheduler_output.requests)
+        output: BatchRunnerOutput = self.worker.execute_model(scheduler_output.requests)
+        return output
 
     def collective_rpc(
         self,

@@ -1,10 +1,19 @@
-"""Which branches and heads of a request's KV each rank of the next stage receives."""
+"""Which branches, layers and heads of a request's KV each rank of the next stage receives."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload, PrefixOf, SameAs
+from omni_kvlink import (
+    BundleBranch,
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVMetadata,
+    KVPayload,
+    PrefixOf,
+    SameAs,
+    TensorTransferData,
+)
 from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
@@ -17,7 +26,10 @@ class KVPart:
 
     guidance: int = 0  # the guidance rank that receives it
     of: int = 1  # how many guidance ranks there are
-    part: Part | None = None  # its heads; None if one tensor rank sends all heads to one
+    part: Part | None = None  # its heads; None if one rank sends all heads to one
+    pipeline: int = 0  # the pipeline rank that receives it
+    stages: int = 1  # how many pipeline ranks there are
+    copies: int = 1  # ranks of a ring, which receive the same
 
     @property
     def sender(self) -> int:
@@ -27,11 +39,11 @@ class KVPart:
     @property
     def readers(self) -> int:
         """How many ranks receive it."""
-        return 1 if self.part is None else len(self.part.receivers)
+        return self.copies * (1 if self.part is None else len(self.part.receivers))
 
     def key(self, request_id: str) -> str:
         """The key under which it is put; the request's id if the KV is not divided."""
-        key = self._branches_key(request_id)
+        key = self._layers_key(self._branches_key(request_id))
         return key if self.part is None else self.part.key(key)
 
     def cut(self, payload: KVPayload) -> KVPayload:
@@ -39,10 +51,16 @@ class KVPart:
         if self.of > 1:
             key = self._branches_key(payload.request_id)
             payload = _select_branches(payload, key, self.guidance, self.of)
+        if self.stages > 1:
+            key = self._layers_key(payload.request_id)
+            payload = _select_layers(payload, key, self.pipeline, self.stages)
         return payload if self.part is None else self.part.of(payload)
 
     def _branches_key(self, request_id: str) -> str:
         return request_id if self.of == 1 else f"{request_id}/cfg{self.guidance}of{self.of}"
+
+    def _layers_key(self, key: str) -> str:
+        return key if self.stages == 1 else f"{key}/pp{self.pipeline}of{self.stages}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +76,7 @@ class KVPartition:
     receivers: DiffusionParallelConfig
 
     def __post_init__(self) -> None:
-        Topology(self.heads, self.senders, self.receivers.tensor_parallel_size)
+        Topology(self.heads, self.senders, self.receivers.kv_ranks)
 
     @property
     def parts_each(self) -> int:
@@ -70,17 +88,23 @@ class KVPartition:
         return tuple(
             one
             for one in self.parts()
-            if one.guidance == coords.guidance
-            and (one.part is None or coords.tensor in one.part.receivers)
+            if (one.guidance, one.pipeline) == (coords.guidance, coords.pipeline)
+            and (one.part is None or coords.kv_rank(self.receivers) in one.part.receivers)
         )
 
     def parts(self) -> list[KVPart]:
         """All parts of a KV."""
-        tensor, guidance = self.receivers.tensor_parallel_size, self.receivers.cfg_parallel_size
+        ranks, guidance = self.receivers.kv_ranks, self.receivers.cfg_parallel_size
+        stages, copies = self.receivers.pipeline_parallel_size, self.receivers.ring_degree
         heads: tuple[Part | None, ...] = (None,)
-        if not self.senders == tensor == 1:
-            heads = Topology(self.heads, self.senders, tensor).parts()
-        return [KVPart(rank, guidance, part) for rank in range(guidance) for part in heads]
+        if not self.senders == ranks == 1:
+            heads = Topology(self.heads, self.senders, ranks).parts()
+        return [
+            KVPart(rank, guidance, part, pipeline, stages, copies)
+            for rank in range(guidance)
+            for pipeline in range(stages)
+            for part in heads
+        ]
 
 
 def _select_branches(payload: KVPayload, key: str, rank: int, of: int) -> KVCacheBundle:
@@ -110,3 +134,34 @@ def _select_branches(payload: KVPayload, key: str, rank: int, of: int) -> KVCach
         else:
             branches[name] = PrefixOf(owner, own.seq_len, own)
     return KVCacheBundle(key, {name: branches[name] for name in names})
+
+
+def _select_layers(payload: KVPayload, key: str, rank: int, of: int) -> KVPayload:
+    """The layers of a pipeline rank; `extra` of each branch says which, as "layers"."""
+    if isinstance(payload, KVCacheTransferData):
+        return _layers_of(payload, key, rank, of)
+    branches: dict[str, BundleBranch] = {}
+    for name, branch in payload.branches.items():
+        if isinstance(branch, TensorTransferData):
+            raise SchemaError(f"branch {name!r} of {payload.request_id!r} has no layers to divide")
+        if isinstance(branch, KVCacheTransferData):
+            branches[name] = _layers_of(branch, key, rank, of)
+        else:
+            metadata, _ = _about_layers(payload[name].metadata, rank, of)
+            branches[name] = dataclasses.replace(branch, metadata=metadata)
+    return KVCacheBundle(key, branches)
+
+
+def _layers_of(cache: KVCacheTransferData, key: str, rank: int, of: int) -> KVCacheTransferData:
+    metadata, own = _about_layers(cache.metadata, rank, of)
+    blocks = {name: layers[own] for name, layers in cache.layer_blocks.items()}
+    return KVCacheTransferData(key, blocks, cache.block_ids, metadata)
+
+
+def _about_layers(metadata: KVMetadata, rank: int, of: int) -> tuple[KVMetadata, slice]:
+    """The metadata of a pipeline rank's layers, and which these are."""
+    count = metadata.num_layers
+    own = slice(rank * count // of, (rank + 1) * count // of)
+    extra = {**metadata.extra, "layers": [own.start, own.stop]}
+    own_metadata = dataclasses.replace(metadata, num_layers=own.stop - own.start, extra=extra)
+    return own_metadata, own

@@ -58,8 +58,8 @@ class PartitionedKVSource(KVSource):
                 links[sender] = KVLink.connect(url, timeout=left, **config.source_options)
                 on_error.callback(links[sender].close)
             on_error.pop_all()
-        size, heads = partition.receivers.tensor_parallel_size, partition.heads
-        shard = shard_of(coords.tensor, size, heads=heads)
+        size, heads = partition.receivers.kv_ranks, partition.heads
+        shard = shard_of(coords.kv_rank(partition.receivers), size, heads=heads)
         return cls([(links[part.sender], part) for part in parts], shard)
 
     def timeout_hint(self, request_id: str) -> str:

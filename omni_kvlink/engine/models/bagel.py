@@ -26,7 +26,9 @@ from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
+from omni_kvlink.models.bagel.layers import LayerSplit
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.sequence import SequenceSplit
 from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
 
@@ -44,16 +46,14 @@ BRANCHES = ("gen", "cfg_text", "cfg_img")
 class BagelUtility(ModelUtility):
     """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
-    branches = BRANCHES
+    branches, supports_sp, supports_pp = BRANCHES, True, True
 
     def __init__(
         self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
     ):
         super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
-        group = self.process_group
-        rank, of = group.coords.tensor, group.parallel.tensor_parallel_size
-        self._split = Split(rank, of, group.all_reduce) if of > 1 else Split()
+        self._split = _split(self.process_group)
         self._think = isinstance(config, OmniARConfig) and config.think
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
@@ -94,6 +94,7 @@ class BagelUtility(ModelUtility):
         if missing:
             raise SchemaError(f"the KV of {request.request_id!r} lacks {', '.join(missing)}")
         self._check_heads(payload, request)
+        self._check_layers(payload, request)
         metadata, params = payload[own[0]].metadata, request.sampling_params
         shape, size = metadata.image_shape, (params.height, params.width)
         if size not in (shape, (None, None)):
@@ -184,6 +185,30 @@ class BagelUtility(ModelUtility):
                     f"the KV of {request.request_id!r} has heads {found[0]}…{found[1]} in {name}, "
                     f"this rank computes with {heads.start}…{heads.stop}"
                 )
+
+    def _check_layers(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
+        layers, is_part = self._pipeline.model.kv_layers, self._split.pipeline.of > 1
+        expected = [layers.start, layers.stop] if is_part else None
+        for name in payload:
+            found = payload[name].metadata.extra.get("layers")
+            if found != expected:
+                raise SchemaError(
+                    f"the KV of {request.request_id!r} has layers {found or 'all'} in {name}, "
+                    f"this rank computes {expected or 'all'}"
+                )
+
+
+def _split(group: ProcessGroup) -> Split:
+    """This rank's part of the language model."""
+    own, parallel = group.coords, group.parallel
+    ulysses, ring = parallel.ulysses_degree, parallel.ring_degree
+    sequence = SequenceSplit(
+        own.ulysses, ulysses, own.ring, ring, group if ulysses * ring > 1 else None
+    )
+    stages = parallel.pipeline_parallel_size
+    pipeline = LayerSplit(own.pipeline, stages, group if stages > 1 else None)
+    ranks = parallel.tensor_parallel_size
+    return Split(own.tensor, ranks, group.all_reduce, sequence=sequence, pipeline=pipeline)
 
 
 def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:

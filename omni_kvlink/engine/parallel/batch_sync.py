@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _FAILED_RANK_TIMEOUT = 10.0
-"""Seconds that a rank with an unexpected error waits for the others, which may be in a sum."""
+"""Seconds that a rank with an unexpected error waits for the others, which may be in a pass."""
 
 
 class RankFailed(RequestFailed):
@@ -135,8 +135,8 @@ class BatchSync:
     ) -> list[list[int]]:
         """Gather numbers when all ranks are in this phase; a rank in a later one has failed."""
         group = self._process_group
-        has_sums = group.parallel.tensor_parallel_size > 1
-        timeout = _FAILED_RANK_TIMEOUT if has_sums and any(map(_is_unexpected, errors)) else None
+        is_shared = group.parallel.ranks_per_pass > 1
+        timeout = _FAILED_RANK_TIMEOUT if is_shared and any(map(_is_unexpected, errors)) else None
         while True:
             rows = group.all_gather([phase, *numbers], timeout=timeout)
             if any(row[0] > phase for row in rows):
@@ -146,7 +146,7 @@ class BatchSync:
 
 
 def _is_unexpected(error: Exception | None) -> bool:
-    """Whether the other ranks may not have the same error, and be in a sum."""
+    """Whether the other ranks may not have the same error, and be in a pass."""
     if error is None or isinstance(error, RankFailed):
         return False
     return isinstance(error, RequestFailed) or not isinstance(error, KVLinkError)

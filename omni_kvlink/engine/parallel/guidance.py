@@ -28,13 +28,13 @@ class SharedBranches:
     def __call__(
         self, branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
     ) -> dict[str, Tensor]:
-        """Flows of some branches by name; the same bits on ranks of the same tensor index.
+        """Flows of some branches by name; the same bits on ranks that are alike but for guidance.
 
         `compute` computes one branch's flow, which has the shape and dtype of `like`. If it raises
         on another rank, RankFailed is raised here.
         """
         group, own = self._process_group, dict[str, Tensor]()
-        if group.parallel.tensor_parallel_size > 1:  # a rank that has failed would miss the sums
+        if group.parallel.ranks_per_pass > 1:  # a rank that has failed would miss the pass
             self._sync.step()
         failure: Exception | None = None
         try:

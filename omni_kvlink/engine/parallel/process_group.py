@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import ipaddress
+import math
 import os
 import socket
 import struct
@@ -23,10 +25,14 @@ from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from omni_kvlink.models.bagel.layers import IntermediateTensors
 
 MAX_BROADCAST = (8 << 10) - 4
 """Bytes of a `broadcast_bytes`, at most; with its length, all are of one size."""
+_GROUPS = (("tensor",), ("ulysses",), ("ring",), ("ulysses", "ring"), ("pipeline",), ("guidance",))
+"""The axes along which ranks communicate."""
 _SIOCGIFADDR = 0x8915
 _open_sockets: dict[str, socket.socket] = {}
 """Listening sockets that `open_rendezvous` has opened and `join_rendezvous` has not used yet."""
@@ -51,8 +57,7 @@ class ProcessGroup:
         self.is_alone = len(self._ranks) == 1
         self._joined = self._aborted = False
         self._all: dist.ProcessGroup | None = None
-        self._guidance: dist.ProcessGroup | None = None
-        self._tensor: dist.ProcessGroup | None = None
+        self._along: dict[tuple[str, ...], dist.ProcessGroup] = {}  # by the axes of its ranks
 
     @classmethod
     def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
@@ -110,12 +115,7 @@ class ProcessGroup:
         """Send a tensor from one guidance rank to the others, whose own are overwritten."""
         if self.parallel.cfg_parallel_size == 1:
             return flow
-        flow = flow.contiguous()
-        sender = guidance * self.parallel.tensor_parallel_size + self.coords.tensor
-        with self._abort_on_error():
-            # as bytes: backends do not support every dtype
-            dist.broadcast(flow.view(torch.uint8), self._ranks[sender], group=self._guidance)
-        return flow
+        return self._broadcast(flow.contiguous(), "guidance", guidance)
 
     def all_reduce(self, share: Tensor) -> Tensor:
         """Sum a tensor over the tensor ranks; the same bits on each of them."""
@@ -123,14 +123,93 @@ class ProcessGroup:
             return share
         wide = share.to(torch.float32, copy=True)  # rounded once, not once for each rank
         with self._abort_on_error():
-            dist.all_reduce(wide, group=self._tensor)
+            dist.all_reduce(wide, group=self._along["tensor",])
         return wide.to(share.dtype)
+
+    # a `RowCollectives`, for sequence parallelism
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """Send `pieces[i]` to Ulysses rank i; returns what each sends, of these shapes."""
+        sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
+        dtype = pieces[0].dtype
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=sent.device)
+        own = [piece.nbytes for piece in pieces]
+        with self._abort_on_error():
+            dist.all_to_all_single(received, sent, sizes, own, group=self._along["ulysses",])
+        found = zip(received.split(sizes), shapes, strict=True)
+        return [part.view(dtype).view(shape) for part, shape in found]
+
+    def shift(self, block: Tensor, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+        """Start to send a block to the next rank of the ring, and to receive that before's.
+
+        The returned call waits for it; `shape` is that of the block that it returns.
+        """
+        ring = self.coords.along("ring", parallel=self.parallel)
+        after, before = (ring[(self.coords.ring + to) % len(ring)] for to in (1, -1))
+        received, sent = block.new_empty(shape), block.contiguous()
+        with self._abort_on_error():
+            group = self._along["ring",]
+            calls = [
+                dist.P2POp(dist.isend, sent.view(torch.uint8), after, group),
+                dist.P2POp(dist.irecv, received.view(torch.uint8), before, group),
+            ]
+            works = dist.batch_isend_irecv(calls)
+
+        def wait() -> Tensor:
+            with self._abort_on_error():
+                for work in works:
+                    work.wait()
+            return received
+
+        return wait
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Concatenate the rows of all ranks that divide an image; rank i has `counts[i]`."""
+        most = max(counts)  # all send as many
+        own = rows.new_zeros((most, *rows.shape[1:]))
+        own[: len(rows)] = rows
+        found = [torch.empty_like(own) for _ in counts]
+        with self._abort_on_error():
+            dist.all_gather(
+                [one.view(torch.uint8) for one in found],
+                own.view(torch.uint8),
+                group=self._along["ulysses", "ring"],
+            )
+        return torch.cat([one[:count] for one, count in zip(found, counts, strict=True)])
+
+    # a `PipelineCollectives`, for pipeline parallelism
+
+    def send_tensors(self, tensors: IntermediateTensors, receiver: int) -> None:
+        """Send to another pipeline rank, which calls `receive_tensors`."""
+        rank = self._rank_at(pipeline=receiver)
+        with self._abort_on_error():
+            for tensor in tensors.tensors.values():
+                dense = tensor.contiguous().view(torch.uint8)
+                dist.send(dense, rank, group=self._along["pipeline",])
+
+    def receive_tensors(self, like: IntermediateTensors, sender: int) -> IntermediateTensors:
+        """What the sender sends, of the names, shapes and dtypes of `like`."""
+        rank = self._rank_at(pipeline=sender)
+        found = {name: one.new_empty(one.shape) for name, one in like.tensors.items()}
+        with self._abort_on_error():
+            for tensor in found.values():
+                dist.recv(tensor.view(torch.uint8), rank, group=self._along["pipeline",])
+        return dataclasses.replace(like, tensors=found)
+
+    def broadcast_tensor(self, tensor: Tensor, sender: int) -> Tensor:
+        """The sender's tensor, on all pipeline ranks; the others' is not changed."""
+        is_sender = self.coords.pipeline == sender
+        whole = tensor.contiguous() if is_sender else tensor.new_empty(tensor.shape)
+        return self._broadcast(whole, "pipeline", sender)
 
     def abort(self) -> None:
         """Abort the group, so that the other ranks stop waiting for this one; repeatable."""
         self._aborted = True
-        groups = self._tensor, self._guidance, self._all
-        self._tensor = self._guidance = self._all = None
+        groups = *self._along.values(), self._all
+        self._along, self._all = {}, None
         for group in groups:
             if group is not None:
                 with contextlib.suppress(RuntimeError):  # it may be broken
@@ -143,24 +222,39 @@ class ProcessGroup:
             self._joined = False
             dist.destroy_process_group()
 
+    def _broadcast(self, tensor: Tensor, axis: str, sender: int) -> Tensor:
+        """Overwrite a dense tensor by that of the rank with another coordinate on an axis."""
+        rank = self._rank_at(**{axis: sender})
+        with self._abort_on_error():
+            # as bytes: backends do not support every dtype
+            dist.broadcast(tensor.view(torch.uint8), rank, group=self._along[axis,])
+        return tensor
+
+    def _rank_at(self, **coords: int) -> int:
+        """The rank whose coordinates are this one's, but for these."""
+        return dataclasses.replace(self.coords, **coords).rank(self.parallel)
+
     def _make_groups(self, timeout: timedelta) -> None:
         """Make the groups of all ranks: `dist.new_group` must be called alike on every rank."""
-        degree = self.parallel.tensor_parallel_size
-        own = dist.get_rank()
+        parallel = self.parallel
 
-        def make(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
-            if len(ranks) == 1:
-                return None
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
-            return group if own in ranks else None
+        def make(
+            ranks_of: Callable[[RankCoords], Sequence[int]], backend: str | None = None
+        ) -> dist.ProcessGroup | None:
+            own = None
+            every = [RankCoords.of(rank, parallel) for rank in range(parallel.world_size)]
+            for ranks in dict.fromkeys(tuple(ranks_of(coords)) for coords in every):
+                if len(ranks) > 1:
+                    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                    own = group if dist.get_rank() in ranks else own
+            return own
 
-        for group in range(self.parallel.data_parallel_size):
-            ranks = list(group_ranks(group, self.parallel))
-            self._all = make(ranks, "gloo") or self._all  # numbers and messages are on the CPU
-            for tensor in range(degree):
-                self._guidance = make(ranks[tensor::degree]) or self._guidance
-            for first in range(0, len(ranks), degree):
-                self._tensor = make(ranks[first : first + degree]) or self._tensor
+        # numbers and messages are on the CPU
+        self._all = make(lambda coords: group_ranks(coords.group, parallel), "gloo")
+        for axes in _GROUPS:
+            group = make(partial(_along, axes, parallel))
+            if group is not None:
+                self._along[axes] = group
 
     @contextlib.contextmanager
     def _abort_on_error(self) -> Iterator[None]:
@@ -173,6 +267,12 @@ class ProcessGroup:
             raise EngineDeadError(
                 f"another rank of the process group is gone or late, restart the stage: {error}"
             ) from error
+
+
+def _along(
+    axes: tuple[str, ...], parallel: DiffusionParallelConfig, coords: RankCoords
+) -> list[int]:
+    return coords.along(*axes, parallel=parallel)
 
 
 def open_rendezvous(address: str) -> str:

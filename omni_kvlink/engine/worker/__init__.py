@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from typing import Any
+
+from omni_kvlink.engine.config import OmniARConfig, StageConfig, load_class
+from omni_kvlink.engine.worker.base import WorkerBase as WorkerBase
 from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner as GPUARModelRunner
 from omni_kvlink.engine.worker.gpu_ar_worker import GPUARWorker as GPUARWorker
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import (
@@ -10,12 +13,30 @@ from omni_kvlink.engine.worker.gpu_diffusion_model_runner import (
 )
 from omni_kvlink.engine.worker.gpu_diffusion_worker import GPUDiffusionWorker as GPUDiffusionWorker
 
+_WORKERS = {
+    "ar": "omni_kvlink.engine.worker.gpu_ar_worker:GPUARWorker",
+    "diffusion": "omni_kvlink.engine.worker.gpu_diffusion_worker:GPUDiffusionWorker",
+}
 
-def make_worker(
-    config: StageConfig, local_rank: int, rank: int
-) -> GPUARWorker | GPUDiffusionWorker:
-    """The worker for a stage's kind."""
-    if isinstance(config, OmniARConfig):
-        return GPUARWorker(local_rank, rank, config)
-    assert isinstance(config, OmniDiffusionConfig)
-    return GPUDiffusionWorker(local_rank, rank, config)
+
+def worker_class(config: StageConfig) -> type[WorkerBase[Any]]:
+    """The worker class that a configuration names, or that of the stage's kind.
+
+    Raises ValueError if it is no `WorkerBase` or one of the other kind, ImportError if there is no
+    such module, and AttributeError if that has no such class.
+    """
+    kind = "ar" if isinstance(config, OmniARConfig) else "diffusion"
+    other, its_stage = (
+        (GPUDiffusionWorker, "a diffusion") if kind == "ar" else (GPUARWorker, "an AR")
+    )
+    found = load_class("worker", config.worker_cls or kind, _WORKERS)
+    if not (isinstance(found, type) and issubclass(found, WorkerBase)):
+        raise ValueError(f"worker_cls {config.worker_cls} is no WorkerBase")
+    if issubclass(found, other):
+        raise ValueError(f"worker_cls {config.worker_cls} is the worker of {its_stage} stage")
+    return found
+
+
+def make_worker(config: StageConfig, local_rank: int, rank: int) -> WorkerBase[Any]:
+    """A rank's worker; raises as `worker_class`."""
+    return worker_class(config)(local_rank, rank, config)

@@ -47,6 +47,14 @@ class WorkerBase(ABC, Generic[R]):
     def _make_runner(self) -> R:
         """A runner for this kind of stage."""
 
+    @abstractmethod
+    def execute_model(self, scheduled: Any) -> Any:
+        """Run what was scheduled; raises EngineAsleepError while the weights are out of memory.
+
+        A diffusion stage gives requests that make one batch, and gets their `BatchRunnerOutput`; an
+        AR stage gives an `ARSchedulerOutput`, and gets a `ModelRunnerOutput`.
+        """
+
     @property
     def runner(self) -> R:
         """The model runner; raises EngineError before `init_device`."""

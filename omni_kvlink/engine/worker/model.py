@@ -42,6 +42,10 @@ class ModelUtility(ABC):
 
     branches: ClassVar[tuple[str, ...]] = ()
     """Guidance branches, in the order in which ranks get them; empty if one rank computes all."""
+    supports_sp: ClassVar[bool] = False
+    """Whether ranks can divide the rows of an image: `ulysses_degree`, `ring_degree`."""
+    supports_pp: ClassVar[bool] = False
+    """Whether ranks can divide the layers: `pipeline_parallel_size`."""
 
     def __init__(
         self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
@@ -51,6 +55,13 @@ class ModelUtility(ABC):
         if not self.process_group.is_alone and not self.branches:
             name = type(self).__name__
             raise ValueError(f"{name} does not divide its work: use data_parallel_size alone")
+        parallel = self.process_group.parallel
+        for supported, degree in (
+            (self.supports_sp, "sequence_parallel_size"),
+            (self.supports_pp, "pipeline_parallel_size"),
+        ):
+            if (value := getattr(parallel, degree)) > 1 and not supported:
+                raise ValueError(f"{degree} {value}: {type(self).__name__} does not support it")
 
     @staticmethod
     @abstractmethod

@@ -181,7 +181,7 @@ class WorkerService:
         }
 
     def _manager(self) -> DiffusionKVManager:
-        manager = self.worker.runner.kv_manager
+        manager: DiffusionKVManager | None = self.worker.runner.kv_manager
         if manager is None:
             raise EngineError("this stage has no KV source: set kv.sources")
         return manager

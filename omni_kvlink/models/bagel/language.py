@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from omni_kvlink.models.bagel.attention import attend, attend_each
 from omni_kvlink.models.bagel.cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from omni_kvlink.models.bagel.embeddings import Rotary, blank_embedding, rotary_tables, rotate
 from omni_kvlink.models.bagel.hooks import RunLayers
@@ -24,9 +25,14 @@ from omni_kvlink.models.bagel.shards import WHOLE, CutLinear, Split
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import LanguageConfig
 
-Mode = Literal["und", "gen"]
+Mode = Literal["und", "gen", "gen_start", "gen_middle", "gen_end"]
+"""The expert of the rows: "gen" has a marker row before and after latent rows; the last three are
+parts of such rows."""
+_MARKERS = {"gen": (1, 1), "gen_start": (1, 0), "gen_middle": (0, 0), "gen_end": (0, 1)}
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
 """Takes new rows of a layer's K and V, returns all rows of both."""
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes q, k, v [n, …, heads, dim] of new rows, returns their attention [n, …, heads * dim]."""
 Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
 """Runs all or some of the layers: `through(x, run, count)`."""
 
@@ -34,11 +40,26 @@ Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
 def by_expert(
     mode: Mode, x: Tensor, und: Callable[[Tensor], Tensor], gen: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Apply `und` to all rows; in mode "gen", apply `gen` to all but the first and last row."""
+    """Apply `und` to all rows; in other modes, `gen` to latent rows and `und` to markers alone."""
     if mode == "und":
         return und(x)
-    markers = und(x[[0, -1]])
-    return torch.cat([markers[:1], gen(x[1:-1]), markers[1:]])
+    before, after = _MARKERS[mode]
+    latent = gen(x[before : len(x) - after])
+    if not before + after:
+        return latent
+    markers = und(x[[0, -1][1 - before : 1 + after]])
+    return torch.cat([markers[:before], latent, markers[before:]])
+
+
+def _mode_of(part: slice, count: int) -> Mode:
+    """The mode of some of `count` rows in mode "gen"."""
+    before, after = part.start == 0 < part.stop, part.stop == count > part.start
+    modes: dict[tuple[bool, bool], Mode] = {
+        (True, True): "gen",
+        (True, False): "gen_start",
+        (False, True): "gen_end",
+    }
+    return modes.get((before, after), "gen_middle")
 
 
 class RMSNorm(nn.Module):
@@ -74,31 +95,8 @@ class MLP(nn.Module):
         return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim].
-
-    The queries are the last n of the m tokens; a causal query attends to itself and all before it.
-    """
-    n, m = q.shape[0], k.shape[0]
-    groups = q.shape[1] // k.shape[1]
-    # Repeated by hand, because older torch has no grouped attention.
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    mask = None
-    if causal and 1 < n < m:
-        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
-    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal and 1 < n == m
-    )
-    return out[0].transpose(0, 1).reshape(n, -1)
-
-
-def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Tensor:
-    """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
-    rows = [
-        attend(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
-    ]
-    return torch.stack(rows, dim=1)
+def _attend_after(merge: Merge, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+    return attend(q, *merge(k, v), causal=causal)
 
 
 class Attention(nn.Module):
@@ -120,29 +118,25 @@ class Attention(nn.Module):
             for name in ("q_norm", "k_norm") if config.qk_norm else ():
                 self.add_module(f"{name}{expert}", RMSNorm(dim, config.rms_norm_eps))
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
-    ) -> Tensor:
-        """Map rows [n, hidden], attending to past rows, too; in a batch, each to its own."""
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
+        """Map rows [n, hidden], or in a batch [n, batch, hidden]."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
         v = self._heads("v", x, mode)
-        if not callable(merge):
-            return self._project("o", attend_each(q, k, v, merge), mode)
-        k, v = merge(k, v)
-        return self._project("o", attend(q, k, v, causal=causal), mode)
+        return self._project("o", attend(q, k, v), mode)
 
     def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         und, gen = self._experts(f"{which}_proj")
         return by_expert(mode, x, und, gen)
 
     def _heads(self, which: str, x: Tensor, mode: Mode) -> Tensor:
-        return self._project(which, x, mode).view(*x.shape[:-1], -1, self.head_dim)
+        rows: Tensor = self._project(which, x, mode).unflatten(-1, (-1, self.head_dim))
+        return rows
 
     def _normed(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         heads = self._heads(which, x, mode)
-        if mode == "gen":
+        if mode != "und":
             heads = heads.float()  # with latent rows, norm and rotation stay wide
         if not self.qk_norm:
             return heads
@@ -168,12 +162,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.post_attention_layernorm_moe_gen = RMSNorm(hidden, eps)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
         """Map rows [n, hidden] to rows of the same shape."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
-        x = x + self._total(self.self_attn(normed, rotary, merge, mode, causal))
+        x = x + self._total(self.self_attn(normed, rotary, attend, mode))
         return x + self._total(by_expert(mode, x, self._und_mlp, self._gen_mlp))
 
     def _und_mlp(self, x: Tensor) -> Tensor:
@@ -186,15 +178,22 @@ class DecoderLayer(nn.Module):
 
 
 class TextDecoder(nn.Module):
-    """Embeddings, layers and the final norms; only the layers are split over ranks."""
+    """Embeddings, layers and the final norms; only the layers are split over ranks.
+
+    In place of a layer of another pipeline rank there is an `nn.Identity`, so that the names are
+    those of the whole model.
+    """
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
         split.check(config)
-        self.config = config
+        self.config, self._sequence, self._pipeline = config, split.sequence, split.pipeline
+        own = self._pipeline.layers(config.num_hidden_layers)
+        self.start_layer, self.end_layer = own.start, own.stop
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, split) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, split) if i in own else nn.Identity()
+            for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm_moe_gen = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -216,7 +215,7 @@ class TextDecoder(nn.Module):
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
             merge = partial(into.merge, i, layer_tensors(past, i))
-            x = layer(x, rotary, merge, mode, causal)
+            x = layer(x, rotary, partial(_attend_after, merge, causal=causal), mode)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
     def forward_each(
@@ -236,7 +235,7 @@ class TextDecoder(nn.Module):
                 partial(own.merge, i, layer_tensors(past, i))
                 for own, past in zip(into, pasts, strict=True)
             ]
-            x = layer(x, rotary, merges, "und", True)
+            x = layer(x, rotary, partial(attend_each, merges=merges), "und")
         out: Tensor = self.norm(x)
         return out
 
@@ -248,18 +247,37 @@ class TextDecoder(nn.Module):
         Rows x are [n, hidden] with positions [n]; in a batch, which has a cache for each sequence,
         [n, batch, hidden] with positions [n, batch]. `through` decides which layers run.
         """
-        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        n, count = len(x), len(self.layers)
+        own = self._sequence.rows(n)
+        mode, theta = _mode_of(own, n), self.config.rope_theta
+        rotary = rotary_tables(positions[own], self.config.head_dim, theta, x.dtype)
 
-        def run(rows: Tensor, start: int, stop: int) -> Tensor:
+        def run_own(rows: Tensor, start: int, stop: int) -> Tensor:
             for i in range(start, stop):
-                merges = [partial(joined, layer_tensors(past, i)) for past in pasts]
-                merge = merges if rows.ndim == 3 else merges[0]
-                rows = self.layers[i](rows, rotary, merge, "gen", False)
+                past = [layer_tensors(one, i - self.start_layer) for one in pasts]
+                rows = self.layers[i](rows, rotary, partial(self._attend, past, n), mode)
             return rows
 
-        count = len(self.layers)
+        def run(rows: Tensor, start: int, stop: int) -> Tensor:
+            rows = self._pipeline.run(rows[own], start, stop, count, run_own)
+            return self._sequence.gather(rows, n)
+
         x = run(x, 0, count) if through is None else through(x, run, count)
         return by_expert("gen", x, self.norm, self.norm_moe_gen)
+
+    def _attend(
+        self, pasts: Sequence[Layer | None], count: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Attention of some of `count` rows in `denoise`, with a past for each sequence."""
+        if self._sequence.of == 1:
+            merges = [partial(joined, past) for past in pasts]
+            if q.ndim == 3:
+                return _attend_after(merges[0], q, k, v)
+            return attend_each(q, k, v, merges)
+        if q.ndim == 4:
+            return self._sequence.attend(q, k, v, pasts=pasts, count=count)
+        one = (t.unsqueeze(1) for t in (q, k, v))
+        return self._sequence.attend(*one, pasts=pasts, count=count).squeeze(1)
 
 
 class LanguageModel(nn.Module):

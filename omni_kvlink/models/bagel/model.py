@@ -26,14 +26,23 @@ class BagelModel(nn.Module):
 
     Both stages hold both experts: an AR stage reads latent patches of an input image, and in the
     DiT stage the marker rows run through the understanding expert. Only the language model is
-    split over ranks; all other networks are whole on each.
+    split over ranks; all other networks are whole on each. A cache on this rank has the `kv_heads`
+    and the layers of `kv_layers`.
     """
 
     def __init__(self, config: BagelConfig, stage: Stage, split: Split = WHOLE) -> None:
         super().__init__()
-        hidden = config.llm.hidden_size
+        hidden, sequence = config.llm.hidden_size, split.sequence
+        if stage != "dit" and split.pipeline.of > 1:
+            raise ValueError(
+                f"pipeline_parallel_size {split.pipeline.of}: stage {stage!r} reads prompts through"
+                ' all layers; layers are divided in stage "dit"'
+            )
         self.config = config
         self.kv_heads = split.part(config.llm.num_key_value_heads)
+        if stage == "dit":  # a prompt's cache comes with the heads that it is read with
+            self.kv_heads = self.kv_heads[sequence.heads(len(self.kv_heads))]
+        self.kv_layers = split.pipeline.layers(config.llm.num_hidden_layers)
         self.language_model = LanguageModel(config.llm, head=stage != "dit", split=split)
         self.time_embedder = TimestepEmbedder(hidden)
         self.vae2llm = nn.Linear(config.patch_dim, hidden)
@@ -65,7 +74,7 @@ class BagelModel(nn.Module):
         tokens, cache = context.kv_lens[0], context.past_key_values
         if tokens < 0 or context.ropes[0] < 0:
             raise SchemaError(f"{name}: kv_lens {context.kv_lens} and ropes {context.ropes}")
-        dtype, device, count = self.dtype, self.device, self.config.llm.num_hidden_layers
+        dtype, device, count = self.dtype, self.device, len(self.kv_layers)
         expected = (tokens, len(self.kv_heads), self.config.llm.head_dim)
         for kind, layers in (("K", cache.key_cache), ("V", cache.value_cache)):
             if len(layers) != count:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which heads and which inner columns of every layer a rank holds."""
+"""Which part of a language model a rank holds: heads and inner columns, rows, and layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+
+from omni_kvlink.models.bagel.layers import ALL_LAYERS, LayerSplit
+from omni_kvlink.models.bagel.sequence import ALL_ROWS, SequenceSplit
 
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import LanguageConfig
@@ -20,12 +23,16 @@ def _alone(x: Tensor) -> Tensor:
 class Split:
     """One rank of those that hold a language model together.
 
-    `total` sums rows over all ranks, with the same bits on each; all call it in the same order.
+    `total` sums rows over all tensor ranks, with the same bits on each; all call it in the same
+    order. Each may be several ranks that divide the rows of an image (`sequence`), and the layers
+    (`pipeline`).
     """
 
     rank: int = 0
     of: int = 1
     total: Callable[[Tensor], Tensor] = _alone
+    sequence: SequenceSplit = ALL_ROWS
+    pipeline: LayerSplit = ALL_LAYERS
 
     def check(self, config: LanguageConfig) -> None:
         """Raise ValueError unless every rank gets as much as the others."""
@@ -40,6 +47,8 @@ class Split:
                 f"intermediate_size {config.intermediate_size} on {self.of} tensor ranks: choose "
                 "a tensor_parallel_size that divides it"
             )
+        self.sequence.check(len(self.part(heads)), len(self.part(kv_heads)))
+        self.pipeline.check(config.num_hidden_layers)
 
     def part(self, count: int, size: int = 1) -> range:
         """Return this rank's rows of `count` items (heads, or inner columns) of `size` rows each.

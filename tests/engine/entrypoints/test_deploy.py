@@ -216,11 +216,37 @@ def test_tensor_ranks_of_a_stage_are_one_sink_each() -> None:
     assert (dit.parallel_config.world_size, dit.kv.sinks) == (3, ())
 
 
+def test_the_class_of_a_stages_workers() -> None:
+    """By this engine's form of a name; vLLM-Omni's name for the worker of an AR stage is known."""
+    ar, dit = stage_configs(
+        deployed(
+            {"worker_cls": "vllm_omni.worker.gpu_ar_worker.GPUARWorker"},
+            {"worker_cls": "mine:Worker"},
+        ),
+        "model",
+    )
+    assert (ar.worker_cls, dit.worker_cls) == ("", "mine:Worker")
+    ar, dit = stage_configs(deployed({"worker_cls": "auto"}, {"worker_cls": "auto"}), "model")
+    assert (ar.worker_cls, dit.worker_cls) == ("", "")
+
+
+def test_rows_and_layers_of_a_diffusion_stage_are_divided() -> None:
+    """By vLLM-Omni's names; the stage before knows how."""
+    degrees = {"ulysses_degree": 2, "ring_degree": 3, "pipeline_parallel_size": 2}
+    ar, dit = stage_configs(deployed({}, {"parallel_config": degrees}), "model")
+    assert ar.kv.receivers == dit.parallel_config
+    assert dit.parallel_config.sequence_parallel_size == 6
+    assert dit.parallel_config.world_size == 12
+
+
 @pytest.mark.parametrize(
     ("parallel", "cure"),
     [
         ({"cfg_parallel_size": 2}, "tensor_parallel_size"),
-        ({"sequence_parallel_size": 2}, "cfg_parallel_size"),
+        ({"sequence_parallel_size": 2}, "ulysses_degree 1 x ring_degree 1 is 1"),
+        ({"parallel_config": {"ulysses_degree": 4}}, "divides its heads alone"),
+        ({"ring_degree": 2}, "divides its heads alone"),
+        ({"pipeline_parallel_size": 2}, "divides its heads alone"),
     ],
 )
 def test_an_ar_stage_divides_its_heads_alone(parallel: dict[str, int], cure: str) -> None:
@@ -402,12 +428,11 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"quantization": "fp8"}, "quantization 'fp8'"),
         ({"model": "other"}, "model 'other'"),
         ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "kv_transfer_config"),
-        ({"parallel_config": {"ulysses_degree": 4}}, "ulysses_degree 4"),
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
         ({"vae_use_tiling": True}, "vae_use_tiling"),
         ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
-        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2: only 1"),
+        ({"vae_patch_parallel_size": 2}, "vae_patch_parallel_size 2: only 1"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
         ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN': only 'auto' or 'TORCH_SDPA' or"),
         ({"enforce_eager": False}, "enforce_eager False: only True"),

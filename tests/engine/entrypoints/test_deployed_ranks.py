@@ -62,13 +62,16 @@ def expected(prompts: list[Any]) -> list[torch.Tensor]:
     ("dit", "url"),
     [
         ({"cfg_parallel_size": 3}, ""),
+        ({"pipeline_parallel_size": 2}, ""),
         (
             {"cfg_parallel_size": 2, "data_parallel_size": 2, "max_num_seqs": 2},
             "zmq+tcp://127.0.0.1:0",
         ),
     ],
 )
-def test_guidance_ranks_generate_the_same_images(dit: dict[str, Any], url: str) -> None:
+def test_guidance_and_pipeline_ranks_generate_the_same_images(
+    dit: dict[str, Any], url: str
+) -> None:
     prompts = ["a fox", EDIT, "two hats", "a fox in the snow"]
     with deployed({}, dit, url) as omni:
         for found, own in zip(generated(omni, prompts), expected(prompts), strict=True):
@@ -78,11 +81,20 @@ def test_guidance_ranks_generate_the_same_images(dit: dict[str, Any], url: str) 
         until(lambda: omni.stats()[0]["link"]["memory"]["used"] == 0)
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
-def test_tensor_ranks_generate_the_same_images_but_for_rounding(
-    senders: int, receivers: int
+@pytest.mark.parametrize(
+    ("senders", "dit"),
+    [
+        (1, {"tensor_parallel_size": 2}),
+        (2, {}),
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"ulysses_degree": 2}),
+        (1, {"ring_degree": 2}),
+    ],
+)
+def test_tensor_and_sequence_ranks_generate_the_same_images_but_for_rounding(
+    senders: int, dit: dict[str, Any]
 ) -> None:
-    with deployed({"tensor_parallel_size": senders}, {"tensor_parallel_size": receivers}) as omni:
+    with deployed({"tensor_parallel_size": senders}, dit) as omni:
         prompts = ["a fox", "two hats"]
         for found, own in zip(generated(omni, prompts), expected(prompts), strict=True):
             assert int((found.int() - own.int()).abs().max()) <= 1

@@ -11,6 +11,7 @@ from engine_fixtures import WAIT, request
 from omni_kvlink.engine import (
     DiffusionEngine,
     DiffusionOutput,
+    DiffusionParallelConfig,
     DiffusionRequestBatch,
     EngineError,
     ModelUtility,
@@ -19,6 +20,8 @@ from omni_kvlink.engine import (
     model_utility,
     register_model,
 )
+from omni_kvlink.engine.parallel.process_group import ProcessGroup
+from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.worker import model
 
 if TYPE_CHECKING:
@@ -104,6 +107,28 @@ def test_a_model_that_is_not_registered(name: str) -> None:
 def test_a_class_that_is_no_model(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is no ModelUtility"):
         DiffusionEngine(config(f"{__name__}:{name}"))
+
+
+class BranchesUtility(GrayUtility):
+    """Of whose branches each rank computes some, but no rows and no layers alone."""
+
+    branches = ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "word"),
+    [
+        ({"ring_degree": 2}, "sequence_parallel_size 2: BranchesUtility"),
+        ({"ulysses_degree": 3}, "sequence_parallel_size 3: BranchesUtility"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: BranchesUtility"),
+    ],
+)
+def test_what_a_model_does_not_divide_is_refused(degrees: dict[str, Any], word: str) -> None:
+    group = ProcessGroup(RankCoords(0, 0, 0), DiffusionParallelConfig(**degrees))
+    with pytest.raises(ValueError, match=word):
+        BranchesUtility(config("gray"), torch.device("cpu"), group)
+    guided = ProcessGroup(RankCoords(0, 0, 0), DiffusionParallelConfig(cfg_parallel_size=2))
+    assert BranchesUtility(config("gray"), torch.device("cpu"), guided).process_group is guided
 
 
 @pytest.mark.parametrize("prompt", ["one too many", "none", "another's"])

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 GUIDANCE: dict[str, Any] = {"cfg_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+ULYSSES: dict[str, Any] = {"ulysses_degree": 2}
+RING: dict[str, Any] = {"ring_degree": 2}
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 NEVER = 3600.0
 """For `_FAILED_RANK_TIMEOUT`: ranks learn of the failure of another one without it."""
 
@@ -315,7 +318,7 @@ def begin_batch(stage: Stage) -> None:
         stage.ranks.send_call(rank, execute, *batch)
 
 
-@pytest.mark.parametrize("degrees", [GUIDANCE, TENSOR], ids=["guidance", "tensor"])
+@pytest.mark.parametrize("degrees", [GUIDANCE, TENSOR, ULYSSES, RING, PIPELINE], ids=str)
 def test_a_killed_rank_fails_the_batch_on_the_others(
     directory: str, degrees: dict[str, Any]
 ) -> None:
@@ -331,9 +334,12 @@ def test_a_killed_rank_fails_the_batch_on_the_others(
         assert isinstance(stage.ranks.result(0), EngineDeadError)
 
 
-def test_a_rank_that_fails_while_others_sum_aborts_the_group(directory: str) -> None:
-    """Their sum cannot be completed, so the stage must be restarted."""
-    with started(Stage(directory, **TENSOR)) as (stage,):
+@pytest.mark.parametrize("degrees", [TENSOR, RING, PIPELINE], ids=str)
+def test_a_rank_that_fails_while_others_wait_for_it_aborts_the_group(
+    directory: str, degrees: dict[str, Any]
+) -> None:
+    """Their pass cannot be completed, so the stage must be restarted."""
+    with started(Stage(directory, **degrees)) as (stage,):
         stage.ranks.call_all(set_timeout, 0.5)
         stage.ranks.call(1, inject_error, "layer", 20, ZeroDivisionError("own"))
         begin_batch(stage)

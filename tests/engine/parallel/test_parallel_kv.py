@@ -52,9 +52,17 @@ BRANCHES = ("gen", "cfg_text", "cfg_img")
 class Stages:
     """The KV sinks of one stage, and the KV managers of the next."""
 
-    def __init__(self, sockets: str, senders: int, guidance: int = 1, tensor: int = 1, **kv: Any):
+    def __init__(
+        self,
+        sockets: str,
+        senders: int,
+        guidance: int = 1,
+        tensor: int = 1,
+        degrees: dict[str, int] | None = None,
+        **kv: Any,
+    ):
         self.parallel = DiffusionParallelConfig(
-            cfg_parallel_size=guidance, tensor_parallel_size=tensor
+            cfg_parallel_size=guidance, tensor_parallel_size=tensor, **(degrees or {})
         )
         options = {"directory": sockets}
         urls = tuple(f"shm://parts-{next(_numbers)}" for _ in range(senders))
@@ -184,6 +192,48 @@ def test_bit_exact(stages: Any, senders: int, guidance: int, tensor: int) -> Non
         assert got[names[0]].metadata.extra == data["gen"].metadata.extra
         assert manager.stats()["charged"] <= sent[0].nbytes + 64  # as much as was reserved
         del got
+        manager.free(kv_request)
+    assert setup.all_is_released()
+
+
+@pytest.mark.parametrize("guidance", [1, 2])
+@pytest.mark.parametrize(
+    ("senders", "tensor", "degrees"),
+    [
+        (1, 1, {"ulysses_degree": 2}),
+        (2, 2, {"ulysses_degree": 4}),
+        (1, 1, {"ring_degree": 2}),
+        (2, 1, {"ulysses_degree": 2, "ring_degree": 2}),
+        (1, 1, {"pipeline_parallel_size": 2}),
+        (2, 1, {"pipeline_parallel_size": 2, "ring_degree": 2}),
+    ],
+)
+def test_heads_of_ulysses_ranks_and_layers_of_pipeline_ranks_are_bit_exact(
+    stages: Any, senders: int, tensor: int, degrees: dict[str, int], guidance: int
+) -> None:
+    """Ranks of a ring receive the same part; the sender's memory is released after the last."""
+    setup, data = stages(senders, guidance, tensor, degrees), edit("r")
+    sent, heads_of = setup.send(data), tensor * degrees.get("ulysses_degree", 1)
+    ranks = degrees.get("pipeline_parallel_size", 1)
+    for coords, manager in setup.managers.items():
+        kv_request = begin(manager, "r", kv_nbytes=sent[0].nbytes)
+        assert finish(manager, kv_request) == [KVState.READY], manager.error("r")
+        got = manager.get_kv_cache("r")
+        own = shard_of(coords.kv_rank(setup.parallel), heads_of, heads=HEADS).heads
+        for name in list(data)[coords.guidance :: guidance]:
+            count = data[name].metadata.num_layers
+            layers = range(count)[coords.pipeline * count // ranks :][: count // ranks]
+            found, whole = got[name].layer_blocks, data[name].layer_blocks
+            assert got[name].metadata.num_layers == len(layers)
+            for kind in whole:
+                right = [whole[kind][layer] for layer in layers]
+                assert [one if one is None else digest(dense(one)) for one in found[kind]] == [
+                    one if one is None else digest(dense(one)[:, slice(*own)]) for one in right
+                ]
+            known = got[name].metadata.extra.get("layers")
+            assert known == ([layers.start, layers.stop] if ranks > 1 else None)
+        assert manager.stats()["charged"] <= sent[0].nbytes + 64
+        del got, found
         manager.free(kv_request)
     assert setup.all_is_released()
 

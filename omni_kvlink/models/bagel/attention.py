@@ -1,0 +1,79 @@
+"""Attention of rows over keys and values: by SDPA, or block by block with an online softmax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_kvlink.models.bagel.cache import Layer
+
+_QUERIES_AT_ONCE = 512
+"""Of `PartialAttention`, which holds their scores."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim].
+
+    The queries are the last n of the m tokens; a causal query attends to itself and all before it.
+    """
+    n, m = q.shape[0], k.shape[0]
+    groups = q.shape[1] // k.shape[1]
+    # Repeated by hand, because older torch has no grouped attention.
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    mask = None
+    if causal and 1 < n < m:
+        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal and 1 < n == m
+    )
+    return out[0].transpose(0, 1).reshape(n, -1)
+
+
+def attend_each(
+    q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Callable[[Tensor, Tensor], Layer]]
+) -> Tensor:
+    """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
+    rows = [
+        attend(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
+    ]
+    return torch.stack(rows, dim=1)
+
+
+class PartialAttention:
+    """Attention of q [n, heads, dim] over blocks of K and V that `add` is given one by one.
+
+    Keeps the softmax over the keys so far as a mean of their values and the log of the sum of their
+    weights, in float32. The order of the blocks changes the result by rounding only.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q.float() * q.shape[-1] ** -0.5
+        self._mean = torch.zeros_like(self._q)
+        self._log_sum = self._q.new_full(q.shape[:2], float("-inf"))  # [n, heads]
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        """Attend to k, v [m, kv_heads, dim], too; none of them is masked."""
+        if not len(k):
+            return
+        groups = self._q.shape[1] // k.shape[1]
+        k, v = (t.float().repeat_interleave(groups, dim=1) for t in (k, v))
+        for start in range(0, len(self._q), _QUERIES_AT_ONCE):
+            part = slice(start, start + _QUERIES_AT_ONCE)
+            scores = torch.einsum("qhd,khd->qhk", self._q[part], k)
+            log_sum = scores.logsumexp(-1)
+            mean = torch.einsum("qhk,khd->qhd", (scores - log_sum[..., None]).exp(), v)
+            total = torch.logaddexp(self._log_sum[part], log_sum)
+            old, new = ((one - total).exp()[..., None] for one in (self._log_sum[part], log_sum))
+            self._mean[part] = self._mean[part] * old + mean * new
+            self._log_sum[part] = total
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        """The rows [n, heads * dim] so far; at least one key was added."""
+        return self._mean.to(dtype).flatten(1)
