@@ -14,7 +14,7 @@ from omni_kvlink import Verify
 C = TypeVar("C", bound="StageConfig")
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_class(kind: str, name: str, known: dict[str, str]) -> Any:
@@ -106,7 +106,8 @@ class StageConfig:
     model: str  # directory of the checkpoint
     model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
     stage: str = "dit"  # which part of the model, as the model names it
-    dtype: str = "bfloat16"  # or "float32"
+    dtype: str = "bfloat16"  # or "float16", "float32"
+    vae_dtype: str = "auto"  # of the image autoencoder; as published if "auto", BAGEL's in float32
     device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
     device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
     max_num_seqs: int = 1  # requests that may run at once
@@ -120,8 +121,9 @@ class StageConfig:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
+        for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):
+            if (given := getattr(self, name)) not in (known := (*_DTYPES, *also)):
+                raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
         if not self.start_timeout > 0:
@@ -143,6 +145,11 @@ class StageConfig:
     def torch_dtype(self) -> torch.dtype:
         """The dtype of torch."""
         return _DTYPES[self.dtype]
+
+    @property
+    def torch_vae_dtype(self) -> torch.dtype | None:
+        """The autoencoder's dtype of torch; None for the published one."""
+        return _DTYPES.get(self.vae_dtype)
 
     def served_at(self: C, urls: tuple[str, ...]) -> C:
         """The configuration for a restart at the same URLs and ports."""

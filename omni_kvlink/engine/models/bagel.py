@@ -27,6 +27,7 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
 from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
 
@@ -56,7 +57,12 @@ class BagelUtility(ModelUtility):
         self._split = Split(rank, of, group.all_reduce) if of > 1 else Split()
         self._think = isinstance(config, OmniARConfig) and config.think
         self._pipeline = OmniBagelPipeline.from_pretrained(
-            config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
+            config.model,
+            dtype=config.torch_dtype,
+            vae_dtype=config.torch_vae_dtype or VAE_DTYPE,
+            device=device,
+            stage=stage,
+            split=self._split,
         )
 
     @staticmethod
@@ -76,9 +82,12 @@ class BagelUtility(ModelUtility):
     def reload(self) -> None:
         """Read the weights from the checkpoint again, into the existing modules."""
         own, root = self._pipeline, Path(self.config.model)
-        where = load_config(root), own.stage, self.config.torch_dtype, self.device
-        model = load_model(root, *where, self._split)
-        fresh = {"model": model, "autoencoder": load_autoencoder(root, *where)}
+        where, device = (root, load_config(root), own.stage), self.device
+        vae_dtype = self.config.torch_vae_dtype or VAE_DTYPE
+        fresh = {
+            "model": load_model(*where, self.config.torch_dtype, device, self._split),
+            "autoencoder": load_autoencoder(*where, vae_dtype, device),
+        }
         for name, module in self.modules().items():
             tensors = fresh[name].state_dict()
             for key, old in module.state_dict(keep_vars=True).items():

@@ -179,6 +179,7 @@ def _check(config: OmniDiffusionConfig) -> None:
         "kv.sources": config.kv.sources,
         "kv.sinks": config.kv.sinks,
         "cache_backend": config.cache_backend != "none",
+        "vae_dtype": config.vae_dtype != "auto",
         "parallel_config": config.parallel_config.world_size > 1,
     }
     names = ", ".join(name for name, value in useless.items() if value)

@@ -175,7 +175,7 @@ class Autoencoder(nn.Module):
 
     def decode(self, latent: Tensor) -> Tensor:
         """Decode a latent [z, H / d, W / d] to the image [3, H, W], about [-1, 1]."""
-        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the model's dtype
+        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the module's dtype
         z = z / self.config.scale_factor + self.config.shift_factor
         with _exact(z.device):
             image: Tensor = self.decoder(z.unsqueeze(0))[0]

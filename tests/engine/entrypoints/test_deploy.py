@@ -177,6 +177,7 @@ def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> N
         ({"max_num_seqs": "many"}, "stage 1: Expected `int`"),
         ({"max_num_seqs": 0}, "max_num_seqs 0"),
         ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"vae_dtype": "int8"}, "vae_dtype 'int8'; there are bfloat16, float16, float32, auto"),
         ({"step_execution": True}, "step_execution"),
     ],
 )

@@ -314,6 +314,7 @@ def test_health_and_shutdown(checkpoint: str) -> None:
         ({"kv": KVConfig(sources=("shm://x",))}, "kv.sources"),
         ({"kv": KVConfig(sinks=("shm://x",))}, "kv.sinks"),
         ({"cache_backend": "tea"}, "cache_backend"),
+        ({"vae_dtype": "float16"}, "vae_dtype"),
         ({"parallel_config": DiffusionParallelConfig(data_parallel_size=2)}, "parallel_config"),
         ({"parallel_config": DiffusionParallelConfig(tensor_parallel_size=2)}, "parallel_config"),
     ],
