@@ -57,14 +57,14 @@ def test_float16_is_float32_but_for_rounding(
     exact: BagelPipeline, checkpoint: Path, photo: Tensor, vae_dtype: torch.dtype
 ) -> None:
     half = BagelPipeline.from_pretrained(checkpoint, dtype=torch.float16, vae_dtype=vae_dtype)
-    (contexts, latent), (wanted, wanted_latent) = edited(half, photo), edited(exact, photo)
+    (contexts, latent), (other, expected_latent) = edited(half, photo), edited(exact, photo)
     for layer in range(exact.num_layers):
         for found, expected in zip(
-            stored(contexts.gen, layer), stored(wanted.gen, layer), strict=True
+            stored(contexts.gen, layer), stored(other.gen, layer), strict=True
         ):
             assert found.dtype == torch.float16
             assert difference(found, expected) < FLOAT16
     assert latent.dtype == torch.float32
-    assert difference(latent, wanted_latent) < FLOAT16
-    images = half.decode(latent).int(), exact.decode(wanted_latent).int()
+    assert difference(latent, expected_latent) < FLOAT16
+    images = half.decode(latent).int(), exact.decode(expected_latent).int()
     assert (images[0] - images[1]).abs().max() <= 2
