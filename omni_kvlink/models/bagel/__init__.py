@@ -9,13 +9,15 @@ from omni_kvlink.models.bagel.cache import BagelContext as BagelContext
 from omni_kvlink.models.bagel.cache import BagelContexts as BagelContexts
 from omni_kvlink.models.bagel.cache import LayerCache as LayerCache
 from omni_kvlink.models.bagel.cache import NaiveCache as NaiveCache
+from omni_kvlink.models.bagel.checkpoint import CheckpointReport as CheckpointReport
+from omni_kvlink.models.bagel.checkpoint import check_checkpoint as check_checkpoint
 from omni_kvlink.models.bagel.config import AutoencoderConfig as AutoencoderConfig
 from omni_kvlink.models.bagel.config import BagelConfig as BagelConfig
 from omni_kvlink.models.bagel.config import LanguageConfig as LanguageConfig
 from omni_kvlink.models.bagel.config import VisionConfig as VisionConfig
+from omni_kvlink.models.bagel.header import CheckpointError as CheckpointError
 from omni_kvlink.models.bagel.images import ImageLike as ImageLike
 from omni_kvlink.models.bagel.in_place import InPlaceCache as InPlaceCache
-from omni_kvlink.models.bagel.loading import CheckpointError as CheckpointError
 from omni_kvlink.models.bagel.pipeline import BagelPipeline as BagelPipeline
 from omni_kvlink.models.bagel.pipeline import Prompt as Prompt
 from omni_kvlink.models.bagel.sampling import DenoiseParams as DenoiseParams
