@@ -14,6 +14,8 @@ from omni_kvlink import Verify
 C = TypeVar("C", bound="StageConfig")
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_BACKENDS = ("inductor", "aot_eager", "eager")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -74,6 +76,31 @@ class KVConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompilationConfig:
+    """How `torch.compile` compiles the repeated layers, where `enforce_eager` is False."""
+
+    backend: str = "inductor"  # or "aot_eager", "eager", which trace, but generate no code
+    mode: str = "default"  # of inductor, as torch names them; "reduce-overhead" uses CUDA graphs
+    dynamic: bool = True  # compile for any number of rows; False compiles for each number anew
+
+    def __post_init__(self) -> None:
+        if self.backend not in _BACKENDS:
+            known = ", ".join(_BACKENDS)
+            raise ValueError(f"compilation_config.backend {self.backend!r}; there are {known}")
+        if self.mode not in _MODES:
+            raise ValueError(
+                f"compilation_config.mode {self.mode!r}; there are {', '.join(_MODES)}"
+            )
+        if self.mode != "default" and self.backend != "inductor":
+            raise ValueError(f"compilation_config.mode {self.mode!r} is for the backend inductor")
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `torch.compile`."""
+        mode = {} if self.mode == "default" else {"mode": self.mode}
+        return {"backend": self.backend, "dynamic": self.dynamic, **mode}
+
+
+@dataclasses.dataclass(frozen=True)
 class RayConfig:
     """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
 
@@ -112,6 +139,9 @@ class StageConfig:
     device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
     max_num_seqs: int = 1  # requests that may run at once
     num_threads: int = 0  # of torch, on the CPU; torch's default if 0
+    enforce_eager: bool = True  # False compiles the model's repeated layers
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    warmup_sizes: tuple[tuple[int, int], ...] = ()  # of images that run at the start: height, width
     kv: KVConfig = field(default_factory=KVConfig)
     parallel_config: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
     distributed_executor_backend: str = ""
@@ -124,6 +154,8 @@ class StageConfig:
         for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):
             if (given := getattr(self, name)) not in (known := (*_DTYPES, *also)):
                 raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")
+        if self.enforce_eager and self.compilation_config != CompilationConfig():
+            raise ValueError("compilation_config: has no effect unless enforce_eager is false")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
         if not self.start_timeout > 0:

@@ -18,6 +18,7 @@ from omni_kvlink.engine.config import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
+from omni_kvlink.engine.entrypoints.deploy_fields import check_compilation
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
@@ -49,6 +50,7 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
         kind = stage.kind
         values = dict(stage.settings)
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
+        check_compilation(values.get("compilation_config") or {}, f"stage {stage.stage_id}")
         remote = is_remote(stage, is_last=stage is deploy.stages[-1])
         _check_placement(stage, sinks, is_remote=remote)
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}

@@ -20,6 +20,7 @@ from omni_kvlink import (
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
+from omni_kvlink.engine.models.bagel_warm_up import warm_up
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
@@ -92,6 +93,15 @@ class BagelUtility(ModelUtility):
             tensors = fresh[name].state_dict()
             for key, old in module.state_dict(keep_vars=True).items():
                 old.data = tensors[key]
+
+    def compile(self, **options: Any) -> None:
+        """Compile the language model's layers; see `ModelUtility.compile`."""
+        self._pipeline.model.compile_layers(**options)
+
+    def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Run images of these sizes once; see `ModelUtility.warm_up`."""
+        for size in sizes:
+            warm_up(self._pipeline, size, sorted({1, self.config.max_num_seqs}))
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""

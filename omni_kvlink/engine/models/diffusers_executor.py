@@ -180,6 +180,8 @@ def _check(config: OmniDiffusionConfig) -> None:
         "kv.sinks": config.kv.sinks,
         "cache_backend": config.cache_backend != "none",
         "vae_dtype": config.vae_dtype != "auto",
+        "enforce_eager: false": not config.enforce_eager,
+        "warmup_sizes": config.warmup_sizes,
         "parallel_config": config.parallel_config.world_size > 1,
     }
     names = ", ".join(name for name, value in useless.items() if value)

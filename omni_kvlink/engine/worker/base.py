@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -68,6 +69,20 @@ class WorkerBase(ABC, Generic[R]):
             torch.cuda.set_device(self.device)
         self.process_group = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
+
+    def compile_or_warm_up_model(self) -> float:
+        """Compile the layers and run each warm-up size, as configured; returns the seconds it took.
+
+        All ranks that share a batch must run this together. Only the sizes compile at once: without
+        any, the first requests do.
+        """
+        started, utility = time.perf_counter(), self.runner.utility
+        if not self.config.enforce_eager:
+            utility.compile(**self.config.compilation_config.options())
+        if self.config.warmup_sizes:
+            with torch.inference_mode():
+                utility.warm_up(self.config.warmup_sizes)
+        return time.perf_counter() - started
 
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of memory, to be kept elsewhere at level 1; False if they were out.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -120,18 +120,16 @@ class Attention(nn.Module):
             for name in ("q_norm", "k_norm") if config.qk_norm else ():
                 self.add_module(f"{name}{expert}", RMSNorm(dim, config.rms_norm_eps))
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
-    ) -> Tensor:
-        """Map rows [n, hidden], attending to past rows, too; in a batch, each to its own."""
+    def qkv(self, x: Tensor, rotary: Rotary, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
+        """Map rows [n, hidden] to q [n, heads, dim], and k and v [n, kv_heads, dim]."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
-        v = self._heads("v", x, mode)
-        if not callable(merge):
-            return self._project("o", attend_each(q, k, v, merge), mode)
-        k, v = merge(k, v)
-        return self._project("o", attend(q, k, v, causal=causal), mode)
+        return q, k, self._heads("v", x, mode)
+
+    def output(self, mixed: Tensor, mode: Mode) -> Tensor:
+        """Map what was attended to, [n, heads * dim], to rows [n, hidden]."""
+        return self._project("o", mixed, mode)
 
     def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         und, gen = self._experts(f"{which}_proj")
@@ -171,10 +169,38 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
     ) -> Tensor:
-        """Map rows [n, hidden] to rows of the same shape."""
+        """Map rows [n, hidden], which attend to past rows, too, to rows of the same shape.
+
+        In a batch, which has a `merge` for each sequence, a row attends to its own sequence.
+        """
+        q, k, v = self.before_attention(x, rotary, mode)
+        if callable(merge):
+            mixed = attend(q, *merge(k, v), causal=causal)
+        else:
+            mixed = attend_each(q, k, v, merge)
+        return self.after_attention(x, mixed, mode)
+
+    def before_attention(
+        self, x: Tensor, rotary: Rotary, mode: Mode
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map rows x [n, hidden] to q, k and v; see `Attention.qkv`."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
-        x = x + self._total(self.self_attn(normed, rotary, merge, mode, causal))
+        return self.self_attn.qkv(normed, rotary, mode)
+
+    def after_attention(self, x: Tensor, mixed: Tensor, mode: Mode) -> Tensor:
+        """Return the layer's result for its input x and what its rows attended to."""
+        x = x + self._total(self.self_attn.output(mixed, mode))
         return x + self._total(by_expert(mode, x, self._und_mlp, self._gen_mlp))
+
+    def compile_regions(self, **options: Any) -> None:
+        """Compile what is before and after attention with `torch.compile(..., **options)`.
+
+        The cache, whose tensors come from elsewhere, and sums over ranks stay outside.
+        """
+        if self._total is not WHOLE.total:
+            self._total = torch.compiler.disable(self._total)
+        self.before_attention = torch.compile(self.before_attention, **options)  # type: ignore[method-assign]
+        self.after_attention = torch.compile(self.after_attention, **options)  # type: ignore[method-assign]
 
     def _und_mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.post_attention_layernorm(x))

@@ -411,8 +411,28 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2: only 1"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
         ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN': only 'auto' or 'TORCH_SDPA' or"),
-        ({"enforce_eager": False}, "enforce_eager False: only True"),
-        ({"compilation_config": {"level": 3}}, "compilation_config"),
+        ({"enforce_eager": "no"}, "stage 0: Expected `bool`"),
+        ({"compilation_config": {"level": 3}}, "has no level here; it has backend, dynamic, mode"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "cudagraph_mode 'FULL': no graph is"),
+        ({"compilation_config": 3}, "compilation_config is a map"),
+        ({"compilation_config": {"dynamic": False}}, "no effect unless enforce_eager is false"),
+        (
+            {"enforce_eager": False, "compilation_config": {"backend": "tvm"}},
+            "backend 'tvm'; there",
+        ),
+        (
+            {"enforce_eager": False, "compilation_config": {"mode": "fast"}},
+            "mode 'fast'; there are",
+        ),
+        ({"enforce_eager": False, "compilation_config": {"mode": 3}}, "stage 0: Expected `str`"),
+        (
+            {
+                "enforce_eager": False,
+                "compilation_config": {"backend": "eager", "mode": "reduce-overhead"},
+            },
+            "'reduce-overhead' is for the backend inductor",
+        ),
+        ({"warmup_sizes": [[16]]}, "stage 0: Expected `array` of length 2"),
         ({"profiler_config": {"profiler": "torch"}}, "profiler_config"),
         ({"enable_chunked_prefill": True}, "enable_chunked_prefill True: only False"),
         ({"attention_config": {"backend": "STA"}}, "attention_config"),
@@ -444,6 +464,18 @@ def test_nothing_is_taken_silently(stage: dict[str, Any], word: str) -> None:
 def test_fields_of_the_deployment_that_are_not_supported(name: str) -> None:
     with pytest.raises(SchemaError, match=f"the deployment: {name}"):
         deployed({}, {}, **{name: "x"})
+
+
+def test_compilation_of_a_deployment() -> None:
+    """`mode: reduce-overhead` is passed on, and needs a GPU to have an effect."""
+    graphs = {"mode": "reduce-overhead"}
+    fields = {"enforce_eager": False, "compilation_config": graphs, "warmup_sizes": [[64, 32]]}
+    ar, dit = stage_configs(deployed(fields, {"enforce_eager": True}), "model")
+    assert not ar.enforce_eager
+    assert ar.warmup_sizes == ((64, 32),)
+    options = {"backend": "inductor", "dynamic": True, **graphs}
+    assert ar.compilation_config.options() == options
+    assert (dit.enforce_eager, dit.warmup_sizes) == (True, ())
 
 
 def test_an_unknown_override_is_an_error() -> None:

@@ -315,6 +315,8 @@ def test_health_and_shutdown(checkpoint: str) -> None:
         ({"kv": KVConfig(sinks=("shm://x",))}, "kv.sinks"),
         ({"cache_backend": "tea"}, "cache_backend"),
         ({"vae_dtype": "float16"}, "vae_dtype"),
+        ({"enforce_eager": False}, "enforce_eager: false"),
+        ({"warmup_sizes": ((16, 16),)}, "warmup_sizes"),
         ({"parallel_config": DiffusionParallelConfig(data_parallel_size=2)}, "parallel_config"),
         ({"parallel_config": DiffusionParallelConfig(tensor_parallel_size=2)}, "parallel_config"),
     ],
