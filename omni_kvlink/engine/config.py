@@ -139,6 +139,7 @@ class StageConfig:
     device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
     max_num_seqs: int = 1  # requests that may run at once
     num_threads: int = 0  # of torch, on the CPU; torch's default if 0
+    vae_use_tiling: bool = False  # images above 512 pixels a side are decoded in blended tiles
     enforce_eager: bool = True  # False compiles the model's repeated layers
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     warmup_sizes: tuple[tuple[int, int], ...] = ()  # of images that run at the start: height, width

@@ -48,7 +48,6 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
-    "vae_use_tiling": (False,),
     "streaming_output": (False,),
     "final_output": (True, False),
     "model_arch": BAGEL_ARCHITECTURES,

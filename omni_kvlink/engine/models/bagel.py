@@ -26,7 +26,7 @@ from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
-from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
+from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache, Tiling
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
 from omni_kvlink.models.bagel.shards import Split
@@ -65,6 +65,8 @@ class BagelUtility(ModelUtility):
             stage=stage,
             split=self._split,
         )
+        if config.vae_use_tiling:
+            self._pipeline.autoencoder.enable_tiling(Tiling())
 
     @staticmethod
     def prepare(request: OmniDiffusionRequest) -> None:

@@ -182,6 +182,7 @@ def _check(config: OmniDiffusionConfig) -> None:
         "vae_dtype": config.vae_dtype != "auto",
         "enforce_eager: false": not config.enforce_eager,
         "warmup_sizes": config.warmup_sizes,
+        "vae_use_tiling": config.vae_use_tiling,
         "parallel_config": config.parallel_config.world_size > 1,
     }
     names = ", ".join(name for name, value in useless.items() if value)

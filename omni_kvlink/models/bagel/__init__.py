@@ -21,5 +21,6 @@ from omni_kvlink.models.bagel.in_place import InPlaceCache as InPlaceCache
 from omni_kvlink.models.bagel.pipeline import BagelPipeline as BagelPipeline
 from omni_kvlink.models.bagel.pipeline import Prompt as Prompt
 from omni_kvlink.models.bagel.sampling import DenoiseParams as DenoiseParams
+from omni_kvlink.models.bagel.tiling import Tiling as Tiling
 from omni_kvlink.models.bagel.tiny import make_tiny_checkpoint as make_tiny_checkpoint
 from omni_kvlink.models.bagel.tokenizer import TokenizerMissingError as TokenizerMissingError

@@ -406,7 +406,7 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"parallel_config": {"ulysses_degree": 4}}, "ulysses_degree 4"),
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
-        ({"vae_use_tiling": True}, "vae_use_tiling"),
+        ({"vae_use_tiling": "some"}, "stage 0: Expected `bool`"),
         ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2: only 1"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),

@@ -317,6 +317,7 @@ def test_health_and_shutdown(checkpoint: str) -> None:
         ({"vae_dtype": "float16"}, "vae_dtype"),
         ({"enforce_eager": False}, "enforce_eager: false"),
         ({"warmup_sizes": ((16, 16),)}, "warmup_sizes"),
+        ({"vae_use_tiling": True}, "vae_use_tiling"),
         ({"parallel_config": DiffusionParallelConfig(data_parallel_size=2)}, "parallel_config"),
         ({"parallel_config": DiffusionParallelConfig(tensor_parallel_size=2)}, "parallel_config"),
     ],
