@@ -140,6 +140,9 @@ class StageConfig:
     max_num_seqs: int = 1  # requests that may run at once
     num_threads: int = 0  # of torch, on the CPU; torch's default if 0
     vae_use_tiling: bool = False  # images above 512 pixels a side are decoded in blended tiles
+    enable_cpu_offload: bool = False  # encoders and decoders are on the device while they run
+    enable_layerwise_offload: bool = False  # layers are on the device while they run
+    pin_cpu_memory: bool = True  # of offloaded weights, where there is a GPU
     enforce_eager: bool = True  # False compiles the model's repeated layers
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     warmup_sizes: tuple[tuple[int, int], ...] = ()  # of images that run at the start: height, width
@@ -157,6 +160,8 @@ class StageConfig:
                 raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")
         if self.enforce_eager and self.compilation_config != CompilationConfig():
             raise ValueError("compilation_config: has no effect unless enforce_eager is false")
+        if not (self.pin_cpu_memory or self.offloads):
+            raise ValueError("pin_cpu_memory false: it is for enable_cpu_offload and the like")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
         if not self.start_timeout > 0:
@@ -173,6 +178,11 @@ class StageConfig:
             raise ValueError(
                 "a stage that sends KV divides its heads alone: use tensor_parallel_size"
             )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights are in host memory while they are not used."""
+        return self.enable_cpu_offload or self.enable_layerwise_offload
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -57,11 +57,13 @@ class BagelUtility(ModelUtility):
         rank, of = group.coords.tensor, group.parallel.tensor_parallel_size
         self._split = Split(rank, of, group.all_reduce) if of > 1 else Split()
         self._think = isinstance(config, OmniARConfig) and config.think
+        # What is offloaded need not fit on the device as a whole.
+        self._load_device = torch.device("cpu") if config.offloads else device
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model,
             dtype=config.torch_dtype,
             vae_dtype=config.torch_vae_dtype or VAE_DTYPE,
-            device=device,
+            device=self._load_device,
             stage=stage,
             split=self._split,
         )
@@ -85,7 +87,7 @@ class BagelUtility(ModelUtility):
     def reload(self) -> None:
         """Read the weights from the checkpoint again, into the existing modules."""
         own, root = self._pipeline, Path(self.config.model)
-        where, device = (root, load_config(root), own.stage), self.device
+        where, device = (root, load_config(root), own.stage), self._load_device
         vae_dtype = self.config.torch_vae_dtype or VAE_DTYPE
         fresh = {
             "model": load_model(*where, self.config.torch_dtype, device, self._split),
@@ -104,6 +106,17 @@ class BagelUtility(ModelUtility):
         """Run images of these sizes once; see `ModelUtility.warm_up`."""
         for size in sizes:
             warm_up(self._pipeline, size, sorted({1, self.config.max_num_seqs}))
+
+    def encoders_and_decoders(self) -> Sequence[torch.nn.Module]:
+        """What this stage has of ViT, connector, and the autoencoder's two halves."""
+        model, autoencoder = self._pipeline.model, self._pipeline.autoencoder
+        parts = ((model, "vit_model"), (model, "connector"))
+        parts += ((autoencoder, "encoder"), (autoencoder, "decoder"))
+        return [getattr(owner, name) for owner, name in parts if hasattr(owner, name)]
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The language model's layers."""
+        return list(self._pipeline.model.language_model.model.layers)
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""

@@ -318,6 +318,8 @@ def test_health_and_shutdown(checkpoint: str) -> None:
         ({"enforce_eager": False}, "enforce_eager: false"),
         ({"warmup_sizes": ((16, 16),)}, "warmup_sizes"),
         ({"vae_use_tiling": True}, "vae_use_tiling"),
+        ({"enable_cpu_offload": True}, "enable_cpu_offload"),
+        ({"enable_layerwise_offload": True}, "enable_layerwise_offload"),
         ({"parallel_config": DiffusionParallelConfig(data_parallel_size=2)}, "parallel_config"),
         ({"parallel_config": DiffusionParallelConfig(tensor_parallel_size=2)}, "parallel_config"),
     ],

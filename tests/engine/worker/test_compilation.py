@@ -59,10 +59,12 @@ def image_of(worker: GPUDiffusionWorker, *names: str) -> list[torch.Tensor]:
     return [output.result.result()[0] for output in outputs]
 
 
-def test_after_a_warm_up_requests_compile_nothing() -> None:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_after_a_warm_up_requests_compile_nothing(offloads: bool) -> None:
     """One piece of code serves all layers, sizes and batches, also after a sleep."""
+    how = {**TRACED, "enable_layerwise_offload": offloads}
     worker = GPUDiffusionWorker(
-        0, 0, config(None, stage="all", warmup_sizes=((8, 16),), max_num_seqs=2, **TRACED)
+        0, 0, config(None, stage="all", warmup_sizes=((8, 16),), max_num_seqs=2, **how)
     )
     worker.init_device()
     assert worker.compile_or_warm_up_model() > 0
