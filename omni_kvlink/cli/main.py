@@ -36,7 +36,26 @@ def _parser() -> argparse.ArgumentParser:
     keygen.set_defaults(run=_keygen)
     keygen.add_argument("directory", help="where to write them")
     keygen.add_argument("name", help="of the two files: NAME.secret and NAME.public")
+    about = "compare the files of a BAGEL checkpoint with its configuration; reads headers alone"
+    check = commands.add_parser("check-checkpoint", help=about, description=about)
+    check.set_defaults(run=_check_checkpoint)
+    check.add_argument("directory", help="of the checkpoint")
     return parser
+
+
+def _check_checkpoint(arguments: argparse.Namespace) -> None:
+    from omni_kvlink.models.bagel import CheckpointError, check_checkpoint
+
+    report = check_checkpoint(arguments.directory)
+    for line in report.errors:
+        print(line)
+    for line in report.unread:
+        print(f"{line}: nothing reads it")
+    if report.errors:
+        raise CheckpointError(
+            f"{arguments.directory} cannot be loaded: {len(report.errors)} errors"
+        )
+    print(f"{report.tensors} tensors, {report.nbytes / 1e9:.1f} GB: complete")
 
 
 def _keygen(arguments: argparse.Namespace) -> None:

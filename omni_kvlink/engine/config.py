@@ -14,7 +14,9 @@ from omni_kvlink import Verify
 C = TypeVar("C", bound="StageConfig")
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_BACKENDS = ("inductor", "aot_eager", "eager")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_class(kind: str, name: str, known: dict[str, str]) -> Any:
@@ -92,6 +94,31 @@ class KVConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompilationConfig:
+    """How `torch.compile` compiles the repeated layers, where `enforce_eager` is False."""
+
+    backend: str = "inductor"  # or "aot_eager", "eager", which trace, but generate no code
+    mode: str = "default"  # of inductor, as torch names them; "reduce-overhead" uses CUDA graphs
+    dynamic: bool = True  # compile for any number of rows; False compiles for each number anew
+
+    def __post_init__(self) -> None:
+        if self.backend not in _BACKENDS:
+            known = ", ".join(_BACKENDS)
+            raise ValueError(f"compilation_config.backend {self.backend!r}; there are {known}")
+        if self.mode not in _MODES:
+            raise ValueError(
+                f"compilation_config.mode {self.mode!r}; there are {', '.join(_MODES)}"
+            )
+        if self.mode != "default" and self.backend != "inductor":
+            raise ValueError(f"compilation_config.mode {self.mode!r} is for the backend inductor")
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `torch.compile`."""
+        mode = {} if self.mode == "default" else {"mode": self.mode}
+        return {"backend": self.backend, "dynamic": self.dynamic, **mode}
+
+
+@dataclasses.dataclass(frozen=True)
 class RayConfig:
     """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
 
@@ -143,11 +170,19 @@ class StageConfig:
     model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
     worker_cls: str = ""
     stage: str = "dit"  # which part of the model, as the model names it
-    dtype: str = "bfloat16"  # or "float32"
+    dtype: str = "bfloat16"  # or "float16", "float32"
+    vae_dtype: str = "auto"  # of the image autoencoder; as published if "auto", BAGEL's in float32
     device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
     device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
     max_num_seqs: int = 1  # requests that may run at once
     num_threads: int = 0  # of torch, on the CPU; torch's default if 0
+    vae_use_tiling: bool = False  # images above 512 pixels a side are decoded in blended tiles
+    enable_cpu_offload: bool = False  # encoders and decoders are on the device while they run
+    enable_layerwise_offload: bool = False  # layers are on the device while they run
+    pin_cpu_memory: bool = True  # of offloaded weights, where there is a GPU
+    enforce_eager: bool = True  # False compiles the model's repeated layers
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    warmup_sizes: tuple[tuple[int, int], ...] = ()  # of images that run at the start: height, width
     kv: KVConfig = field(default_factory=KVConfig)
     parallel_config: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
     distributed_executor_backend: str = ""
@@ -158,8 +193,13 @@ class StageConfig:
     profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
+        for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):
+            if (given := getattr(self, name)) not in (known := (*_DTYPES, *also)):
+                raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")
+        if self.enforce_eager and self.compilation_config != CompilationConfig():
+            raise ValueError("compilation_config: has no effect unless enforce_eager is false")
+        if not (self.pin_cpu_memory or self.offloads):
+            raise ValueError("pin_cpu_memory false: it is for enable_cpu_offload and the like")
         if self.worker_cls and ":" not in self.worker_cls:
             raise ValueError(f"worker_cls {self.worker_cls!r}: name a WorkerBase, 'module:Class'")
         if self.max_num_seqs < 1:
@@ -180,9 +220,19 @@ class StageConfig:
             )
 
     @property
+    def offloads(self) -> bool:
+        """Whether weights are in host memory while they are not used."""
+        return self.enable_cpu_offload or self.enable_layerwise_offload
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of torch."""
         return _DTYPES[self.dtype]
+
+    @property
+    def torch_vae_dtype(self) -> torch.dtype | None:
+        """The autoencoder's dtype of torch; None for the published one."""
+        return _DTYPES.get(self.vae_dtype)
 
     def served_at(self: C, urls: tuple[str, ...]) -> C:
         """The configuration for a restart at the same URLs and ports."""

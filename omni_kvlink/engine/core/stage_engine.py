@@ -124,6 +124,8 @@ class StageEngine(EngineCore, ABC, Generic[C]):
         scheduler, executor = self._make()
         self.sink_urls: tuple[str, ...] = ()
         try:
+            if self.config.warmup_sizes or not self.config.enforce_eager:
+                executor.compile_or_warm_up_model()
             if self.config.kv.sinks:
                 self.sink_urls = tuple(executor.collective_rpc("sink_url", timeout=_ANSWER))
         except BaseException:

@@ -5,13 +5,15 @@ A field that is in no table here is refused: it could change a result, or where 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
+from omni_kvlink.engine.config import CompilationConfig
 from omni_kvlink.engine.entrypoints.deploy_files import BAGEL_ARCHITECTURES
 from omni_kvlink.errors import SchemaError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+_COMPILATION = {field.name for field in dataclasses.fields(CompilationConfig)}
 
 _UNUSED = frozenset(
     (
@@ -31,7 +33,6 @@ _UNUSED = frozenset(
 
 _SAME: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("auto", "TORCH_SDPA", "SDPA"),
-    "enforce_eager": (True,),
     "enable_chunked_prefill": (False,),
     "num_replicas": (1,),
     "allgather_degree": (1,),
@@ -44,7 +45,6 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
-    "vae_use_tiling": (False,),
     "streaming_output": (False,),
     "final_output": (True, False),
     "model_arch": BAGEL_ARCHITECTURES,
@@ -125,6 +125,22 @@ def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[s
         if not (is_text or _says_nothing(value) or value in (same or ())):
             raise _unsupported(f"{where}: default_sampling_params {name} {value!r:.60}", same)
     return tuple(sorted(params))
+
+
+def check_compilation(fields: Any, where: str) -> None:
+    """Raise SchemaError unless `compilation_config` has no other fields than this engine's."""
+    if not isinstance(fields, Mapping):
+        raise SchemaError(f"{where}: compilation_config is a map, not {fields!r:.100}")
+    for name, value in fields.items():
+        if name.startswith("cudagraph_") or name == "use_cudagraph":
+            raise SchemaError(
+                f"{where}: compilation_config has {name} {value!r:.60}: no graph is captured here, "
+                "because K and V of each request are at other addresses; mode: reduce-overhead "
+                "lets torch capture what is between"
+            )
+        if name not in _COMPILATION:
+            known = ", ".join(sorted(_COMPILATION))
+            raise SchemaError(f"{where}: compilation_config has no {name} here; it has {known}")
 
 
 def _says_nothing(value: Any) -> bool:

@@ -21,6 +21,7 @@ from omni_kvlink.engine.config import (
     ProfilerConfig,
     RayConfig,
 )
+from omni_kvlink.engine.entrypoints.deploy_fields import check_compilation
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
@@ -59,6 +60,7 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
         kind = stage.kind
         values = _settings(stage)
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
+        check_compilation(values.get("compilation_config") or {}, f"stage {stage.stage_id}")
         remote = is_remote(stage, is_last=stage is deploy.stages[-1])
         _check_placement(stage, sinks, is_remote=remote)
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}

@@ -109,6 +109,14 @@ class Executor(ABC):
         if self.config.kv.sinks:
             self.collective_rpc("fail_kv", args=(request_id, reason))
 
+    def compile_or_warm_up_model(self) -> list[float]:
+        """Compile and warm up every worker's model, as configured; the seconds it took on each.
+
+        Blocks for up to `config.start_timeout` seconds, then raises TransferTimeout.
+        """
+        timeout = self.config.start_timeout
+        return self.collective_rpc("compile_or_warm_up_model", timeout=timeout)
+
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of every worker's memory: level 1 keeps them elsewhere, 2 not."""
         return all(self.collective_rpc("sleep", args=(level,)))

@@ -20,16 +20,18 @@ from omni_kvlink import (
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
+from omni_kvlink.engine.models.bagel_warm_up import warm_up
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
-from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
+from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache, Tiling
 from omni_kvlink.models.bagel.layers import LayerSplit
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
 from omni_kvlink.models.bagel.sequence import SequenceSplit
-from omni_kvlink.models.bagel.shards import Split
+from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
@@ -55,9 +57,18 @@ class BagelUtility(ModelUtility):
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
         self._split = _split(self.process_group)
         self._think = isinstance(config, OmniARConfig) and config.think
+        # What is offloaded need not fit on the device as a whole.
+        self._load_device = torch.device("cpu") if config.offloads else device
         self._pipeline = OmniBagelPipeline.from_pretrained(
-            config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
+            config.model,
+            dtype=config.torch_dtype,
+            vae_dtype=config.torch_vae_dtype or VAE_DTYPE,
+            device=self._load_device,
+            stage=stage,
+            split=self._split,
         )
+        if config.vae_use_tiling:
+            self._pipeline.autoencoder.enable_tiling(Tiling())
 
     @staticmethod
     def prepare(request: OmniDiffusionRequest) -> None:
@@ -76,13 +87,36 @@ class BagelUtility(ModelUtility):
     def reload(self) -> None:
         """Read the weights from the checkpoint again, into the existing modules."""
         own, root = self._pipeline, Path(self.config.model)
-        where = load_config(root), own.stage, self.config.torch_dtype, self.device
-        model = load_model(root, *where, self._split)
-        fresh = {"model": model, "autoencoder": load_autoencoder(root, *where)}
+        where, device = (root, load_config(root), own.stage), self._load_device
+        vae_dtype = self.config.torch_vae_dtype or VAE_DTYPE
+        fresh = {
+            "model": load_model(*where, self.config.torch_dtype, device, self._split),
+            "autoencoder": load_autoencoder(*where, vae_dtype, device),
+        }
         for name, module in self.modules().items():
             tensors = fresh[name].state_dict()
             for key, old in module.state_dict(keep_vars=True).items():
                 old.data = tensors[key]
+
+    def compile(self, **options: Any) -> None:
+        """Compile the language model's layers; see `ModelUtility.compile`."""
+        self._pipeline.model.compile_layers(**options)
+
+    def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Run images of these sizes once; see `ModelUtility.warm_up`."""
+        for size in sizes:
+            warm_up(self._pipeline, size, sorted({1, self.config.max_num_seqs}))
+
+    def encoders_and_decoders(self) -> Sequence[torch.nn.Module]:
+        """What this stage has of ViT, connector, and the autoencoder's two halves."""
+        model, autoencoder = self._pipeline.model, self._pipeline.autoencoder
+        parts = ((model, "vit_model"), (model, "connector"))
+        parts += ((autoencoder, "encoder"), (autoencoder, "decoder"))
+        return [getattr(owner, name) for owner, name in parts if hasattr(owner, name)]
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The language model's layers on this rank."""
+        return self._pipeline.model.language_model.model.own_layers
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
@@ -208,7 +242,8 @@ def _split(group: ProcessGroup) -> Split:
     stages = parallel.pipeline_parallel_size
     pipeline = LayerSplit(own.pipeline, stages, group if stages > 1 else None)
     ranks = parallel.tensor_parallel_size
-    return Split(own.tensor, ranks, group.all_reduce, sequence=sequence, pipeline=pipeline)
+    total = group.all_reduce if ranks > 1 else WHOLE.total
+    return Split(own.tensor, ranks, total, sequence=sequence, pipeline=pipeline)
 
 
 def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:

@@ -180,6 +180,12 @@ def _check(config: OmniDiffusionConfig) -> None:
         "kv.sinks": config.kv.sinks,
         "cache_backend": config.cache_backend != "none",
         "worker_cls": config.worker_cls,
+        "vae_dtype": config.vae_dtype != "auto",
+        "enforce_eager: false": not config.enforce_eager,
+        "warmup_sizes": config.warmup_sizes,
+        "vae_use_tiling": config.vae_use_tiling,
+        "enable_cpu_offload": config.enable_cpu_offload,
+        "enable_layerwise_offload": config.enable_layerwise_offload,
         "parallel_config": config.parallel_config.world_size > 1,
     }
     names = ", ".join(name for name, value in useless.items() if value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 
 from omni_kvlink.engine.errors import EngineAsleepError, EngineError
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
+from omni_kvlink.engine.worker.cpu_offload import CpuOffload, move_weights
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, drop_weights
 from omni_kvlink.engine.worker.profiler import Profiler
 
@@ -39,9 +41,10 @@ class WorkerBase(ABC, Generic[R]):
         self.process_group = ProcessGroup()  # the ranks that compute with this one
         self.weights = OffloadableWeights(
             modules=lambda: self.runner.utility.modules(),
-            drop=lambda: drop_weights(self.runner.utility.modules()),
-            reload=lambda: self.runner.utility.reload(),
+            drop=self._drop_weights,
+            reload=self._reload_weights,
         )
+        self.cpu_offload: CpuOffload | None = None
 
     @abstractmethod
     def _make_runner(self) -> R:
@@ -76,12 +79,29 @@ class WorkerBase(ABC, Generic[R]):
             torch.cuda.set_device(self.device)
         self.process_group = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
+        self.cpu_offload = CpuOffload.of(self.config, self.runner.utility, self.device)
+
+    def compile_or_warm_up_model(self) -> float:
+        """Compile the layers and run each warm-up size, as configured; returns the seconds it took.
+
+        All ranks that share a batch must run this together. Only the sizes compile at once: without
+        any, the first requests do.
+        """
+        started, utility = time.perf_counter(), self.runner.utility
+        if not self.config.enforce_eager:
+            utility.compile(**self.config.compilation_config.options())
+        if self.config.warmup_sizes:
+            with torch.inference_mode():
+                utility.warm_up(self.config.warmup_sizes)
+        return time.perf_counter() - started
 
     def sleep(self, level: int = 1) -> bool:
         """Take the weights out of memory, to be kept elsewhere at level 1; False if they were out.
 
         Level 2 drops them, to be read from the checkpoint again.
         """
+        if self.cpu_offload is not None:
+            self.cpu_offload.unload()  # what is in host memory stays there at level 1
         return self.weights.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
@@ -98,6 +118,17 @@ class WorkerBase(ABC, Generic[R]):
     def stop_profile(self) -> str:
         """Write the Chrome trace; returns its path, on this machine."""
         return self.profiler.stop()
+
+    def _drop_weights(self) -> None:
+        if self.cpu_offload is not None:
+            self.cpu_offload.drop()
+        drop_weights(self.runner.utility.modules())
+
+    def _reload_weights(self) -> None:
+        self.runner.utility.reload()
+        if self.cpu_offload is not None:
+            self.cpu_offload.take()
+            move_weights(self.runner.utility.modules(), self.device)
 
     def determine_available_memory(self) -> int:
         """Bytes free on the device."""

@@ -81,6 +81,24 @@ class ModelUtility(ABC):
     def reload(self) -> None:
         """Read the weights from the checkpoint again, into the existing modules."""
 
+    def compile(self, **options: Any) -> None:
+        """Compile the repeated layers with `torch.compile(..., **options)`, at their first call."""
+        name = type(self).__name__
+        raise ValueError(f"{name} has no layers to compile: leave enforce_eager true")
+
+    def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Run what this stage does once for images of these sizes, each height and width."""
+        raise ValueError(f"{type(self).__name__} has no warm-up: leave warmup_sizes empty")
+
+    def encoders_and_decoders(self) -> Sequence[torch.nn.Module]:
+        """The networks for `enable_cpu_offload`, which `forward` alone uses."""
+        raise ValueError(f"{type(self).__name__} has no part for enable_cpu_offload: leave it out")
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The layers for `enable_layerwise_offload`, in the order in which `forward` is called."""
+        name = type(self).__name__
+        raise ValueError(f"{name} has no layers for enable_layerwise_offload: leave it out")
+
     @abstractmethod
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> Any:
         """A received KV in the model's form, its tensors shared; SchemaError if it does not fit.

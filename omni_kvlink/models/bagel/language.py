@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -118,13 +118,16 @@ class Attention(nn.Module):
             for name in ("q_norm", "k_norm") if config.qk_norm else ():
                 self.add_module(f"{name}{expert}", RMSNorm(dim, config.rms_norm_eps))
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
-        """Map rows [n, hidden], or in a batch [n, batch, hidden]."""
+    def qkv(self, x: Tensor, rotary: Rotary, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
+        """Map rows [n, hidden] to q [n, heads, dim], and k and v [n, kv_heads, dim]."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
-        v = self._heads("v", x, mode)
-        return self._project("o", attend(q, k, v), mode)
+        return q, k, self._heads("v", x, mode)
+
+    def output(self, mixed: Tensor, mode: Mode) -> Tensor:
+        """Map what was attended to, [n, heads * dim], to rows [n, hidden]."""
+        return self._project("o", mixed, mode)
 
     def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         und, gen = self._experts(f"{which}_proj")
@@ -163,10 +166,31 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm_moe_gen = RMSNorm(hidden, eps)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
-        """Map rows [n, hidden] to rows of the same shape."""
+        """Map rows [n, hidden], or in a batch [n, batch, hidden], to rows of the same shape."""
+        q, k, v = self.before_attention(x, rotary, mode)
+        return self.after_attention(x, attend(q, k, v), mode)
+
+    def before_attention(
+        self, x: Tensor, rotary: Rotary, mode: Mode
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map rows x [n, hidden] to q, k and v; see `Attention.qkv`."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
-        x = x + self._total(self.self_attn(normed, rotary, attend, mode))
+        return self.self_attn.qkv(normed, rotary, mode)
+
+    def after_attention(self, x: Tensor, mixed: Tensor, mode: Mode) -> Tensor:
+        """Return the layer's result for its input x and what its rows attended to."""
+        x = x + self._total(self.self_attn.output(mixed, mode))
         return x + self._total(by_expert(mode, x, self._und_mlp, self._gen_mlp))
+
+    def compile_regions(self, **options: Any) -> None:
+        """Compile what is before and after attention with `torch.compile(..., **options)`.
+
+        The cache, whose tensors come from elsewhere, and sums over ranks stay outside.
+        """
+        if self._total is not WHOLE.total:
+            self._total = torch.compiler.disable(self._total)
+        self.before_attention = torch.compile(self.before_attention, **options)  # type: ignore[method-assign]
+        self.after_attention = torch.compile(self.after_attention, **options)  # type: ignore[method-assign]
 
     def _und_mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -197,6 +221,11 @@ class TextDecoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm_moe_gen = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def own_layers(self) -> list[DecoderLayer]:
+        """The layers of this rank, in their order."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def forward(
         self,

@@ -5,6 +5,7 @@ Every name and shape is checked before any tensor is read.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,33 +13,37 @@ import msgspec
 import torch
 from torch import nn
 
-from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.config import BagelConfig
+from omni_kvlink.models.bagel.header import (
+    CheckpointError,
+    TensorInfo,
+    complaints,
+    few,
+    read_header,
+    unread,
+)
 from omni_kvlink.models.bagel.model import BagelModel, Stage
 from omni_kvlink.models.bagel.shards import WHOLE, Split, cuts_of
 from omni_kvlink.models.bagel.tokenizer import INSTALL
 from omni_kvlink.models.bagel.vae import Autoencoder, GroupNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Set
+    from collections.abc import Mapping
     from pathlib import Path
 
 _M = TypeVar("_M", bound=nn.Module)
+_log = logging.getLogger(__name__)
 
 MODEL_FILE = "ema.safetensors"
 AUTOENCODER_FILE = "ae.safetensors"
 
 
-class CheckpointError(SchemaError):
-    """A checkpoint file lacks tensors that its configuration requires."""
-
-
 def load_config(directory: Path) -> BagelConfig:
     """Load the configuration, with the position tables' sizes taken from the weights."""
     config = BagelConfig.load(directory)
-    path = directory / MODEL_FILE
-    latent = _table_side(path, "latent_pos_embed.pos_embed", config.max_latent_size)
-    vit = _table_side(path, "vit_pos_embed.pos_embed", config.vit_max_num_patch_per_side)
+    tensors = read_header(directory / MODEL_FILE)
+    latent = _table_side(tensors, "latent_pos_embed.pos_embed", config.max_latent_size)
+    vit = _table_side(tensors, "vit_pos_embed.pos_embed", config.vit_max_num_patch_per_side)
     return msgspec.structs.replace(config, max_latent_size=latent, vit_max_num_patch_per_side=vit)
 
 
@@ -70,34 +75,38 @@ def load_autoencoder(
     return _load(autoencoder, whole, directory / AUTOENCODER_FILE, dtype, device)
 
 
-def _table_side(path: Path, key: str, default: int) -> int:
+def _table_side(tensors: Mapping[str, TensorInfo], key: str, default: int) -> int:
     """Return the cells along one side of the square position table `key`, or the default."""
-    with _open(path, "cpu") as file:
-        if key not in file.keys():  # noqa: SIM118 - the file is no mapping
-            return default
-        rows: int = file.get_slice(key).get_shape()[0]
+    if key not in tensors or not tensors[key].shape:
+        return default
+    rows = tensors[key].shape[0]
     side = math.isqrt(rows)
     if side**2 != rows:
-        raise CheckpointError(f"{path.name}: {key} has {rows} rows, which is no square")
+        raise CheckpointError(f"{MODEL_FILE}: {key} has {rows} rows, which is no square")
     return side
 
 
 def _load(module: _M, whole: nn.Module, path: Path, dtype: torch.dtype, device: torch.device) -> _M:
     """Load, as `dtype`, the tensors of a module that was built on the meta device.
 
-    `whole` has every name that the file may have. Group norms stay float32.
+    `whole` has every name that any stage reads: one line is logged for the others. Group norms stay
+    float32.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: names are missing or unknown, or tensors have other shapes; lists all.
+        CheckpointError: names are missing, or tensors have other shapes or dtypes; lists all.
     """
     cuts, tensors = cuts_of(module), {}
     expected = {
         name: cuts[name].whole if name in cuts else tuple(tensor.shape)
         for name, tensor in module.state_dict().items()
     }
+    found = read_header(path)
+    if wrong := complaints(found, expected):
+        raise CheckpointError(f"{path.name}: {few(wrong, '; ')}")
+    if others := unread(found, whole.state_dict().keys()):
+        _log.warning("%s: nothing reads %d of its tensors: %s", path, len(others), few(others))
     with _open(path, str(device)) as file:
-        _check(path.name, file, expected, whole.state_dict().keys())
         for name in expected:
             in_float32 = isinstance(module.get_submodule(name.rpartition(".")[0]), GroupNorm)
             tensor = (
@@ -109,31 +118,7 @@ def _load(module: _M, whole: nn.Module, path: Path, dtype: torch.dtype, device: 
     return module.eval()
 
 
-def _check(where: str, file: Any, expected: Mapping[str, tuple[int, ...]], known: Set[str]) -> None:
-    present = set(file.keys())
-    complaints = []
-    for title, names in (
-        ("missing", expected.keys() - present),
-        ("unexpected", present - known - expected.keys()),
-    ):
-        if names:
-            complaints.append(f"{len(names)} {title}: {_few(sorted(names))}")
-    for name in sorted(expected.keys() & present):
-        shape = tuple(file.get_slice(name).get_shape())
-        if shape != expected[name]:
-            complaints.append(f"{name} has shape {shape}, wanted {expected[name]}")
-    if complaints:
-        raise CheckpointError(f"{where}: {_few(complaints, '; ')}")
-
-
-def _few(names: list[str], separator: str = ", ", limit: int = 12) -> str:
-    shown = separator.join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
 def _open(path: Path, device: str) -> Any:
-    if not path.exists():
-        raise FileNotFoundError(f"no {path.name} in {path.parent}")
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,14 @@ class BagelModel(nn.Module):
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.language_model.model.embed_tokens.weight.device
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile this rank's decoder layers with `torch.compile(..., **options)`, when called.
+
+        The layers share their compiled code. In float32 results differ by rounding.
+        """
+        for layer in self.language_model.model.own_layers:
+            layer.compile_regions(**options)
 
     def check_context(self, name: str, context: BagelContext) -> None:
         """Raise SchemaError unless the context is complete and fits the model.

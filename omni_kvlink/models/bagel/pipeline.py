@@ -48,6 +48,9 @@ _Pipeline = TypeVar("_Pipeline", bound="BagelPipeline")
 
 Prompt = str | ImageLike | Sequence[str | ImageLike]
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+VAE_DTYPE = torch.float32  # as the published app loads the autoencoder, whatever the model has
+
 # Only the form is fixed by the training: a plan between these tags, then the result.
 _THINK = "Before you {task}, plan it step by step. Write the plan between <think> and </think>."
 THINK_IMAGE_PROMPT = _THINK.format(task="draw the image")
@@ -82,22 +85,26 @@ class BagelPipeline:
         directory: str | Path,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        vae_dtype: torch.dtype = VAE_DTYPE,
         device: str | torch.device = "cpu",
         stage: Stage = "all",
         split: Split = WHOLE,
     ) -> _Pipeline:
         """Load a checkpoint in the published layout; of the files, only what `stage` needs.
 
-        In bfloat16 it computes as the published model does; float32 is exact throughout.
+        In bfloat16, with the autoencoder in float32, it computes as the published app does; float32
+        is exact throughout. float16 has the range of 65504: a trained model may leave it.
 
         Raises:
             FileNotFoundError: a file is missing.
             SchemaError: a configuration file does not fit.
             CheckpointError: a weights file lacks what the stage needs.
-            ValueError: the language model cannot be split like this.
+            ValueError: a dtype is none of bfloat16, float16 and float32, or the language model
+                cannot be split like this.
         """
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"dtype is torch.bfloat16 or torch.float32, not {dtype}")
+        for name, given in (("dtype", dtype), ("vae_dtype", vae_dtype)):
+            if given not in DTYPES:
+                raise ValueError(f"{name} {given}; there are {', '.join(map(str, DTYPES))}")
         if stage not in get_args(Stage):
             raise ValueError(f"stage is one of {get_args(Stage)}, not {stage!r}")
         root, where = Path(directory), torch.device(device)
@@ -106,14 +113,14 @@ class BagelPipeline:
             config,
             stage,
             load_model(root, config, stage, dtype, where, split),
-            load_autoencoder(root, config, stage, dtype, where),
+            load_autoencoder(root, config, stage, vae_dtype, where),
             SpecialTokens.load(root),
             BagelTokenizer(root),
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and of every cached tensor."""
+        """The dtype of the weights, but the autoencoder's, and of every cached tensor."""
         return self.model.dtype
 
     @property

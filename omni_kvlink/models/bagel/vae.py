@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from omni_kvlink.models.bagel.tiling import Tiling, run_tiled
+
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import AutoencoderConfig
 
@@ -156,6 +158,16 @@ class Autoencoder(nn.Module):
             self.encoder = _encoder(config)
         if decoder:
             self.decoder = _decoder(config)
+        self._tiling: Tiling | None = None
+
+    def enable_tiling(self, tiling: Tiling | None) -> None:
+        """Encode and decode images that are larger than a tile in tiles; None for as a whole.
+
+        Raises ValueError if the tiles do not fit the network.
+        """
+        if tiling is not None:
+            tiling.check(self.config.downsample)
+        self._tiling = tiling
 
     def encode(self, pixels: Tensor, generator: torch.Generator | None) -> Tensor:
         """Sample the latent [z, H / d, W / d] float32 of pixels [3, H, W] in [-1, 1].
@@ -165,7 +177,7 @@ class Autoencoder(nn.Module):
         """
         pixels = pixels.to(next(self.encoder.parameters()).device)
         with _exact(pixels.device):
-            moments = self.encoder(pixels.unsqueeze(0))[0].float()
+            moments = self._run(self.encoder, pixels.unsqueeze(0), up=False)[0].float()
         mean, logvar = moments.chunk(2)
         origin = "cpu" if generator is None else generator.device
         noise = torch.randn(mean.shape, generator=generator, device=origin).to(mean.device)
@@ -175,8 +187,20 @@ class Autoencoder(nn.Module):
 
     def decode(self, latent: Tensor) -> Tensor:
         """Decode a latent [z, H / d, W / d] to the image [3, H, W], about [-1, 1]."""
-        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the model's dtype
+        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the module's dtype
         z = z / self.config.scale_factor + self.config.shift_factor
         with _exact(z.device):
-            image: Tensor = self.decoder(z.unsqueeze(0))[0]
+            image = self._run(self.decoder, z.unsqueeze(0), up=True)[0]
         return image
+
+    def _run(self, network: nn.Module, x: Tensor, *, up: bool) -> Tensor:
+        """Run the encoder or the decoder, in tiles if those are enabled."""
+        if self._tiling is None:
+            whole: Tensor = network(x)
+            return whole
+        pixels = self._tiling.tile_sample_min_size
+        size, size_out = pixels // self.config.downsample, pixels
+        if not up:
+            size, size_out = size_out, size
+        overlap = self._tiling.tile_overlap_factor
+        return run_tiled(network, x, size=size, size_out=size_out, overlap=overlap)

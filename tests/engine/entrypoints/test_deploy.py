@@ -177,6 +177,7 @@ def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> N
         ({"max_num_seqs": "many"}, "stage 1: Expected `int`"),
         ({"max_num_seqs": 0}, "max_num_seqs 0"),
         ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"vae_dtype": "int8"}, "vae_dtype 'int8'; there are bfloat16, float16, float32, auto"),
         ({"step_execution": True}, "step_execution"),
     ],
 )
@@ -430,19 +431,42 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "kv_transfer_config"),
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
-        ({"vae_use_tiling": True}, "vae_use_tiling"),
+        ({"vae_use_tiling": "some"}, "stage 0: Expected `bool`"),
         ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
         ({"vae_patch_parallel_size": 2}, "vae_patch_parallel_size 2: only 1"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
         ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN': only 'auto' or 'TORCH_SDPA' or"),
-        ({"enforce_eager": False}, "enforce_eager False: only True"),
-        ({"compilation_config": {"level": 3}}, "compilation_config"),
         ({"profiler_config": {"profiler": "cuda"}}, "profiler 'cuda'; only 'torch'"),
         ({"profiler_config": {"proton_mode": "x"}}, "profiler_config has no proton_mode"),
         ({"profiler_config": "torch"}, "profiler_config is a map"),
         ({"kv": {"budgett": 1}}, "kv has no budgett to set; there are budget, connect_timeout"),
         ({"kv": {"sinks": ["shm://x"]}}, "kv has no sinks"),
         ({"own_process": "ray", "ray": {"gpus": 1}}, "ray has no gpus"),
+        ({"enforce_eager": "no"}, "stage 0: Expected `bool`"),
+        ({"compilation_config": {"level": 3}}, "has no level here; it has backend, dynamic, mode"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "cudagraph_mode 'FULL': no graph is"),
+        ({"compilation_config": 3}, "compilation_config is a map"),
+        ({"compilation_config": {"dynamic": False}}, "no effect unless enforce_eager is false"),
+        (
+            {"enforce_eager": False, "compilation_config": {"backend": "tvm"}},
+            "backend 'tvm'; there",
+        ),
+        (
+            {"enforce_eager": False, "compilation_config": {"mode": "fast"}},
+            "mode 'fast'; there are",
+        ),
+        ({"enforce_eager": False, "compilation_config": {"mode": 3}}, "stage 0: Expected `str`"),
+        (
+            {
+                "enforce_eager": False,
+                "compilation_config": {"backend": "eager", "mode": "reduce-overhead"},
+            },
+            "'reduce-overhead' is for the backend inductor",
+        ),
+        ({"pin_cpu_memory": False}, "pin_cpu_memory false: it is for enable_cpu_offload"),
+        ({"enable_distributed_layerwise_offload": True}, "enable_distributed_layerwise_offload"),
+        ({"enable_layerwise_offload": 2}, "stage 0: Expected `bool`"),
+        ({"warmup_sizes": [[16]]}, "stage 0: Expected `array` of length 2"),
         ({"enable_chunked_prefill": True}, "enable_chunked_prefill True: only False"),
         ({"attention_config": {"backend": "STA"}}, "attention_config"),
         ({"parallel_config": 2}, "parallel_config is a map"),
@@ -473,6 +497,18 @@ def test_nothing_is_taken_silently(stage: dict[str, Any], word: str) -> None:
 def test_fields_of_the_deployment_that_are_not_supported(name: str) -> None:
     with pytest.raises(SchemaError, match=f"the deployment: {name}"):
         deployed({}, {}, **{name: "x"})
+
+
+def test_compilation_of_a_deployment() -> None:
+    """`mode: reduce-overhead` is passed on, and needs a GPU to have an effect."""
+    graphs = {"mode": "reduce-overhead"}
+    fields = {"enforce_eager": False, "compilation_config": graphs, "warmup_sizes": [[64, 32]]}
+    ar, dit = stage_configs(deployed(fields, {"enforce_eager": True}), "model")
+    assert not ar.enforce_eager
+    assert ar.warmup_sizes == ((64, 32),)
+    options = {"backend": "inductor", "dynamic": True, **graphs}
+    assert ar.compilation_config.options() == options
+    assert (dit.enforce_eager, dit.warmup_sizes) == (True, ())
 
 
 def test_an_unknown_override_is_an_error() -> None:

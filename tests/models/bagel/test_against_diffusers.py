@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from omni_kvlink.models.bagel import Tiling
+
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel import BagelPipeline
+    from omni_kvlink.models.bagel.vae import Autoencoder
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -57,3 +60,25 @@ def test_encoder_and_decoder_are_the_flux_autoencoder(exact: BagelPipeline) -> N
         assert torch.allclose(ours.encoder(pixels), moments, atol=1e-5)
         latent = moments[:, : ae.z_channels]
         assert torch.allclose(ours.decoder(latent), theirs.decode(latent).sample, atol=1e-5)
+        _check_tiles(ours, theirs)
+
+
+def _check_tiles(ours: Autoencoder, theirs: Any) -> None:
+    """Tiles of 16 pixels of an image of 40 x 28, cut and blended as diffusers does it."""
+    theirs.enable_tiling()
+    theirs.tile_sample_min_size, theirs.tile_latent_min_size = 16, 8
+    ours.enable_tiling(Tiling(16))
+    try:
+        generator = torch.Generator().manual_seed(1)
+        z = torch.randn(1, ours.config.z_channels, 20, 14, generator=generator)
+        scaled = (z[0] - ours.config.shift_factor) * ours.config.scale_factor
+        assert torch.allclose(ours.decode(scaled), theirs.decode(z).sample[0], atol=1e-4)
+        pixels = torch.rand(3, 40, 28, generator=generator) * 2 - 1
+        mean, logvar = theirs.encode(pixels[None]).latent_dist.parameters[0].chunk(2)
+        noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(2))
+        sampled = mean + torch.exp(0.5 * logvar) * noise
+        expected = ours.config.scale_factor * (sampled - ours.config.shift_factor)
+        found = ours.encode(pixels, torch.Generator().manual_seed(2))
+        assert torch.allclose(found, expected, atol=1e-4)
+    finally:
+        ours.enable_tiling(None)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from omni_kvlink.models.bagel import BagelPipeline
+
 if TYPE_CHECKING:
-    from omni_kvlink.models.bagel import BagelPipeline
+    from pathlib import Path
 
 
 def test_shapes_go_down_and_up_by_the_downsample(pipeline: BagelPipeline) -> None:
@@ -75,7 +77,11 @@ def test_a_step_up_doubles_each_cell(exact: BagelPipeline) -> None:
         assert torch.allclose(step(x), expected, atol=1e-5)
 
 
-def test_norms_stay_float32_in_a_bfloat16_autoencoder(short: BagelPipeline) -> None:
-    norm = short.autoencoder.decoder.get_submodule("norm_out")
+def test_norms_stay_float32_in_a_bfloat16_autoencoder(checkpoint: Path) -> None:
+    short = BagelPipeline.from_pretrained(checkpoint, vae_dtype=torch.bfloat16).autoencoder
+    for name, tensor in short.state_dict().items():
+        assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+    norm = short.decoder.get_submodule("norm_out")
     assert norm(torch.ones(1, 32, 2, 2, dtype=torch.bfloat16)).dtype == torch.float32
-    assert short.autoencoder.decode(torch.zeros(4, 2, 2)).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert short.decode(torch.zeros(4, 2, 2)).dtype == torch.bfloat16
