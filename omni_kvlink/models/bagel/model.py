@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.cache import BagelContext, NaiveCache
 from omni_kvlink.models.bagel.embeddings import PositionEmbedding, TimestepEmbedder, patchify
-from omni_kvlink.models.bagel.language import LanguageModel, Mode, Through
+from omni_kvlink.models.bagel.language import DecoderLayer, LanguageModel, Mode, Through
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.vision import TwoLayerMLP, VisionModel
 
@@ -61,6 +61,7 @@ class BagelModel(nn.Module):
         The layers share their compiled code. In float32 results differ by rounding.
         """
         for layer in self.language_model.model.layers:
+            assert isinstance(layer, DecoderLayer)
             layer.compile_regions(**options)
 
     def check_context(self, name: str, context: BagelContext) -> None:
