@@ -118,6 +118,7 @@ def test_a_warm_up_changes_no_image() -> None:
     assert output.result()[0].equal(alone())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, of inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_latents_are_those_of_eager_layers(backend: str) -> None:
     """In float32, up to rounding; the contexts are read by eager layers."""
