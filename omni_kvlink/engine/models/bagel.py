@@ -110,9 +110,9 @@ class BagelUtility(ModelUtility):
     def encoders_and_decoders(self) -> Sequence[torch.nn.Module]:
         """What this stage has of ViT, connector, and the autoencoder's two halves."""
         model, autoencoder = self._pipeline.model, self._pipeline.autoencoder
-        parts = ((model, "vit_model"), (model, "connector"))
-        parts += ((autoencoder, "encoder"), (autoencoder, "decoder"))
-        return [getattr(owner, name) for owner, name in parts if hasattr(owner, name)]
+        parts = [getattr(model, name, None) for name in ("vit_model", "connector")]
+        parts += [getattr(autoencoder, name, None) for name in ("encoder", "decoder")]
+        return [part for part in parts if part is not None]
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The language model's layers on this rank."""

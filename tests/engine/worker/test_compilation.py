@@ -25,7 +25,6 @@ from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from omni_kvlink.models.bagel import BagelContexts
 
@@ -81,9 +80,9 @@ def test_after_a_warm_up_requests_compile_nothing(offloads: bool) -> None:
     worker.shutdown()
 
 
-def test_a_stage_that_receives_warms_up_at_its_start(tmp_path: Path) -> None:
-    with link(str(tmp_path)) as source:
-        how = config(source, str(tmp_path), warmup_sizes=(SHAPE,), **TRACED)
+def test_a_stage_that_receives_warms_up_at_its_start(sockets: str) -> None:
+    with link(sockets) as source:
+        how = config(source, sockets, warmup_sizes=(SHAPE,), **TRACED)
         with DiffusionEngine(how) as engine:
             assert graphs() == 2
             source.put(bundle("r"))
@@ -92,8 +91,8 @@ def test_a_stage_that_receives_warms_up_at_its_start(tmp_path: Path) -> None:
         assert graphs() == 2
 
 
-def test_an_ar_stage_warms_up_at_its_start(tmp_path: Path) -> None:
-    kv = KVConfig(sinks=(url(),), sink_options={"directory": str(tmp_path)})
+def test_an_ar_stage_warms_up_at_its_start(sockets: str) -> None:
+    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     how = OmniARConfig(
         checkpoint(), kv=kv, dtype="float32", think=True, max_num_seqs=2, warmup_sizes=(SHAPE,)
     )
@@ -119,6 +118,7 @@ def test_a_warm_up_changes_no_image() -> None:
     assert output.result()[0].equal(alone())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, of inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_latents_are_those_of_eager_layers(backend: str) -> None:
     """In float32, up to rounding; the contexts are read by eager layers."""

@@ -19,13 +19,13 @@ from omni_kvlink.engine.worker.offload import weights_nbytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+BOTH: dict[str, Any] = {"enable_cpu_offload": True, "enable_layerwise_offload": True}
 PHOTO = (torch.arange(40 * 56 * 3) % 251).view(40, 56, 3).to(torch.uint8)
 
 
 @pytest.fixture
 def worker() -> Iterator[GPUDiffusionWorker]:
-    how = {"enable_cpu_offload": True, "enable_layerwise_offload": True}
-    made = GPUDiffusionWorker(0, 0, config(None, stage="all", **how))
+    made = GPUDiffusionWorker(0, 0, config(None, stage="all", **BOTH))
     made.init_device()
     yield made
     made.shutdown()
@@ -122,7 +122,7 @@ def test_tensor_ranks_offload_their_own_parts() -> None:
     ranks = DiffusionParallelConfig(tensor_parallel_size=2)
     batch = DiffusionSchedulerOutput([request("r", need_kv_receive=False)])
     images = []
-    for how in ({}, {"enable_cpu_offload": True, "enable_layerwise_offload": True}):
+    for how in (dict[str, Any](), BOTH):
         executor = MultiprocExecutor(config(None, stage="all", parallel_config=ranks, **how))
         try:
             images.append(executor.execute_batch(batch).runner_outputs[0].result.result())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from engine_fixtures import (
@@ -30,14 +28,11 @@ from omni_kvlink.engine import (
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 from omni_kvlink.models.bagel import DenoiseParams
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_float16_from_stage_to_stage(tmp_path: Path) -> None:
+def test_float16_from_stage_to_stage(sockets: str) -> None:
     """K and V arrive in float16, bit for bit: the image is that of one process."""
-    with link(str(tmp_path)) as source:
-        how = config(source, str(tmp_path), dtype="float16")
+    with link(sockets) as source:
+        how = config(source, sockets, dtype="float16")
         with DiffusionEngine(how) as engine:
             source.put(bundle("r", dtype=torch.float16))
             (output,) = engine.generate([request("r")], timeout=WAIT)
@@ -50,8 +45,8 @@ def test_float16_from_stage_to_stage(tmp_path: Path) -> None:
     assert output.result()[0].equal(expected)
 
 
-def test_an_ar_stage_has_blocks_of_its_dtype(tmp_path: Path) -> None:
-    kv = KVConfig(sinks=(url(),), sink_options={"directory": str(tmp_path)})
+def test_an_ar_stage_has_blocks_of_its_dtype(sockets: str) -> None:
+    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     worker = GPUARWorker(0, 0, OmniARConfig(checkpoint(), kv=kv, dtype="float16", num_blocks=4))
     worker.init_device()
     assert worker.runner.pools.dtype == torch.float16
