@@ -92,11 +92,11 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             UnavailableError: the connector or the copier cannot run here.
             ValueError: the URL, an option or the copier's name is not valid.
         """
-        scheme, address, wanted = _parse(url, dict(options))
+        scheme, address, given = _parse(url, dict(options))
         found = named_copier(copier)
-        parsed, refusal = _without_device(wanted, found)
+        parsed, refusal = _without_device(given, found)
         end = backend(scheme).serve(address, parsed)
-        bound, reason = url.replace(*end.bound_url, 1), refusal or _host_reason(scheme, wanted, end)
+        bound, reason = url.replace(*end.bound_url, 1), refusal or _host_reason(scheme, given, end)
         return KVProducer(bound, end, found, digests=digests, host_reason=reason)
 
     @staticmethod
@@ -118,11 +118,11 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             ValueError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
-        scheme, address, wanted = _parse(url, dict(options))
+        scheme, address, given = _parse(url, dict(options))
         found = named_copier(copier)
-        parsed, refusal = _without_device(wanted, found)
+        parsed, refusal = _without_device(given, found)
         end = backend(scheme).connect(address, parsed, limit)
-        reason = refusal or _host_reason(scheme, wanted, end)
+        reason = refusal or _host_reason(scheme, given, end)
         return KVConsumer(url, end, found, host_reason=reason)
 
 
