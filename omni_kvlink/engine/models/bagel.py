@@ -19,6 +19,12 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
+from omni_kvlink.engine.lora.adapter import (
+    LoRATarget,
+    LoRATargets,
+    check_identity,
+    identity_of,
+)
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
@@ -27,7 +33,8 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
-from omni_kvlink.models.bagel.shards import Split
+from omni_kvlink.models.bagel.lora import HEAD, ROOTS, lora_layers
+from omni_kvlink.models.bagel.shards import CutLinear, Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
@@ -84,6 +91,20 @@ class BagelUtility(ModelUtility):
             for key, old in module.state_dict(keep_vars=True).items():
                 old.data = tensors[key]
 
+    def lora_targets(self) -> LoRATargets:
+        """The linear layers of the language model, and this rank's part of each."""
+        model, layers = self._pipeline.model, dict[str, LoRATarget]()
+        for name, layer in lora_layers(model).items():
+            if isinstance(layer, CutLinear):
+                cut = layer.cuts["weight"]
+                rows, columns = cut.index
+                layers[name] = LoRATarget(layer, (cut.whole[0], cut.whole[1]), rows, columns)
+            else:
+                layers[name] = LoRATarget(layer, (layer.out_features, layer.in_features))
+        llm = model.config.llm
+        layers.setdefault(HEAD, LoRATarget(None, (llm.vocab_size, llm.hidden_size)))
+        return LoRATargets(layers, self.device, ROOTS)
+
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
         group = self.process_group
@@ -100,6 +121,7 @@ class BagelUtility(ModelUtility):
             raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {size}")
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
+        check_identity(metadata.extra.get("lora"), request.lora, request.request_id)
         params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
@@ -161,6 +183,8 @@ class BagelUtility(ModelUtility):
         )
         self._pipeline.release_caches()
         contexts.extra = {"generator": pack_generator(generator)}
+        if (identity := identity_of(request.lora)) is not None:
+            contexts.extra["lora"] = identity
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
 

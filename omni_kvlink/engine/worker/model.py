@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.kv.block_manager import KVPools
+    from omni_kvlink.engine.lora.adapter import LoRATargets
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 
@@ -69,6 +70,10 @@ class ModelUtility(ABC):
     @abstractmethod
     def reload(self) -> None:
         """Read the weights from the checkpoint again, into the existing modules."""
+
+    def lora_targets(self) -> LoRATargets | None:
+        """The layers that LoRA adapters may change; None if the model takes no adapters."""
+        return None
 
     @abstractmethod
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> Any:

@@ -1,0 +1,35 @@
+"""`LoRARequest`: names an adapter, as vLLM does."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRARequest:
+    """An adapter in PEFT's format; ValueError if a field says nothing.
+
+    Attributes:
+        lora_name: for errors and logs.
+        lora_int_id: 1 or more; the same adapter has the same number in all requests and stages.
+        lora_path: its directory, on the machine of every worker.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id {self.lora_int_id!r}: a whole number from 1")
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} {value!r}: a text that is not empty")
+
+
+def stable_lora_int_id(lora_path: str) -> int:
+    """The number of an adapter that has a path alone, the same in every process."""
+    digest = hashlib.sha256(lora_path.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % (1 << 63) or 1
