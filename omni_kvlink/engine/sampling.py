@@ -59,6 +59,9 @@ class OmniDiffusionSamplingParams:
 TEXT_PARAMS = frozenset(("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty"))
 """The params of the text that think mode writes."""
 
+LORA_PARAMS = frozenset(("lora_request", "lora_int_id", "lora_scale"))
+"""The params that choose an adapter."""
+
 _OWN = {"seed", "generator", *TEXT_PARAMS}
 _ALL = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
 KEY_FIELDS = tuple(name for name in _ALL if name not in _OWN)

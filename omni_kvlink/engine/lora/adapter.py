@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class LoRATarget:
     """A linear layer that adapters may change; `shape` is (outputs, inputs) of the whole layer.
 
-    `module` has the outputs `rows` of the inputs `columns`, all if None; it is None itself if this stage has no use for
+    `module` has the outputs `rows` of the inputs `columns`; it is None if this stage has no use for
     the layer.
     """
 
     module: nn.Module | None
-    shape: tuple[int, int]
-    rows: slice | None = None
-    columns: slice | None = None
+    shape: tuple[int, ...]
+    rows: slice = dataclasses.field(default_factory=partial(slice, None))
+    columns: slice = dataclasses.field(default_factory=partial(slice, None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +56,7 @@ class LoRALayer(nn.Module):
         assert target.module is not None
         self.scaling = matrices.scaling
         self._target = (target.module,)  # in a tuple: it is not a part of this module
-        a = matrices.a if target.columns is None else matrices.a[:, target.columns]
-        b = matrices.b if target.rows is None else matrices.b[target.rows]
+        a, b = matrices.a[:, target.columns], matrices.b[target.rows]
         self.a = nn.Parameter(a.to(device, copy=True).contiguous(), requires_grad=False)
         self.b = nn.Parameter(b.to(device, copy=True).contiguous(), requires_grad=False)
 
@@ -88,7 +87,7 @@ class LoRAAdapter(nn.Module):
         if unknown := [name for name, own in found.items() if own is None]:
             raise SchemaError(
                 f"adapter {request.lora_name!r} changes {len(unknown)} layers that are no linear "
-                f"layers of the model's denoiser or language model: {few(unknown)}"
+                f"layers of the model: {few(unknown)}"
             )
         by_own: dict[str, str] = {}
         for name, own in found.items():

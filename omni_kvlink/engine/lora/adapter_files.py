@@ -190,7 +190,8 @@ def _pairs(where: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
     if unknown:
         raise SchemaError(
             f"{where}: {few(unknown)}: only lora_A.weight and lora_B.weight of linear layers are "
-            "supported, no embeddings, biases, magnitudes or whole modules"
+            "supported, no embeddings, biases, magnitudes or whole modules (save_pretrained has "
+            "save_embedding_layers=False)"
         )
     if not found:
         raise SchemaError(f"{where} has no matrices")

@@ -110,8 +110,6 @@ class LoRAManager:
             if self._static is None:
                 return None
             return ActiveLoRA(self._adapters[self._static.lora_int_id], self._config.lora_scale)
-        if not self._config.enable_lora:
-            raise EngineError(f"lora_int_id {number}: this stage has enable_lora: false")
         if request is not None:
             self.add_adapter(request)
         if number not in self._adapters:
@@ -155,6 +153,10 @@ class LoRAManager:
         self._dropped = []
 
     def _load(self, request: LoRARequest) -> LoRAAdapter:
+        if not self._config.enable_lora:
+            raise EngineError(
+                f"adapter {request.lora_name!r}: this stage has enable_lora: false; leave that out"
+            )
         targets = self._targets()
         if targets is None:
             raise EngineError(f"adapter {request.lora_name!r}: this model takes no LoRA adapters")

@@ -33,8 +33,8 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
-from omni_kvlink.models.bagel.lora import HEAD, ROOTS, lora_layers
-from omni_kvlink.models.bagel.shards import CutLinear, Split
+from omni_kvlink.models.bagel.lora import ROOTS, lora_layers
+from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
@@ -92,17 +92,12 @@ class BagelUtility(ModelUtility):
                 old.data = tensors[key]
 
     def lora_targets(self) -> LoRATargets:
-        """The linear layers of the language model, and this rank's part of each."""
-        model, layers = self._pipeline.model, dict[str, LoRATarget]()
-        for name, layer in lora_layers(model).items():
-            if isinstance(layer, CutLinear):
-                cut = layer.cuts["weight"]
-                rows, columns = cut.index
-                layers[name] = LoRATarget(layer, (cut.whole[0], cut.whole[1]), rows, columns)
-            else:
-                layers[name] = LoRATarget(layer, (layer.out_features, layer.in_features))
-        llm = model.config.llm
-        layers.setdefault(HEAD, LoRATarget(None, (llm.vocab_size, llm.hidden_size)))
+        """The linear layers of the whole model, and this rank's part of each."""
+        parts = lora_layers(self._pipeline.model)
+        layers = {
+            name: LoRATarget(part.module, part.cut.whole, *part.cut.index)
+            for name, part in parts.items()
+        }
         return LoRATargets(layers, self.device, ROOTS)
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
