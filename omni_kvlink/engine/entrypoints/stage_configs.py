@@ -15,6 +15,7 @@ import torch
 from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
     KVConfig,
+    LoRAConfig,
     OmniARConfig,
     OmniDiffusionConfig,
 )
@@ -36,6 +37,7 @@ _MOONCAKE = {
 _PROTOCOLS = {"rdma": "ucx", "tcp": "zmq+tcp"}
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
 _PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
+_LORA = {field.name for field in dataclasses.fields(LoRAConfig)}
 
 
 def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniDiffusionConfig]:
@@ -54,6 +56,7 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
         parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
+        values["lora_config"] = _lora(values, f"stage {stage.stage_id}")
         values |= {"model": model, "kv": own_kv, "stage": kind, "parallel_config": parallel}
         if not remote:
             values.setdefault("device_numbers", _numbers(stage))
@@ -104,6 +107,23 @@ def environment(stage: StageDeploy) -> dict[str, str]:
         names = [name.strip() for name in visible.split(",")][: len(names)]
     chosen = ",".join(names[number] for number in numbers)
     return {**stage.environment, "CUDA_VISIBLE_DEVICES": chosen}
+
+
+def _lora(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Take the fields of adapters out of a stage's, in the forms that vLLM-Omni has for them."""
+    own = {name: values.pop(name) for name in _LORA & set(values)}
+    if "static_lora_scale" in values:
+        scale = values.pop("static_lora_scale")
+        if own.setdefault("lora_scale", scale) != scale:
+            raise SchemaError(f"{where}: lora_scale and static_lora_scale are one; say it once")
+    for name in ("lora_path", "lora_scale"):
+        if isinstance(own.get(name), list):
+            if len(own[name]) != 1:
+                raise SchemaError(f"{where}: {name} {own[name]!r:.100}: one adapter a stage")
+            own[name] = own[name][0]
+        if name in own and own[name] is None:
+            del own[name]
+    return own
 
 
 def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
