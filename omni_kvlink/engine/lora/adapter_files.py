@@ -182,7 +182,7 @@ def _pairs(where: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
     """Both matrices of each layer, checked."""
     found: dict[str, dict[str, Tensor]] = {}
     unknown = []
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         if match := _NAME.fullmatch(name):
             found.setdefault(match["layer"], {})[match["which"]] = tensor
         else:
