@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
-from omni_kvlink.engine.lora.request import LoRARequest
+from omni_kvlink.engine.lora.request import LoRARequest, checked_id
 
 
 @dataclasses.dataclass
@@ -40,13 +39,8 @@ class OmniDiffusionSamplingParams:
     def __post_init__(self) -> None:
         if self.num_outputs_per_prompt < 1:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
-        if self.lora_request is not None:
-            own = self.lora_request.lora_int_id
-            if self.lora_int_id not in (None, own):
-                raise ValueError(f"lora_int_id {self.lora_int_id}: the lora_request has {own}")
-            self.lora_int_id = own
-        if not math.isfinite(self.lora_scale):
-            raise ValueError(f"lora_scale {self.lora_scale}: a finite number")
+        if self.lora_request is not None or self.lora_scale != 1.0:
+            self.lora_int_id = checked_id(self.lora_request, self.lora_int_id, self.lora_scale)
         if type(self.top_k) is not int or self.top_k < -1:
             raise ValueError(f"top_k {self.top_k!r}: a number of tokens, or 0 for all")
         if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.repetition_penalty > 0):
@@ -58,9 +52,6 @@ class OmniDiffusionSamplingParams:
 
 TEXT_PARAMS = frozenset(("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty"))
 """The params of the text that think mode writes."""
-
-LORA_PARAMS = frozenset(("lora_request", "lora_int_id", "lora_scale"))
-"""The params that choose an adapter."""
 
 _OWN = {"seed", "generator", *TEXT_PARAMS}
 _ALL = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]

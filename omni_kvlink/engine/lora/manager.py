@@ -32,11 +32,13 @@ class LoRAManager:
     in the model's thread. The stage's own adapter, `lora_path`, acts on requests that name none; it
     is loaded here, and does not count.
 
+    `is_used` is False until an adapter is named: there is nothing to resolve or to activate.
     `targets` returns the layers that adapters may change, or None if the model takes none.
     """
 
     def __init__(self, config: LoRAConfig, targets: Callable[[], LoRATargets | None]):
         self._config, self._targets = config, targets
+        self.is_used = bool(config.lora_path)
         self._adapters: dict[int, LoRAAdapter] = {}  # the one that was used last is the last
         self._pinned: set[int] = set()
         self._active: ActiveLoRA | None = None
@@ -68,6 +70,7 @@ class LoRAManager:
                 )
             return False
         adapter = self._load(request)
+        self.is_used = True
         self._make_room()
         self._adapters[request.lora_int_id] = adapter
         return True

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+
+LORA_PARAMS = frozenset(("lora_request", "lora_int_id", "lora_scale"))
+"""The sampling params that choose an adapter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,16 @@ class LoRARequest:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name} {value!r}: a text that is not empty")
+
+
+def checked_id(request: LoRARequest | None, number: int | None, scale: float) -> int | None:
+    """The number of the adapter that sampling params name; ValueError if they contradict."""
+    if request is not None and number not in (None, request.lora_int_id):
+        own = request.lora_int_id
+        raise ValueError(f"lora_int_id {number}: the lora_request has {own}")
+    if not math.isfinite(scale):
+        raise ValueError(f"lora_scale {scale}: a finite number")
+    return number if request is None else request.lora_int_id
 
 
 def stable_lora_int_id(lora_path: str) -> int:

@@ -116,7 +116,8 @@ class BagelUtility(ModelUtility):
             raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {size}")
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
-        check_identity(metadata.extra.get("lora"), request.lora, request.request_id)
+        if request.lora is not None or "lora" in metadata.extra:
+            check_identity(metadata.extra.get("lora"), request.lora, request.request_id)
         params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (

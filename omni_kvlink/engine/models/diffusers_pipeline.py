@@ -9,9 +9,10 @@ import torch
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.lora.adapter import LoRATarget, LoRATargets
+from omni_kvlink.engine.lora.request import LORA_PARAMS
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.sampling import KEY_FIELDS, LORA_PARAMS, OmniDiffusionSamplingParams
+from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
 if TYPE_CHECKING:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.config import OmniDiffusionConfig
     from omni_kvlink.engine.kv.kv_source import KVSource
 
+_NONE = (None, 1.0)  # number and scale of no adapter
+
 
 class GPUDiffusionModelRunner:
     """Owns the pipeline, and all that is done with KV caches.
@@ -116,7 +118,9 @@ class GPUDiffusionModelRunner:
         errors: dict[str, Exception] = {}
         for request in requests:
             try:
-                request.lora = self.lora_manager.resolve(request.sampling_params)
+                params = request.sampling_params
+                if self.lora_manager.is_used or (params.lora_int_id, params.lora_scale) != _NONE:
+                    request.lora = self.lora_manager.resolve(params)
                 self._take_kv_cache(request)
             except Exception as error:  # noqa: PERF203 - each request has its own error
                 text = "its adapter or its KV could not be used"
@@ -144,7 +148,8 @@ class GPUDiffusionModelRunner:
         if self.cache_backend is not None:
             steps = batch.sampling_params.num_inference_steps or 0
             self.cache_backend.refresh(self.pipeline, steps)
-        self.lora_manager.activate(requests[0].lora)  # the whole batch's: it is in their key
+        if self.lora_manager.is_used:
+            self.lora_manager.activate(requests[0].lora)  # the batch's: it is in their key
         try:
             outputs: list[DiffusionOutput] = self.pipeline.forward(batch)
         except Exception as error:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_fixtures import SHAPE, STEPS, checkpoint, request
-from lora_fixtures import LoRARequest
 
-from omni_kvlink.engine import OmniDiffusionConfig
+from omni_kvlink.engine import LoRARequest, OmniDiffusionConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.models.bagel import DenoiseParams
@@ -85,13 +84,13 @@ def test_every_layer_computes_what_it_computes_in_peft(
         layer = part.module
         assert layer is not None
         x = torch.randn(3, 2, layer.in_features, generator=torch.Generator().manual_seed(1))
-        wanted = expected.model.get_submodule(name)(x)
-        assert relative(layer(x), wanted) < 1e-6
+        theirs = expected.model.get_submodule(name)(x)
+        assert relative(layer(x), theirs) < 1e-6
         manager.activate(None)
         before = layer(x)
         manager.activate(manager.resolve(params))
         is_target = hasattr(expected.model.get_submodule(name), "lora_A")
-        assert torch.equal(before, wanted) != is_target
+        assert torch.equal(before, theirs) != is_target
         changed += is_target
     assert changed >= 4
     worker.shutdown()
@@ -108,8 +107,8 @@ def test_an_image_is_that_of_peft(tmp_path: Path) -> None:
             if hasattr(layer, "set_scale"):
                 layer.set_scale("default", scale)
         generator = torch.Generator().manual_seed(0)
-        wanted = expected.generate("a fox", params, generator=generator, image_shape=SHAPE)
+        theirs = expected.generate("a fox", params, generator=generator, image_shape=SHAPE)
         one = request("r", need_kv_receive=False, lora_request=lora, lora_scale=scale)
         output = worker.execute_model([one]).runner_outputs[0].result.result()[0]
-        assert torch.equal(output, wanted)
+        assert torch.equal(output, theirs)
     worker.shutdown()

@@ -59,7 +59,7 @@ def image_of(model: OmniBagelPipeline, text: str = "a fox", **how: Any) -> torch
 
 
 @contextmanager
-def one_stage(**fields: Any) -> Iterator[DiffusionEngine]:
+def one_stage(**fields: Any) -> Iterator[Any]:
     """Both halves of the model in this process."""
     with DiffusionEngine(
         OmniDiffusionConfig(checkpoint(), stage="all", dtype="float32", **fields)
@@ -70,7 +70,7 @@ def one_stage(**fields: Any) -> Iterator[DiffusionEngine]:
 @contextmanager
 def two_stages(
     sockets: str, lora_config: LoRAConfig = TWO, **fields: Any
-) -> Iterator[tuple[AREngine, DiffusionEngine]]:
+) -> Iterator[tuple[Any, Any]]:
     """An AR stage that writes texts, and a diffusion stage, in this process."""
     how: dict[str, Any] = {"dtype": "float32", "lora_config": lora_config}
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
@@ -121,8 +121,8 @@ def test_texts_of_two_adapters_are_written_side_by_side(sockets: str, tmp_path: 
     """One pass of each adapter in every step; texts and images are those of each request alone."""
     lora, other = bagel_adapter(tmp_path, 7), bagel_adapter(tmp_path, 8)  # their texts are long
     with two_stages(sockets) as (ar, dit):
-        manager = ar.executor.worker.runner.lora_manager  # type: ignore[attr-defined]
-        utility = ar.executor.worker.runner.utility  # type: ignore[attr-defined]
+        manager = ar.executor.worker.runner.lora_manager
+        utility = ar.executor.worker.runner.utility
         advance, passes = utility.advance, list[tuple[Any, int]]()
 
         def recorded(texts: list[Any]) -> Any:
@@ -136,7 +136,8 @@ def test_texts_of_two_adapters_are_written_side_by_side(sockets: str, tmp_path: 
             prompt(str(at), PROMPTS[at % 3], lora_request=one) for at, one in enumerate(adapters)
         ]
         outputs = ar.generate(batch, timeout=WAIT)
-        models = {None: pipeline(), **{one: merged(tmp_path, one) for one in (lora, other)}}
+        models: dict[Any, Any] = {one: merged(tmp_path, one) for one in (lora, other)}
+        models[None] = pipeline()
         for at, (one, output) in enumerate(zip(adapters, outputs, strict=True)):
             assert output.error is None
             model, text = models[one], PROMPTS[at % 3]
@@ -160,17 +161,17 @@ def test_as_many_adapters_run_together_as_are_held(
 ) -> None:
     other = bagel_adapter(tmp_path, 2)
     with two_stages(sockets, LoRAConfig(max_loras=1)) as (ar, _):
-        manager = ar.executor.worker.runner.lora_manager  # type: ignore[attr-defined]
+        manager = ar.executor.worker.runner.lora_manager
         together = list[set[Any]]()
-        steps = type(ar.executor.worker).execute_model  # type: ignore[attr-defined]
+        steps = type(ar.executor.worker).execute_model
 
         def recorded(output: Any) -> Any:
             by_id = {one.request_id: one for one in batch}
             running = [by_id[key].sampling_params.lora_int_id for key in output.request_ids]
             together.append(set(running) - {None})
-            return steps(ar.executor.worker, output)  # type: ignore[attr-defined]
+            return steps(ar.executor.worker, output)
 
-        ar.executor.worker.execute_model = recorded  # type: ignore[attr-defined]
+        ar.executor.worker.execute_model = recorded
         adapters = [lora, lora, other, None]
         batch = [prompt(str(at), lora_request=one) for at, one in enumerate(adapters)]
         for output in ar.generate(batch, timeout=WAIT):
@@ -240,7 +241,7 @@ def test_adapters_sleep_and_wake_with_the_model(
     with one_stage(lora_config=LoRAConfig(max_loras=2)) as engine:
         image, other = run(engine, "a", lora_request=lora), bagel_adapter(tmp_path, 2)
         second = run(engine, "b", lora_request=other)
-        adapter = engine.executor.worker.runner.lora_manager.modules()["lora:1"]  # type: ignore[attr-defined]
+        adapter = engine.executor.worker.runner.lora_manager.modules()["lora:1"]
         assert engine.sleep(level)
         assert not sum(tensor.numel() for tensor in adapter.parameters()) or level == 2
         with pytest.raises(EngineError, match="asleep"):

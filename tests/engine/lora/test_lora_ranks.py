@@ -47,7 +47,12 @@ def test_ranks_hold_their_parts_of_an_adapter(tmp_path: Path, dit: dict[str, Any
     lora, two = bagel_adapter(tmp_path, 7), bagel_adapter(tmp_path, 8)
     stages = [{"stage_id": 0, "tensor_parallel_size": 2}, {"stage_id": 1, **dit}]
     deployment = {"pipeline": "bagel_think", "stages": stages}
-    how = {"height": SHAPE[0], "width": SHAPE[1], "num_inference_steps": STEPS, "seed": 3}
+    how: dict[str, Any] = {
+        "height": SHAPE[0],
+        "width": SHAPE[1],
+        "num_inference_steps": STEPS,
+        "seed": 3,
+    }
     how |= {"max_tokens": TOKENS, "temperature": 0.0, "lora_scale": 0.5}
     with OmniDiffusion(
         checkpoint(), deployment, dtype="float32", num_threads=1, max_loras=2
