@@ -45,12 +45,12 @@ def make(model: torch.nn.Module, directory: Path, **config: Any) -> LoRARequest:
     return LoRARequest("style", 3, str(directory))
 
 
-def load() -> OmniBagelPipeline:
-    return OmniBagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
+def load(dtype: str = "float32") -> OmniBagelPipeline:
+    return OmniBagelPipeline.from_pretrained(checkpoint(), dtype=getattr(torch, dtype))
 
 
-def started_worker() -> GPUDiffusionWorker:
-    config = OmniDiffusionConfig(checkpoint(), stage="all", dtype="float32")
+def started_worker(dtype: str = "float32") -> GPUDiffusionWorker:
+    config = OmniDiffusionConfig(checkpoint(), stage="all", dtype=dtype)
     worker = GPUDiffusionWorker(0, 0, config)
     worker.init_device()
     return worker
@@ -96,12 +96,14 @@ def test_every_layer_computes_what_it_computes_in_peft(
     worker.shutdown()
 
 
-def test_an_image_is_that_of_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_image_is_that_of_peft(tmp_path: Path, dtype: str) -> None:
+    """Bit for bit; in a bfloat16 model both compute with the adapter in float32."""
     lora = make(load().model, tmp_path, **CONFIGS["all layers"])
-    expected = load()
+    expected = load(dtype)
     with_peft = peft.PeftModel.from_pretrained(expected.model, lora.lora_path)
     params = DenoiseParams(**{**vars(DenoiseParams.for_text_to_image()), "num_timesteps": STEPS})
-    worker = started_worker()
+    worker = started_worker(dtype)
     for scale in (1.0, 0.5):
         for layer in with_peft.modules():
             if hasattr(layer, "set_scale"):
