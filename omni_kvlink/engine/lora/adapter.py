@@ -119,23 +119,29 @@ class LoRAAdapter(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ActiveLoRA:
-    """An adapter, and how strongly it acts on a request's batch."""
+    """An adapter, and how strongly it acts on a request's batch.
 
-    adapter: LoRAAdapter
+    Two are equal if they do the same, so that all ranks form the same groups of requests, also if
+    one of them has loaded an adapter again meanwhile.
+    """
+
+    adapter: LoRAAdapter = dataclasses.field(compare=False)
     scale: float
+    number: int
+    digest: str
+
+    @classmethod
+    def of(cls, adapter: LoRAAdapter, scale: float) -> ActiveLoRA:
+        """An adapter with a scale."""
+        return cls(adapter, scale, adapter.request.lora_int_id, adapter.digest)
 
     @property
     def identity(self) -> dict[str, Any] | None:
         """What a KV computed with it depends on, as JSON values; None if it has no effect."""
         if not self.scale:
             return None
-        own = self.adapter.request
-        return {
-            "name": own.lora_name,
-            "id": own.lora_int_id,
-            "digest": self.adapter.digest,
-            "scale": self.scale,
-        }
+        name = self.adapter.request.lora_name
+        return {"name": name, "id": self.number, "digest": self.digest, "scale": self.scale}
 
 
 def identity_of(lora: ActiveLoRA | None) -> dict[str, Any] | None:

@@ -83,7 +83,7 @@ class LoRAManager:
             )
         adapter = self._adapters.pop(lora_int_id, None)
         self._pinned.discard(lora_int_id)
-        if self._active is not None and self._active.adapter is adapter:
+        if self._active is not None and self._active.number == lora_int_id:
             self.activate(None)
         return adapter is not None
 
@@ -112,7 +112,8 @@ class LoRAManager:
                 )
             if self._static is None:
                 return None
-            return ActiveLoRA(self._adapters[self._static.lora_int_id], self._config.lora_scale)
+            own = self._adapters[self._static.lora_int_id]
+            return ActiveLoRA.of(own, self._config.lora_scale)
         if request is not None:
             self.add_adapter(request)
         if number not in self._adapters:
@@ -121,7 +122,7 @@ class LoRAManager:
                 f"with its path; there are {self.list_adapters()}"
             )
         adapter = self._adapters[number] = self._adapters.pop(number)  # it is the last now
-        return ActiveLoRA(adapter, params.lora_scale)
+        return ActiveLoRA.of(adapter, params.lora_scale)
 
     def activate(self, lora: ActiveLoRA | None) -> None:
         """Add an adapter to the model's layers, instead of the active one; None for no adapter."""

@@ -35,6 +35,8 @@ class LoRARequest:
 
 def checked_id(request: LoRARequest | None, number: int | None, scale: float) -> int | None:
     """The number of the adapter that sampling params name; ValueError if they contradict."""
+    if request is not None and not isinstance(request, LoRARequest):
+        raise ValueError(f"lora_request {request!r:.80}: a LoRARequest")
     if request is not None and number not in (None, request.lora_int_id):
         own = request.lora_int_id
         raise ValueError(f"lora_int_id {number}: the lora_request has {own}")

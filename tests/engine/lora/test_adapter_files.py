@@ -216,5 +216,28 @@ def test_a_request_says_which_adapter(wrong: dict[str, Any]) -> None:
     assert OmniDiffusionSamplingParams(lora_request=LoRARequest(**right)).lora_int_id == 1
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LoRARequest(**{**right, **wrong})
+    with pytest.raises(ValueError, match="a LoRARequest"):
+        OmniDiffusionSamplingParams(lora_request=right)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lora_int_id 2: the lora_request has 1"):
         OmniDiffusionSamplingParams(lora_request=LoRARequest(**right), lora_int_id=2)
+
+
+def test_an_adapter_that_was_loaded_twice_is_one(tmp_path: Path) -> None:
+    """A rank that had to load it again forms the same groups of requests as the others."""
+    layer, one = torch.nn.Linear(8, 6), adapter(tmp_path, 1)
+    held = manager(LoRAConfig(), layer)
+    first = held.resolve(params(one))
+    held.add_adapter(adapter(tmp_path, 2))
+    second = held.resolve(params(one))
+    assert first is not None
+    assert second is not None
+    assert first.adapter is not second.adapter
+    assert len({first, second}) == 1
+    assert first != held.resolve(params(one, 0.5))
+    held.activate(first)
+    assert held.remove_adapter(1)
+    assert held.active is None
+    (tmp_path / "style-1" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 1}'
+    )
+    assert held.resolve(params(one)) != first
