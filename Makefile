@@ -104,9 +104,9 @@ test-hf-%: .venv-hf/%/.ready
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q transformers==$*
 	touch $@
 
-# Not in `test`: diffusers, and the transformers that its text encoders come from.
+# Not in `test`: diffusers, the transformers that its text encoders come from, and PEFT.
 DIFFUSERS_TESTS := $(wildcard tests/engine/models/test_diffusers*.py) \
-	tests/models/bagel/test_against_diffusers.py
+	tests/models/bagel/test_against_diffusers.py tests/engine/lora/test_against_peft.py
 
 test-diffusers: .venv-diffusers/.ready
 	.venv-diffusers/bin/python -m pytest $(DIFFUSERS_TESTS) $(ARGS)
@@ -114,6 +114,7 @@ test-diffusers: .venv-diffusers/.ready
 .venv-diffusers/.ready: $(VENV)/.ready
 	$(sharing_torch)
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.23.0
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps peft==0.21.2 accelerate==1.15.0
 	touch $@
 
 # Not in `test`: Ray, and two nodes of it on this machine.

@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 from doc_blocks import DOCS, ROOT, Block, blocks, directory, execute, pages
+from lora_fixtures import bagel_adapter
 from zmq_fixtures import free_port
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, TensorTransferData, errors
@@ -147,8 +148,9 @@ def readme() -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def engine() -> Iterator[dict[str, Any]]:
-    """A tiny checkpoint and a deployment of two stages."""
+    """A tiny checkpoint, an adapter, and a deployment of two stages."""
     checkpoint = make_tiny_checkpoint("tiny")
+    bagel_adapter(Path("adapters"))
     params = "default_sampling_params: {height: 32, width: 32}"
     Path("bagel.yaml").write_text(
         "stages:\n  - {stage_id: 0, own_process: true}\n"

@@ -7,6 +7,7 @@ from omni_kvlink.engine.ar_outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.config import CompilationConfig as CompilationConfig
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig
 from omni_kvlink.engine.config import KVConfig as KVConfig
+from omni_kvlink.engine.config import LoRAConfig as LoRAConfig
 from omni_kvlink.engine.config import OmniARConfig as OmniARConfig
 from omni_kvlink.engine.config import OmniDiffusionConfig as OmniDiffusionConfig
 from omni_kvlink.engine.config import ProfilerConfig as ProfilerConfig
@@ -30,6 +31,7 @@ from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
 from omni_kvlink.engine.kv.kv_manager import KVState as KVState
 from omni_kvlink.engine.kv_sent import KVSent as KVSent
+from omni_kvlink.engine.lora.request import LoRARequest as LoRARequest
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -119,6 +120,34 @@ class CompilationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoRAConfig:
+    """The LoRA adapters of a stage, in vLLM's names."""
+
+    enable_lora: bool = True  # False refuses requests with an adapter
+    max_loras: int = 1  # adapters that are held at once; those that were used last stay
+    max_cpu_loras: int | None = None  # as vLLM-Omni calls it; the larger of the two counts
+    max_lora_rank: int = 512  # of a layer of an adapter
+    lora_path: str = ""  # directory of the stage's own adapter, for requests that name none
+    lora_scale: float = 1.0  # of the stage's own adapter
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_cpu_loras", "max_lora_rank"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} {value}: 1 or more")
+        if not math.isfinite(self.lora_scale):
+            raise ValueError(f"lora_scale {self.lora_scale}: a finite number")
+        if self.lora_path and not self.enable_lora:
+            raise ValueError(f"lora_path {self.lora_path} with enable_lora: false; one of them")
+        if self.lora_scale != 1.0 and not self.lora_path:
+            raise ValueError(f"lora_scale {self.lora_scale} without a lora_path has no effect")
+
+    @property
+    def capacity(self) -> int:
+        """How many adapters are held at once, besides the stage's own."""
+        return max(self.max_loras, self.max_cpu_loras or 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class RayConfig:
     """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
 
@@ -191,6 +220,7 @@ class StageConfig:
     distributed_timeout: float = 300.0  # seconds in which all ranks must join a collective call
     ray: RayConfig = field(default_factory=RayConfig)
     profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
+    lora_config: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from omni_kvlink.engine.lora.adapter import ActiveLoRA
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
 
 Prompt: TypeAlias = str | torch.Tensor | Sequence[str | torch.Tensor]
@@ -35,6 +36,7 @@ class OmniDiffusionRequest:
     kv_nbytes: int | None = None  # size of the KV to come, the largest of any rank; if known
     kv_timeout: float | None = None  # seconds until its KV must have come; `kv.timeout` if None
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
+    lora: ActiveLoRA | None = None  # the adapter of its pass; set by the runner
     is_cancelled: Callable[[], bool] = never  # read before a batch, and between denoising steps
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from omni_kvlink.engine.lora.request import LoRARequest, checked_id
+
 
 @dataclasses.dataclass
 class OmniDiffusionSamplingParams:
@@ -24,8 +26,9 @@ class OmniDiffusionSamplingParams:
     timestep_shift: float | None = None
     num_outputs_per_prompt: int = 1  # images, each from noise of its own
     seed: int | None = None  # of everything random in the request; drawn if None
-    lora_int_id: int | None = None  # an adapter, and its weight
-    lora_scale: float = 1.0
+    lora_request: LoRARequest | None = None  # an adapter, which is loaded if it is not yet
+    lora_int_id: int | None = None  # its number; alone, of an adapter that was added before
+    lora_scale: float = 1.0  # how strongly the adapter acts; 0 for not at all
     max_tokens: int = 1000  # of the text that think mode writes
     temperature: float = 0.0  # of that text; 0 takes the likeliest token
     top_k: int = 0  # draws among so many likeliest tokens of that text; 0 and -1: among all
@@ -36,6 +39,8 @@ class OmniDiffusionSamplingParams:
     def __post_init__(self) -> None:
         if self.num_outputs_per_prompt < 1:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
+        if self.lora_request is not None or self.lora_scale != 1.0:
+            self.lora_int_id = checked_id(self.lora_request, self.lora_int_id, self.lora_scale)
         if type(self.top_k) is not int or self.top_k < -1:
             raise ValueError(f"top_k {self.top_k!r}: a number of tokens, or 0 for all")
         if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.repetition_penalty > 0):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.engine.executor import Executor
+    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
@@ -71,6 +72,25 @@ class StageEngine(EngineCore, ABC, Generic[C]):
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout: float = 60.0) -> bool:
         """Bring back what `sleep` took."""
         return bool(self.call(partial(self.executor.wake_up, tags), timeout=timeout))
+
+    def add_lora(self, lora_request: LoRARequest, *, timeout: float = 60.0) -> bool:
+        """Between batches, load an adapter on all ranks; False if it was there.
+
+        Raises EngineError or SchemaError if it cannot be used; then no rank has it.
+        """
+        return bool(self.call(partial(self.executor.add_lora, lora_request), timeout=timeout))
+
+    def remove_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
+        """Between batches, release an adapter; False if it was not there."""
+        return bool(self.call(partial(self.executor.remove_lora, lora_int_id), timeout=timeout))
+
+    def list_loras(self, *, timeout: float = 60.0) -> list[int]:
+        """Between batches, the numbers of the adapters that all ranks hold."""
+        return list(self.call(self.executor.list_loras, timeout=timeout))
+
+    def pin_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
+        """Between batches, keep an adapter until it is removed; False if it is not there."""
+        return bool(self.call(partial(self.executor.pin_lora, lora_int_id), timeout=timeout))
 
     def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
         """Between batches, begin to record what the workers compute.

@@ -25,6 +25,7 @@ from typing import Any
 
 from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
+    LoRAConfig,
     OmniARConfig,
     OmniDiffusionConfig,
 )
@@ -34,6 +35,7 @@ from omni_kvlink.engine.entrypoints.deploy_fields import (
     unused_sampling,
 )
 from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.sampling import TEXT_PARAMS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import SchemaError
 
@@ -43,7 +45,7 @@ _OWN = {
 }
 _NO_FIELDS = {
     *("model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"),
-    "device_numbers",
+    *("device_numbers", "lora_config"),
 }
 
 
@@ -51,9 +53,10 @@ def _fields(*kinds: type[Any]) -> frozenset[str]:
     return frozenset(field.name for kind in kinds for field in dataclasses.fields(kind))
 
 
+_NESTED = DiffusionParallelConfig, LoRAConfig
 _SETTINGS = {
-    "ar": _fields(OmniARConfig, DiffusionParallelConfig) | {"max_num_batched_tokens"},
-    "dit": _fields(OmniDiffusionConfig, DiffusionParallelConfig),
+    "ar": _fields(OmniARConfig, *_NESTED) | {"max_num_batched_tokens", "static_lora_scale"},
+    "dit": _fields(OmniDiffusionConfig, *_NESTED) | {"static_lora_scale"},
 }
 _SETTINGS = {kind: (names | {"own_process"}) - _NO_FIELDS for kind, names in _SETTINGS.items()}
 _SETTINGS["all"] = _SETTINGS["dit"]
@@ -288,6 +291,8 @@ def _sampling(given: Any, kind: str, where: str) -> tuple[dict[str, Any], tuple[
     others = ("true_cfg_scale", "negative_prompt") if kind == "ar" else TEXT_PARAMS
     used = {name: value for name, value in used.items() if name not in others}
     try:
+        if isinstance(used.get("lora_request"), Mapping):
+            used["lora_request"] = LoRARequest(**used["lora_request"])
         OmniDiffusionSamplingParams(**used)
     except (TypeError, ValueError) as error:
         raise SchemaError(f"{where}: default_sampling_params: {error}") from None

@@ -51,6 +51,9 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "session_mode": ("turn",),
     "model_runner": ("v1",),
     "active_stream_window": (0,),
+    "lora_backend": ("peft",),
+    "lora_dtype": ("auto", "float32"),
+    "fully_sharded_loras": (False,),
 }
 """Fields that have no setting here, and the values for which this engine does what they say."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
@@ -31,6 +31,9 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
 from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
+
+if TYPE_CHECKING:
+    from omni_kvlink.engine.lora.request import LoRARequest
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
 Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
@@ -180,6 +183,34 @@ class OmniDiffusion:
     def stats(self) -> list[dict[str, Any]]:
         """The statistics of each stage."""
         return [stage.stats() for stage in self.stages]
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter in every stage, or in none; False if all had it.
+
+        Waits for the batches that run. Raises EngineError or SchemaError if it cannot be used.
+        """
+        added: list[bool] = []
+        with contextlib.ExitStack() as started:
+            for stage in self.stages:
+                added.append(stage.add_lora(lora_request))
+                if added[-1]:
+                    started.callback(stage.remove_lora, lora_request.lora_int_id)
+            started.pop_all()
+        return any(added)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Release an adapter in every stage; False if none had it."""
+        removed = [stage.remove_lora(lora_int_id) for stage in self.stages]
+        return any(removed)
+
+    def list_loras(self) -> list[int]:
+        """The numbers of the adapters that every stage holds."""
+        return sorted(set.intersection(*(set(stage.list_loras()) for stage in self.stages)))
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keep an adapter in every stage until it is removed; False if one has none of it."""
+        pinned = [stage.pin_lora(lora_int_id) for stage in self.stages]
+        return all(pinned)
 
     def start_profile(self, directory: str | Path = "") -> None:
         """Begin to record what every worker computes: of stage n in `directory`/stage-n.

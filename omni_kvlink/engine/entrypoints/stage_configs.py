@@ -16,6 +16,7 @@ import torch
 from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
     KVConfig,
+    LoRAConfig,
     OmniARConfig,
     OmniDiffusionConfig,
     ProfilerConfig,
@@ -47,6 +48,7 @@ _NESTED = {
     "profiler_config": {field.name for field in dataclasses.fields(ProfilerConfig)},
 }
 """The fields of a stage's maps. What a link is, the deployment's `connectors:` say."""
+_LORA = {field.name for field in dataclasses.fields(LoRAConfig)}
 
 
 def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniDiffusionConfig]:
@@ -66,6 +68,7 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
         own_kv = {**values.pop("kv", {}), "sinks": sinks, "sink_options": options}
         values.pop("own_process", None)
         parallel = {name: values.pop(name) for name in _PARALLEL & set(values)}
+        values["lora_config"] = _lora(values, f"stage {stage.stage_id}")
         values |= {"model": model, "kv": own_kv, "stage": kind, "parallel_config": parallel}
         if not remote:
             values.setdefault("device_numbers", _numbers(stage))
@@ -130,6 +133,23 @@ def _settings(stage: StageDeploy) -> dict[str, Any]:
                 f"{', '.join(sorted(known))}"
             )
     return dict(stage.settings)
+
+
+def _lora(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Take the fields of adapters out of a stage's, in the forms that vLLM-Omni has for them."""
+    own = {name: values.pop(name) for name in _LORA & set(values)}
+    if "static_lora_scale" in values:
+        scale = values.pop("static_lora_scale")
+        if own.setdefault("lora_scale", scale) != scale:
+            raise SchemaError(f"{where}: lora_scale and static_lora_scale are one; say it once")
+    for name in ("lora_path", "lora_scale"):
+        if isinstance(own.get(name), list):
+            if len(own[name]) != 1:
+                raise SchemaError(f"{where}: {name} {own[name]!r:.100}: one adapter a stage")
+            own[name] = own[name][0]
+        if name in own and own[name] is None:
+            del own[name]
+    return own
 
 
 def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:

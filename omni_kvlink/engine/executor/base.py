@@ -10,9 +10,11 @@ from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput
 from omni_kvlink.engine.worker.model import model_utility
+from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.kv.interface import KVManager
+    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
@@ -124,6 +126,31 @@ class Executor(ABC):
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Bring back what `sleep` took: "weights", "kv_cache", or both if None."""
         return all(self.collective_rpc("wake_up", args=(tags,)))
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter on every worker, or on none; False if it was there.
+
+        Blocks while its files are read. Raises what `LoRAManager.add_adapter` raises.
+        """
+        was_there = lora_request.lora_int_id in self.list_loras()
+        try:
+            return any(self.collective_rpc("add_lora", args=(lora_request,)))
+        except KVLinkError:
+            if not was_there:
+                self.remove_lora(lora_request.lora_int_id)
+            raise
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Release an adapter on every worker; False if it was not there."""
+        return any(self.collective_rpc("remove_lora", args=(lora_int_id,)))
+
+    def list_loras(self) -> list[int]:
+        """The numbers of the adapters that every worker holds."""
+        return sorted(set.intersection(*map(set, self.collective_rpc("list_loras"))))
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keep an adapter until it is removed; False if it is not there."""
+        return all(self.collective_rpc("pin_lora", args=(lora_int_id,)))
 
     def profile(self, directory: str | None) -> list[str]:
         """Record what every worker computes, for a `directory` on its machine; stop it with None.

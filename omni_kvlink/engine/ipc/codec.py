@@ -18,6 +18,7 @@ from omni_kvlink.engine import outputs
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.kv_sent import KVSent
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
@@ -36,6 +37,7 @@ _CLASSES: dict[str, type[Any]] = {
         outputs.DiffusionOutput,
         outputs.DiffusionSchedulerOutput,
         KVSent,
+        LoRARequest,
         outputs.ModelRunnerOutput,
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
@@ -43,7 +45,7 @@ _CLASSES: dict[str, type[Any]] = {
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
-_NOT_SENT = {"past_key_values", "is_cancelled", "generator"}
+_NOT_SENT = {"past_key_values", "lora", "is_cancelled", "generator"}
 """Fields of `_CLASSES` that have a meaning in their own process only."""
 
 

@@ -19,6 +19,12 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
+from omni_kvlink.engine.lora.adapter import (
+    LoRATarget,
+    LoRATargets,
+    check_identity,
+    identity_of,
+)
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
 from omni_kvlink.engine.models.bagel_warm_up import warm_up
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
@@ -29,6 +35,7 @@ from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache, Tiling
 from omni_kvlink.models.bagel.layers import LayerSplit
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.lora import ROOTS, lora_layers
 from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
 from omni_kvlink.models.bagel.sequence import SequenceSplit
 from omni_kvlink.models.bagel.shards import WHOLE, Split
@@ -118,6 +125,15 @@ class BagelUtility(ModelUtility):
         """The language model's layers on this rank."""
         return self._pipeline.model.language_model.model.own_layers
 
+    def lora_targets(self) -> LoRATargets:
+        """The linear layers of the whole model, and this rank's part of each."""
+        parts = lora_layers(self._pipeline.model)
+        layers = {
+            name: LoRATarget(part.module, part.cut.whole, *part.cut.index)
+            for name, part in parts.items()
+        }
+        return LoRATargets(layers, self.device, ROOTS)
+
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
         group = self.process_group
@@ -135,6 +151,8 @@ class BagelUtility(ModelUtility):
             raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {size}")
         if "generator" not in metadata.extra:
             raise SchemaError(f"the KV of {request.request_id!r} came without a generator")
+        if request.lora is not None or "lora" in metadata.extra:
+            check_identity(metadata.extra.get("lora"), request.lora, request.request_id)
         params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
@@ -196,6 +214,8 @@ class BagelUtility(ModelUtility):
         )
         self._pipeline.release_caches()
         contexts.extra = {"generator": pack_generator(generator)}
+        if (identity := identity_of(request.lora)) is not None:
+            contexts.extra["lora"] = identity
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
 

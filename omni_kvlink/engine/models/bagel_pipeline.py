@@ -57,7 +57,6 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
 
 
 _UNSUPPORTED = {
-    "lora_int_id": "this pipeline holds no adapters",
     "true_cfg_scale": "BAGEL has guidance_scale for the text and guidance_scale_2 for images",
     "negative_prompt": "BAGEL is guided away from no prompt at all, not from another one",
 }
@@ -107,6 +106,8 @@ class OmniBagelPipeline(BagelPipeline):
 
     def _prepare(self, request: OmniDiffusionRequest, params: DenoiseParams) -> _PreparedRequest:
         contexts, own = request.past_key_values, request.sampling_params
+        if own.lora_int_id is not None and request.lora is None:
+            raise SchemaError(f"lora_int_id {own.lora_int_id}: a model runner must activate it")
         if contexts is None:
             if request.need_kv_receive or self.stage != "all":
                 raise SchemaError(f"request {request.request_id!r} came without its KV cache")

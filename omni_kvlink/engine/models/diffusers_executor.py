@@ -13,17 +13,25 @@ import torch
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, NoWorkersError
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
+from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refuse_kv
-from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput, RunnerOutput
+from omni_kvlink.engine.outputs import (
+    BatchRunnerOutput,
+    DiffusionOutput,
+    DiffusionSchedulerOutput,
+    RunnerOutput,
+)
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
 from omni_kvlink.engine.worker.profiler import Profiler
-from omni_kvlink.errors import UnavailableError
+from omni_kvlink.errors import KVLinkError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from omni_kvlink.engine.config import OmniDiffusionConfig
+    from omni_kvlink.engine.lora.adapter import LoRATargets
+    from omni_kvlink.engine.lora.request import LoRARequest
 
 
 class DiffusersPipelineExecutor(Executor):
@@ -69,6 +77,7 @@ class DiffusersPipelineExecutor(Executor):
         self._profiler = Profiler.of(self.config, 0)
         self.device = self.config.device_of(0)
         self.pipeline: DiffusersPipeline | None = self._load()
+        self.lora_manager = LoRAManager(self.config.lora_config, self._lora_targets)
         self.supports_request_batch = self.pipeline.supports_request_batch
         self._weights = OffloadableWeights(
             modules=self._modules, drop=self._drop_pipeline, reload=self._reload_pipeline
@@ -101,7 +110,7 @@ class DiffusersPipelineExecutor(Executor):
         try:
             for request in batch:
                 request.is_cancelled = partial(self._cancelled.__contains__, request.request_id)
-            outputs = self.pipeline.forward(batch)
+            outputs = self._forward(batch)
         finally:
             with self._lock:
                 self._running.difference_update(batch.request_ids)
@@ -110,6 +119,36 @@ class DiffusersPipelineExecutor(Executor):
             output.seconds["execute"] = time.perf_counter() - started
             output.clear_traceback()
         return BatchRunnerOutput([RunnerOutput(output.request_id, output) for output in outputs])
+
+    def _forward(self, batch: DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """Run the pipeline with the adapter of the batch, or return why that cannot be used."""
+        assert self.pipeline is not None
+        try:
+            lora = self.lora_manager.resolve(batch.sampling_params)
+        except KVLinkError as error:
+            return [DiffusionOutput(key, error=error) for key in batch.request_ids]
+        self.lora_manager.activate(lora)
+        for request in batch:
+            request.lora = lora
+        return self.pipeline.forward(batch)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter of the denoiser; False if it was here."""
+        self._weights.check_awake()
+        return self.lora_manager.add_adapter(lora_request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Release an adapter; False if it was not here."""
+        self._weights.check_awake()
+        return self.lora_manager.remove_adapter(lora_int_id)
+
+    def list_loras(self) -> list[int]:
+        """The numbers of all adapters here."""
+        return self.lora_manager.list_adapters()
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keep an adapter until it is removed; False if it is not here."""
+        return self.lora_manager.pin_adapter(lora_int_id)
 
     def abort(self, request_id: str) -> None:
         """End a running request at its next denoising step."""
@@ -163,12 +202,18 @@ class DiffusersPipelineExecutor(Executor):
 
     def _modules(self) -> Mapping[str, torch.nn.Module]:
         assert self.pipeline is not None  # dropped by level 2 alone
-        return self.pipeline.modules()
+        return {**self.pipeline.modules(), **self.lora_manager.modules()}
+
+    def _lora_targets(self) -> LoRATargets | None:
+        assert self.pipeline is not None
+        return self.pipeline.lora_targets(self.device)
 
     def _reload_pipeline(self) -> None:
         self.pipeline = self._load()
+        self.lora_manager.reload()
 
     def _drop_pipeline(self) -> None:
+        self.lora_manager.drop()
         self.pipeline = None
         trim_memory()
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
+from omni_kvlink.engine.lora.adapter import LoRATarget, LoRATargets
+from omni_kvlink.engine.lora.request import LORA_PARAMS
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
@@ -42,6 +44,19 @@ class DiffusersPipeline:
         components = self.pipe.components.items()
         return {name: each for name, each in components if isinstance(each, torch.nn.Module)}
 
+    def lora_targets(self, device: torch.device) -> LoRATargets | None:
+        """The denoiser's linear layers; None if the pipeline has no `transformer` or `unet`."""
+        modules = self.modules()
+        name = next((one for one in ("transformer", "unet") if one in modules), None)
+        if name is None:
+            return None
+        layers = {
+            f"{name}.{path}": LoRATarget(layer, (layer.out_features, layer.in_features))
+            for path, layer in modules[name].named_modules()
+            if isinstance(layer, torch.nn.Linear)
+        }
+        return LoRATargets(layers, device, (f"{name}.",))
+
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """One output for each request, in their order; a request's error is in its own output.
 
@@ -60,6 +75,8 @@ class DiffusersPipeline:
         """Why a request cannot run; None if it can."""
         try:
             refuse_kv(request)
+            if request.lora is None and request.sampling_params.lora_int_id is not None:
+                raise EngineError("lora_int_id: the executor must activate the adapter")
             self.text_of(request)
             self.arguments_of(request.sampling_params)
         except KVLinkError as error:
@@ -145,7 +162,7 @@ class DiffusersPipeline:
             SchemaError: one of `true_cfg_scale` and `negative_prompt` would have no effect.
         """
         default, found = OmniDiffusionSamplingParams(), {}
-        for field in KEY_FIELDS:
+        for field in [name for name in KEY_FIELDS if name not in LORA_PARAMS]:
             value, name = getattr(params, field), _NAMES.get(field, field)
             if value == getattr(default, field):
                 continue

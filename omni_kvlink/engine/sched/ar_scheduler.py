@@ -10,7 +10,7 @@ from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
 from omni_kvlink.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.engine.config import OmniARConfig
     from omni_kvlink.engine.outputs import DiffusionSchedulerOutput, ModelRunnerOutput
@@ -31,6 +31,7 @@ class OmniARScheduler(Scheduler):
         self, config: OmniARConfig, count_tokens: Callable[[OmniDiffusionRequest], dict[str, int]]
     ):
         super().__init__(config.max_num_seqs)
+        self._max_loras = config.lora_config.capacity
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self._count_tokens = count_tokens
         self._tables: dict[str, Blocks] = {}
@@ -48,6 +49,8 @@ class OmniARScheduler(Scheduler):
             except Exception as error:  # such as: a prompt that cannot be read
                 self._end(state, error)
                 continue
+            if not self._has_lora_room([*self._running.values(), *chosen, state]):
+                break
             if not self.blocks.can_allocate(sum(needed.values())):
                 break
             self._tables[state.request_id] = {
@@ -70,6 +73,11 @@ class OmniARScheduler(Scheduler):
             raise CapacityError(text, requested=total, free=free)
         self._block_counts[request.request_id] = needed
         return needed
+
+    def _has_lora_room(self, states: Sequence[RequestState]) -> bool:
+        """Whether requests that run together name no more adapters than are held."""
+        named = {state.request.sampling_params.lora_int_id for state in states} - {None}
+        return len(named) <= self._max_loras
 
     def _can_start(self) -> bool:
         return len(self._running) < self.max_num_seqs

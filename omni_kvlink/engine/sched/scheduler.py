@@ -88,6 +88,11 @@ class Scheduler(ABC):
             return self._finish([DiffusionOutput(key, error=error) for key in self._running])
 
     @property
+    def max_num_running_reqs(self) -> int:
+        """`max_num_seqs`, by the name that vLLM-Omni's scheduler has for it."""
+        return self.max_num_seqs
+
+    @property
     def num_running(self) -> int:
         """How many requests run."""
         return len(self._running)

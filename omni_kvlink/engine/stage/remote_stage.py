@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
     from omni_kvlink.engine.ipc.rpc import RpcClient
+    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 S = TypeVar("S", bound="RemoteStage")
@@ -89,6 +90,22 @@ class RemoteStage(ABC):
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout: float = 60.0) -> bool:
         """Bring back what `sleep` took."""
         return bool(self._request("wake_up", [tags], timeout))
+
+    def add_lora(self, lora_request: LoRARequest, *, timeout: float = 60.0) -> bool:
+        """Between two batches, load an adapter in the stage; False if it was there."""
+        return bool(self._request("add_lora", [lora_request], timeout))
+
+    def remove_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
+        """Between two batches, release an adapter; False if it was not there."""
+        return bool(self._request("remove_lora", [lora_int_id], timeout))
+
+    def list_loras(self, *, timeout: float = 60.0) -> list[int]:
+        """Between two batches, the numbers of the adapters that the stage holds."""
+        return list(self._request("list_loras", [], timeout))
+
+    def pin_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
+        """Between two batches, keep an adapter until it is removed; False if it is not there."""
+        return bool(self._request("pin_lora", [lora_int_id], timeout))
 
     def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
         """Between two batches, begin to record what the stage's workers compute.

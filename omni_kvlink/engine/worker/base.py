@@ -15,9 +15,10 @@ from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memo
 from omni_kvlink.engine.worker.profiler import Profiler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from omni_kvlink.engine.config import StageConfig
+    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
     from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
@@ -40,9 +41,7 @@ class WorkerBase(ABC, Generic[R]):
         self.profiler = Profiler.of(config, rank)
         self.process_group = ProcessGroup()  # the ranks that compute with this one
         self.weights = OffloadableWeights(
-            modules=lambda: self.runner.utility.modules(),
-            drop=self._drop_weights,
-            reload=self._reload_weights,
+            modules=self._modules, drop=self._drop_weights, reload=self._reload_weights
         )
         self.cpu_offload: CpuOffload | None = None
 
@@ -70,6 +69,13 @@ class WorkerBase(ABC, Generic[R]):
         if self.model_runner is None:
             return EngineError("this worker has no runner yet: init_device() makes it")
         return EngineAsleepError(f"asleep at level {self.weights.level}: wake_up() first")
+
+    def _modules(self) -> Mapping[str, torch.nn.Module]:
+        return {**self.runner.utility.modules(), **self.runner.lora_manager.modules()}
+
+    def _check_awake(self) -> None:
+        if self.weights.level:
+            raise self._unready_error()
 
     def init_device(self) -> None:
         """Select the device, join the other ranks (NCCL on GPUs, gloo on CPUs), load the model."""
@@ -111,6 +117,24 @@ class WorkerBase(ABC, Generic[R]):
             raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
         return (tags is None or "weights" in tags) and self.weights.wake_up()
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; see `LoRAManager.add_adapter`."""
+        self._check_awake()
+        return self.runner.lora_manager.add_adapter(lora_request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Release an adapter; False if it is not here."""
+        self._check_awake()
+        return self.runner.lora_manager.remove_adapter(lora_int_id)
+
+    def list_loras(self) -> list[int]:
+        """The numbers of all adapters on this rank."""
+        return self.runner.lora_manager.list_adapters()
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keep an adapter until it is removed; False if it is not here."""
+        return self.runner.lora_manager.pin_adapter(lora_int_id)
+
     def start_profile(self, directory: str) -> None:
         """Record what this rank computes until `stop_profile`, which writes it to `directory`."""
         self.profiler.start(directory)
@@ -120,6 +144,7 @@ class WorkerBase(ABC, Generic[R]):
         return self.profiler.stop()
 
     def _drop_weights(self) -> None:
+        self.runner.lora_manager.drop()
         if self.cpu_offload is not None:
             self.cpu_offload.drop()
         drop_weights(self.runner.utility.modules())
@@ -129,6 +154,7 @@ class WorkerBase(ABC, Generic[R]):
         if self.cpu_offload is not None:
             self.cpu_offload.take()
             move_weights(self.runner.utility.modules(), self.device)
+        self.runner.lora_manager.reload()
 
     def determine_available_memory(self) -> int:
         """Bytes free on the device."""

@@ -11,6 +11,7 @@ import torch
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
     from omni_kvlink.engine.config import OmniARConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
+    from omni_kvlink.engine.lora.adapter import ActiveLoRA
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,6 +37,7 @@ class _Prefill:
     next_pass: Any = None
     result: Any = None
     is_aborted: bool = False
+    error: Exception | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
@@ -57,6 +60,7 @@ class GPUARModelRunner:
         self.config, self.device = config, device
         self.process_group = process_group or ProcessGroup()
         self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
+        self.lora_manager = LoRAManager(config.lora_config, self.utility.lora_targets)
         heads, coords = self.utility.kv_heads(), self.process_group.coords
         self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
         self.kv_sink: KVSink | None = self._sink
@@ -85,12 +89,22 @@ class GPUARModelRunner:
         for key in [key for key in self._prefills if key not in ids]:  # they failed elsewhere
             self._end(key)
         for request in scheduler_output.requests:
-            blocks = scheduler_output.block_ids[request.request_id]
-            steps = self.utility.prefill_steps(request, self.pools, blocks)
-            self._prefills[request.request_id] = _Prefill(request, steps)
+            self._prefills[request.request_id] = self._begin(request, scheduler_output)
         results = self._step([self._prefills[key] for key in ids])
         self._batch_sync.end({})
         return ModelRunnerOutput(list(results), [None] * len(results), results)
+
+    def _begin(self, request: OmniDiffusionRequest, output: ARSchedulerOutput) -> _Prefill:
+        """A request's first steps, and its adapter, or the error that it has instead."""
+        steps = self.utility.prefill_steps(
+            request, self.pools, output.block_ids[request.request_id]
+        )
+        prefill = _Prefill(request, steps)
+        try:
+            request.lora = self.lora_manager.resolve(request.sampling_params)
+        except Exception as error:
+            prefill.error = error
+        return prefill
 
     def abort(self, request_id: str) -> None:
         """End a running request before its next step; unknown ids are ignored."""
@@ -110,6 +124,8 @@ class GPUARModelRunner:
         for one in prefills:
             if one.is_aborted or one.request.is_cancelled():
                 self._batch_sync.abort(one.key)
+            if one.error is not None:
+                errors[one.key] = one.error
             errors |= self._aborted(one)
         errors = self._batch_sync.sync_errors(errors)
         results = {key: self._failed(self._prefills[key], errors[key]) for key in errors}
@@ -125,6 +141,7 @@ class GPUARModelRunner:
         """Run a request up to its next shared pass; return its result, if it ends."""
         errors, output = dict[str, Exception](), None
         try:
+            self.lora_manager.activate(prefill.request.lora)
             prefill.next_pass = prefill.steps.send(prefill.result)
         except StopIteration as end:
             output = end.value
@@ -152,19 +169,31 @@ class GPUARModelRunner:
         return {}
 
     def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
-        """Run the passes that requests wait for as one; return the results of those that fail."""
+        """Run the passes that requests wait for, those with one adapter as one.
+
+        Returns the results of those that fail.
+        """
         if not prefills:
             return {}
         errors: dict[str, Exception] = {}
+        for lora in dict.fromkeys(one.request.lora for one in prefills):
+            errors |= self._advance_with(lora, [x for x in prefills if x.request.lora == lora])
+        errors = self._batch_sync.sync_errors(errors)
+        failed = [one for one in prefills if one.key in errors]
+        return {one.key: self._failed(one, errors[one.key]) for one in failed}
+
+    def _advance_with(
+        self, lora: ActiveLoRA | None, prefills: Sequence[_Prefill]
+    ) -> dict[str, Exception]:
+        """Run passes of one adapter; returns the errors by request id."""
         try:
+            self.lora_manager.activate(lora)
             found = self.utility.advance([one.next_pass for one in prefills])
             for one, result in zip(prefills, found, strict=True):
                 one.result = result
         except Exception as error:
-            errors = {one.key: error for one in prefills}
-        errors = self._batch_sync.sync_errors(errors)
-        failed = [one for one in prefills if one.key in errors]
-        return {one.key: self._failed(one, errors[one.key]) for one in failed}
+            return {one.key: error for one in prefills}
+        return {}
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """Views of the request's KV in its blocks; `put` copies from there."""
@@ -188,5 +217,5 @@ class GPUARModelRunner:
         """Drop what a request holds: its contexts, and the frames of its steps."""
         prefill = self._prefills.pop(request_id)
         prefill.steps.close()
-        prefill.request.past_key_values = None
+        prefill.request.past_key_values = prefill.request.lora = None
         prefill.next_pass = prefill.result = None

@@ -12,6 +12,7 @@ from omni_kvlink.engine.errors import EngineError, as_engine_error
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.partitioned_source import connect_source
+from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.config import OmniDiffusionConfig
     from omni_kvlink.engine.kv.kv_source import KVSource
+
+_NONE = (None, 1.0)  # number and scale of no adapter
 
 
 class GPUDiffusionModelRunner:
@@ -52,6 +55,7 @@ class GPUDiffusionModelRunner:
         config = self.config
         self.utility = model_utility(config)(config, self.device, self.process_group)
         self.pipeline = self.utility.pipeline
+        self.lora_manager = LoRAManager(config.lora_config, self.utility.lora_targets)
         self.cache_backend = make_cache_backend(config.cache_backend, config.cache_config)
         if self.cache_backend is not None:
             self.cache_backend.enable(self.pipeline)
@@ -110,13 +114,16 @@ class GPUDiffusionModelRunner:
             request.is_cancelled = partial(cancelled.__getitem__, request.request_id)
 
     def _take_kv_caches(self, requests: Sequence[OmniDiffusionRequest]) -> dict[str, Exception]:
-        """Give each request its KV in the model's form; returns the errors of those that failed."""
+        """Give each request its adapter, and its KV in the model's form; returns their errors."""
         errors: dict[str, Exception] = {}
         for request in requests:
             try:
+                params = request.sampling_params
+                if self.lora_manager.is_used or (params.lora_int_id, params.lora_scale) != _NONE:
+                    request.lora = self.lora_manager.resolve(params)
                 self._take_kv_cache(request)
             except Exception as error:  # noqa: PERF203 - each request has its own error
-                text = "its KV could not be converted"
+                text = "its adapter or its KV could not be used"
                 errors[request.request_id] = as_engine_error(error, text)
         return errors
 
@@ -141,6 +148,8 @@ class GPUDiffusionModelRunner:
         if self.cache_backend is not None:
             steps = batch.sampling_params.num_inference_steps or 0
             self.cache_backend.refresh(self.pipeline, steps)
+        if self.lora_manager.is_used:
+            self.lora_manager.activate(requests[0].lora)  # the batch's: it is in their key
         try:
             outputs: list[DiffusionOutput] = self.pipeline.forward(batch)
         except Exception as error:
@@ -183,7 +192,7 @@ class GPUDiffusionModelRunner:
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         """Drop the last references to a request's KV, so that its memory is released."""
-        request.past_key_values = request.sampling_params.generator = None
+        request.past_key_values = request.sampling_params.generator = request.lora = None
         if self.kv_manager is not None:
             self.kv_manager.free(request)
         if hasattr(self.pipeline, "release_caches"):

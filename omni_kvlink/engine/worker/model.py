@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.kv.block_manager import KVPools
+    from omni_kvlink.engine.lora.adapter import LoRATargets
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 
@@ -98,6 +99,10 @@ class ModelUtility(ABC):
         """The layers for `enable_layerwise_offload`, in the order in which `forward` is called."""
         name = type(self).__name__
         raise ValueError(f"{name} has no layers for enable_layerwise_offload: leave it out")
+
+    def lora_targets(self) -> LoRATargets | None:
+        """The layers that LoRA adapters may change; None if the model takes no adapters."""
+        return None
 
     @abstractmethod
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> Any:

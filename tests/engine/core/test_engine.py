@@ -317,7 +317,6 @@ def test_several_images_of_one_prompt(fixture: EngineFixture) -> None:
 
 def test_what_the_model_cannot_do_is_an_error(fixture: EngineFixture) -> None:
     wrong: dict[str, Any] = {
-        "lora_int_id": 1,
         "cfg_renorm_type": "none",
         "negative_prompt": "blur",
         "true_cfg_scale": 4.0,

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig, RayConfig
+from omni_kvlink.engine import (
+    DeployConfig,
+    LoRAConfig,
+    LoRARequest,
+    OmniARConfig,
+    OmniDiffusionConfig,
+    RayConfig,
+)
 from omni_kvlink.engine.entrypoints.stage_configs import rank_urls, stage_configs, with_sources
 
 if TYPE_CHECKING:
@@ -413,6 +420,41 @@ def test_a_thin_file_changes_fields_of_stages(bagel: Path) -> None:
         *(7, 0.9),
         {"seed": 52},
     )
+
+
+def test_adapters_of_a_stage() -> None:
+    fields = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "lora_backend": "peft"}
+    own = {"lora_path": ["styles/one"], "static_lora_scale": 0.5, "max_cpu_loras": 3}
+    named = {"lora_request": {"lora_name": "x", "lora_int_id": 4, "lora_path": "y"}}
+    deploy = deployed(fields, {**own, "default_sampling_params": {**named, "lora_scale": 0.7}})
+    ar, dit = stage_configs(deploy.overridden({"max_lora_rank": 32}), "model")
+    assert ar.lora_config == LoRAConfig(max_loras=2, max_lora_rank=32)
+    assert dit.lora_config == LoRAConfig(
+        max_cpu_loras=3, max_lora_rank=32, lora_path="styles/one", lora_scale=0.5
+    )
+    assert (ar.lora_config.capacity, dit.lora_config.capacity) == (2, 3)
+    assert deploy.stages[1].sampling["lora_request"] == LoRARequest("x", 4, "y")
+
+
+@pytest.mark.parametrize(
+    ("stage", "word"),
+    [
+        ({"max_loras": 0}, "max_loras 0: 1 or more"),
+        ({"max_lora_rank": "big"}, "stage 1: Expected `int`"),
+        ({"lora_path": ["a", "b"]}, "lora_path .*one adapter a stage"),
+        ({"lora_path": "a", "lora_scale": 1.0, "static_lora_scale": 0.5}, "say it once"),
+        ({"lora_path": "a", "enable_lora": False}, "with enable_lora: false"),
+        ({"lora_scale": 0.5}, "without a lora_path has no effect"),
+        ({"lora_backend": "distill"}, "lora_backend 'distill': only 'peft'"),
+        ({"fully_sharded_loras": True}, "fully_sharded_loras True: only False"),
+        ({"lora_config": {"max_loras": 1}}, "lora_config"),
+        ({"default_sampling_params": {"lora_request": {"lora_name": "x"}}}, "lora_int_id"),
+        ({"default_sampling_params": {"lora_scale": float("nan")}}, "lora_scale nan"),
+    ],
+)
+def test_what_a_stage_may_not_say_of_adapters(stage: dict[str, Any], word: str) -> None:
+    with pytest.raises(SchemaError, match=word):
+        stage_configs(deployed({}, stage), "model")
 
 
 def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_request_that_needs_kv_gets_no_image_without_it(
         ({"prompt": torch.zeros(4, 4, 3, dtype=torch.uint8)}, SchemaError, "one text"),
         ({"height": 33}, RequestFailed, "divisible"),
         ({"cfg_renorm_type": "global"}, EngineError, "cfg_renorm_type"),
-        ({"lora_int_id": 1}, EngineError, "lora_int_id"),
+        ({"lora_int_id": 1}, EngineError, "lora_int_id 1 is not loaded here"),
     ],
 )
 def test_a_wrong_request_has_its_own_error(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_fixtures import WAIT, bundle, checkpoint, params, pipeline
+from lora_fixtures import bagel_adapter
 from parallel_fixtures import (
     EDIT,
     RankProcesses,
@@ -33,6 +34,7 @@ from omni_kvlink.engine import (
     ARSchedulerOutput,
     DiffusionParallelConfig,
     KVConfig,
+    LoRARequest,
     OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
@@ -46,6 +48,7 @@ from omni_kvlink.errors import TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 TWO = DiffusionParallelConfig(tensor_parallel_size=2)
 ONWARD = ("shm://onward-0", "shm://onward-1")
@@ -419,3 +422,27 @@ def fail(worker: Any, batch: OmniDiffusionRequest) -> Any:
     tables = {batch.request_id: {"gen": [0], "cfg_img": [1]}}
     found = worker.execute_model(ARSchedulerOutput([batch], block_ids=tables))
     return [(None, found.result_of(batch.request_id).error, None, None)]
+
+
+def test_an_adapter_that_one_rank_cannot_read_is_an_error_on_all(
+    stages: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of its request alone, in both kinds of stage: no rank waits for another one."""
+    pair, lora = stages["2 to 2"], bagel_adapter(tmp_path)
+    bad = OmniDiffusionRequest("a fox", params(lora_request=lora), "bad", need_kv_transfer=True)
+    for ((_, error, _, _),) in pair.ar.call_all(without_files_on_rank_1, fail, bad):
+        assert "nowhere: adapter_config.json cannot be read" in str(error)
+    good = thinking_requests("next", lora_request=lora)
+    for ((_, error, _, _),) in pair.ar.call_all(run_prompts, *good):
+        assert error is None
+    (one,) = requests("next", lora_request=lora)
+    assert pair.dit.call_all(receive, one) == [["ready"]] * 2
+    for ((_, error),) in pair.dit.call_all(without_files_on_rank_1, execute, one):
+        assert "adapter_config.json cannot be read" in str(error)
+
+
+def without_files_on_rank_1(worker: Any, call: Any, one: OmniDiffusionRequest) -> Any:
+    if worker.rank == 1:
+        lora = LoRARequest("style", 1, "nowhere")
+        one.sampling_params.lora_request = lora
+    return call(worker, one)

@@ -16,6 +16,7 @@ from omni_kvlink.engine import (
     EngineError,
     KVConfig,
     KVState,
+    LoRARequest,
     ModelRunnerOutput,
     OmniARConfig,
     OmniARScheduler,
@@ -90,6 +91,7 @@ def run(made: SyncScheduler) -> list[str]:
 
 def test_first_come_first_served_up_to_the_limit() -> None:
     made = scheduler()
+    assert made.max_num_running_reqs == made.max_num_seqs == 3
     for name in "abcde":
         made.add_request(plain(name))
     assert [run(made), run(made), run(made)] == [["a", "b", "c"], ["d", "e"], []]
@@ -106,6 +108,7 @@ def test_first_come_first_served_up_to_the_limit() -> None:
         {"num_outputs_per_prompt": 2},
         {"lora_int_id": 1},
         {"lora_scale": 0.5},
+        {"lora_request": LoRARequest("style", 1, "somewhere")},
     ],
     ids=str,
 )
