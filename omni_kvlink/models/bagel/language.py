@@ -2,8 +2,9 @@
 
 The understanding expert ("und") reads text, ViT patches and the two marker rows around every image
 block; the generation expert (names ending in `_moe_gen`) reads the latent patches between the
-markers. Attention is shared. Rows are [n, hidden]; a batch of sequences with as many new rows each,
-but pasts of their own, is [n, batch, hidden]: everything but attention then runs once for all.
+markers. Attention is shared. Rows are [n, hidden], of one sequence or of several concatenated
+texts; a batch of images of one size is [n, batch, hidden]. Each sequence has a past of its own:
+everything but attention runs once for all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 Mode = Literal["und", "gen"]
 Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
 """Takes new rows of a layer's K and V, returns all rows of both."""
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes new rows of q, k and v; returns the attention of each row, [..., heads * dim]."""
 Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
 """Runs all or some of the layers: `through(x, run, count)`."""
 
@@ -93,12 +96,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return out[0].transpose(0, 1).reshape(n, -1)
 
 
-def attend_each(q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Merge]) -> Tensor:
+def attend_merged(q: Tensor, k: Tensor, v: Tensor, *, merge: Merge, causal: bool) -> Tensor:
+    """Run `attend` over a sequence's past and its new rows."""
+    return attend(q, *merge(k, v), causal=causal)
+
+
+def attend_each(q: Tensor, k: Tensor, v: Tensor, *, merges: Sequence[Merge]) -> Tensor:
     """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
     rows = [
         attend(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
     ]
     return torch.stack(rows, dim=1)
+
+
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, merges: Sequence[Merge], seq_lens: Sequence[int]
+) -> Tensor:
+    """Run `attend` for each of several concatenated sequences over its own past, causally."""
+    parts = zip(*(rows.split(list(seq_lens)) for rows in (q, k, v)), merges, strict=True)
+    return torch.cat([attend(q, *merge(k, v), causal=True) for q, k, v, merge in parts])
 
 
 class Attention(nn.Module):
@@ -120,18 +136,13 @@ class Attention(nn.Module):
             for name in ("q_norm", "k_norm") if config.qk_norm else ():
                 self.add_module(f"{name}{expert}", RMSNorm(dim, config.rms_norm_eps))
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
-    ) -> Tensor:
-        """Map rows [n, hidden], attending to past rows, too; in a batch, each to its own."""
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
+        """Map rows to rows of the same shape; `attend` says which rows each attends to."""
         # The cached dtype is the model's, whatever norm and rotation widened to.
         q = rotate(self._normed("q", x, mode), rotary).to(x.dtype)
         k = rotate(self._normed("k", x, mode), rotary).to(x.dtype)
         v = self._heads("v", x, mode)
-        if not callable(merge):
-            return self._project("o", attend_each(q, k, v, merge), mode)
-        k, v = merge(k, v)
-        return self._project("o", attend(q, k, v, causal=causal), mode)
+        return self._project("o", attend(q, k, v), mode)
 
     def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
         und, gen = self._experts(f"{which}_proj")
@@ -168,12 +179,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.post_attention_layernorm_moe_gen = RMSNorm(hidden, eps)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, merge: Merge | Sequence[Merge], mode: Mode, causal: bool
-    ) -> Tensor:
-        """Map rows [n, hidden] to rows of the same shape."""
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
+        """Map rows [..., hidden] to rows of the same shape."""
         normed = by_expert(mode, x, self.input_layernorm, self.input_layernorm_moe_gen)
-        x = x + self._total(self.self_attn(normed, rotary, merge, mode, causal))
+        x = x + self._total(self.self_attn(normed, rotary, attend, mode))
         return x + self._total(by_expert(mode, x, self._und_mlp, self._gen_mlp))
 
     def _und_mlp(self, x: Tensor) -> Tensor:
@@ -216,7 +225,7 @@ class TextDecoder(nn.Module):
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
             merge = partial(into.merge, i, layer_tensors(past, i))
-            x = layer(x, rotary, merge, mode, causal)
+            x = layer(x, rotary, partial(attend_merged, merge=merge, causal=causal), mode)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
     def forward_each(
@@ -225,10 +234,12 @@ class TextDecoder(nn.Module):
         positions: Tensor,
         pasts: Sequence[LayerCache],
         into: Sequence[NaiveCache],
+        seq_lens: Sequence[int],
     ) -> Tensor:
-        """Run one text row of each sequence, x [1, batch, hidden], after its own cached tokens.
+        """Run text rows x [n, hidden] of several sequences, each after its own cached tokens.
 
-        As `forward`, with a cache and an `into` for each sequence; positions are [1, batch].
+        The first `seq_lens[0]` rows are of the first sequence, and so on. As `forward`, with a
+        cache and an `into` for each sequence.
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
@@ -236,7 +247,8 @@ class TextDecoder(nn.Module):
                 partial(own.merge, i, layer_tensors(past, i))
                 for own, past in zip(into, pasts, strict=True)
             ]
-            x = layer(x, rotary, merges, "und", True)
+            attend = partial(attend_varlen, merges=merges, seq_lens=seq_lens)
+            x = layer(x, rotary, attend, "und")
         out: Tensor = self.norm(x)
         return out
 
@@ -253,8 +265,12 @@ class TextDecoder(nn.Module):
         def run(rows: Tensor, start: int, stop: int) -> Tensor:
             for i in range(start, stop):
                 merges = [partial(joined, layer_tensors(past, i)) for past in pasts]
-                merge = merges if rows.ndim == 3 else merges[0]
-                rows = self.layers[i](rows, rotary, merge, "gen", False)
+                attend = (
+                    partial(attend_each, merges=merges)
+                    if rows.ndim == 3
+                    else partial(attend_merged, merge=merges[0], causal=False)
+                )
+                rows = self.layers[i](rows, rotary, attend, "gen")
             return rows
 
         count = len(self.layers)
