@@ -184,8 +184,16 @@ class OmniARConfig(StageConfig):
     num_blocks: int = 1024  # of the paged KV pool
     block_size: int = 16  # tokens in each block
     think: bool = False  # let the model write a plan first, which becomes part of the prompt
+    max_num_batched_tokens: int = 2048  # of all texts in one step
+    enable_chunked_prefill: bool = True  # divide a text that is longer
+    enable_prefix_caching: bool = False  # share blocks of equal leading texts
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} for max_num_seqs "
+                f"{self.max_num_seqs}: one token for each request, or more"
+            )
         if self.parallel_config.world_size > self.parallel_config.tensor_parallel_size:
             raise ValueError("an AR stage divides its heads alone: use tensor_parallel_size")

@@ -48,7 +48,7 @@ def _fields(*kinds: type[Any]) -> frozenset[str]:
 
 
 _SETTINGS = {
-    "ar": _fields(OmniARConfig, DiffusionParallelConfig) | {"max_num_batched_tokens"},
+    "ar": _fields(OmniARConfig, DiffusionParallelConfig) | {"num_gpu_blocks_override"},
     "dit": _fields(OmniDiffusionConfig, DiffusionParallelConfig),
 }
 _SETTINGS = {kind: (names | {"own_process"}) - _NO_FIELDS for kind, names in _SETTINGS.items()}

@@ -17,7 +17,7 @@ _UNUSED = frozenset(
     (
         # memory and speed of another engine
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len"),
-        *("mm_processor_cache_gb", "enable_prefix_caching"),
+        *("mm_processor_cache_gb", "enable_prefix_caching", "enable_chunked_prefill"),
         *("async_scheduling", "async_chunk"),
         *("moe_backend", "enable_sleep_mode"),
         *("enable_flashinfer_autotune", "disable_hybrid_kv_cache_manager", "vae_use_slicing"),
@@ -32,7 +32,6 @@ _UNUSED = frozenset(
 _SAME: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("auto", "TORCH_SDPA", "SDPA"),
     "enforce_eager": (True,),
-    "enable_chunked_prefill": (False,),
     "num_replicas": (1,),
     "pipeline_parallel_size": (1,),
     "ulysses_degree": (1,),

@@ -138,11 +138,16 @@ class BagelUtility(ModelUtility):
         return self._pipeline.config.llm.num_key_value_heads
 
     def prefill_steps(
-        self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
     ) -> PrefillSteps:
         """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
         params = request.sampling_params
         generator = torch.Generator().manual_seed(params.seed or 0)
+        cached = self.prefix_tokens(request)[:num_computed_tokens] if num_computed_tokens else []
         contexts = yield from self._pipeline.prefill_steps(
             request.prompt,
             think=self._think,
@@ -155,7 +160,7 @@ class BagelUtility(ModelUtility):
             top_p=params.top_p,
             repetition_penalty=params.repetition_penalty,
             caches={
-                name: PagedNaiveCache(SequenceBlocks(pools, blocks))
+                name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached if name == "gen" else ()))
                 for name, blocks in block_ids.items()
             },
         )
@@ -164,8 +169,12 @@ class BagelUtility(ModelUtility):
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
 
+    def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
+        """Those of think mode's prompt, and of the texts before the first image."""
+        return self._pipeline.prefix_tokens(request.prompt, think=self._think)
+
     def advance(self, passes: Sequence[Any]) -> list[Any]:
-        """Read the next token of several texts in one pass."""
+        """Read the next tokens of several texts in one pass."""
         return list(self._pipeline.advance(passes))
 
     def _shard(self) -> Shard | None:

@@ -15,7 +15,8 @@ from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, model_utility
+from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, TextPass, model_utility
+from omni_kvlink.engine.worker.token_budget import divide_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +33,31 @@ class _Prefill:
 
     request: OmniDiffusionRequest
     steps: PrefillSteps
-    next_pass: Any = None
+    next_pass: TextPass | None = None
     result: Any = None
+    is_new: bool = True
+    num_computed_tokens: int = 0  # in blocks, as far as the passes tell
     is_aborted: bool = False
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
     def key(self) -> str:
         return self.request.request_id
+
+    def set_pass(self, next_pass: TextPass | None) -> None:
+        """Set the pass that it waits for; None if it is to go on by itself."""
+        self.next_pass = next_pass
+        if next_pass is not None:
+            known, found = self.num_computed_tokens, next_pass.num_computed_tokens
+            self.num_computed_tokens = max(known, found)
+
+    def end_chunk(self, chunk: TextPass, result: Any) -> None:
+        """Take the result of its pass, or of a part of it, after which it waits for the rest."""
+        assert self.next_pass is not None
+        if chunk.num_tokens == self.next_pass.num_tokens:
+            self.next_pass, self.result = None, result
+        else:
+            self.set_pass(self.next_pass.rest(chunk.num_tokens, result))
 
 
 class GPUARModelRunner:
@@ -58,6 +76,8 @@ class GPUARModelRunner:
         self.process_group = process_group or ProcessGroup()
         self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
         heads, coords = self.utility.kv_heads(), self.process_group.coords
+        if config.enable_prefix_caching:
+            _check_prefixes(self.utility)
         self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
         self.kv_sink: KVSink | None = self._sink
         self._batch_sync = BatchSync(self.process_group)
@@ -76,9 +96,10 @@ class GPUARModelRunner:
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
         """Run one step of all scheduled requests; a result for each that ends with it.
 
-        The first request whose prompt is not read yet reads a part of it; all texts get their next
-        token in one pass. The KV of a request is sent with its last step, and its blocks are free
-        then: the link has a copy. EngineDeadError: a rank that computes with this one is gone.
+        One request reads an image. All texts that are written get their next token, and prompts
+        their next tokens up to `max_num_batched_tokens`, in one pass. The KV of a request is sent
+        with its last step, and its blocks are free then: the link has a copy. EngineDeadError: a
+        rank that computes with this one is gone.
         """
         ids = scheduler_output.request_ids
         self._batch_sync.begin(ids)
@@ -86,11 +107,16 @@ class GPUARModelRunner:
             self._end(key)
         for request in scheduler_output.requests:
             blocks = scheduler_output.block_ids[request.request_id]
-            steps = self.utility.prefill_steps(request, self.pools, blocks)
+            computed = scheduler_output.num_computed_tokens.get(request.request_id, 0)
+            steps = self.utility.prefill_steps(request, self.pools, blocks, computed)
             self._prefills[request.request_id] = _Prefill(request, steps)
         results = self._step([self._prefills[key] for key in ids])
         self._batch_sync.end({})
         return ModelRunnerOutput(list(results), [None] * len(results), results)
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        """How many of the first tokens of each running request are in its blocks, at least."""
+        return {key: one.num_computed_tokens for key, one in self._prefills.items()}
 
     def abort(self, request_id: str) -> None:
         """End a running request before its next step; unknown ids are ignored."""
@@ -114,18 +140,23 @@ class GPUARModelRunner:
         errors = self._batch_sync.sync_errors(errors)
         results = {key: self._failed(self._prefills[key], errors[key]) for key in errors}
         active = [one for one in prefills if one.key not in results]
-        reader = next((one for one in active if one.next_pass is None), None)
+        reader = next((one for one in active if one.next_pass is None and not one.is_new), None)
         for one in active:
-            if one is reader or one.next_pass is not None:
+            if one is reader or one.is_new:
                 results |= self._resume(one)
         waiting = [one for one in active if one.next_pass is not None and one.key not in results]
-        return results | self._advance(waiting)
+        results |= self._advance(waiting)
+        for one in waiting:
+            if one.next_pass is None and one.key not in results:
+                results |= self._resume(one)
+        return results
 
     def _resume(self, prefill: _Prefill) -> dict[str, DiffusionOutput]:
-        """Run a request up to its next shared pass; return its result, if it ends."""
+        """Run a request up to its next pass or image; return its result, if it ends."""
         errors, output = dict[str, Exception](), None
+        result, prefill.result, prefill.is_new = prefill.result, None, False
         try:
-            prefill.next_pass = prefill.steps.send(prefill.result)
+            prefill.set_pass(prefill.steps.send(result))
         except StopIteration as end:
             output = end.value
             errors = self._send(prefill, output)
@@ -152,19 +183,36 @@ class GPUARModelRunner:
         return {}
 
     def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
-        """Run the passes that requests wait for as one; return the results of those that fail."""
+        """Run the passes that requests wait for as one; return the results of those that fail.
+
+        A request whose pass has ended has its `result`; one whose text was divided has another.
+        """
         if not prefills:
             return {}
         errors: dict[str, Exception] = {}
+        chunks = self._chunks(prefills)
         try:
-            found = self.utility.advance([one.next_pass for one in prefills])
-            for one, result in zip(prefills, found, strict=True):
-                one.result = result
+            found = self.utility.advance([chunk for _, chunk in chunks])
+            for (one, chunk), result in zip(chunks, found, strict=True):
+                one.end_chunk(chunk, result)
         except Exception as error:
-            errors = {one.key: error for one in prefills}
+            errors = {one.key: error for one, _ in chunks}
         errors = self._batch_sync.sync_errors(errors)
         failed = [one for one in prefills if one.key in errors]
         return {one.key: self._failed(one, errors[one.key]) for one in failed}
+
+    def _chunks(self, prefills: Sequence[_Prefill]) -> list[tuple[_Prefill, TextPass]]:
+        """Those that read in this step, with all that is left of their texts or its beginning."""
+        waiting = [(one, one.next_pass) for one in prefills if one.next_pass is not None]
+        config, wanted = self.config, [each.num_tokens for _, each in waiting]
+        counts = divide_tokens(
+            wanted, config.max_num_batched_tokens, chunked=config.enable_chunked_prefill
+        )
+        return [
+            (one, each if count == each.num_tokens else each.chunk(count))
+            for (one, each), count in zip(waiting, counts, strict=True)
+            if count
+        ]
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """Views of the request's KV in its blocks; `put` copies from there."""
@@ -190,3 +238,10 @@ class GPUARModelRunner:
         prefill.steps.close()
         prefill.request.past_key_values = None
         prefill.next_pass = prefill.result = None
+
+
+def _check_prefixes(utility: ModelUtility) -> None:
+    """Raise ValueError unless the model says which tokens prefixes are made of."""
+    if type(utility).prefix_tokens is ModelUtility.prefix_tokens:
+        name = type(utility).__name__
+        raise ValueError(f"enable_prefix_caching: {name} has no prefix_tokens; leave it off")

@@ -33,6 +33,14 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
         """The most tokens that a request can put into each branch of its cache."""
         return self.runner.utility.count_tokens(request)
 
+    def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
+        """Token ids of the beginning of a request's cache, as far as they alone decide it."""
+        return self.runner.utility.prefix_tokens(request)
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        """How many of the first tokens of each running request are in its blocks, at least."""
+        return self.runner.num_computed_tokens()
+
     def sleep(self, level: int = 1) -> bool:
         """Release the KV pools, too: all blocks must be free."""
         slept = super().sleep(level)

@@ -413,7 +413,6 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"enforce_eager": False}, "enforce_eager False: only True"),
         ({"compilation_config": {"level": 3}}, "compilation_config"),
         ({"profiler_config": {"profiler": "torch"}}, "profiler_config"),
-        ({"enable_chunked_prefill": True}, "enable_chunked_prefill True: only False"),
         ({"attention_config": {"backend": "STA"}}, "attention_config"),
         ({"parallel_config": 2}, "parallel_config is a map"),
         ({"an_unknown_field": 1}, "an_unknown_field"),
