@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from engine_fixtures import SHAPE, checkpoint, params, pipeline, url
 
-from omni_kvlink.engine import AREngine, KVConfig, OmniARConfig, OmniDiffusionRequest
+from omni_kvlink.engine import (
+    AREngine,
+    DiffusionParallelConfig,
+    KVConfig,
+    OmniARConfig,
+    OmniDiffusionRequest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +29,10 @@ TOLERANCE = 1e-5
 
 @contextmanager
 def ar_engine(sockets: str, backend: str = "uni", **fields: Any) -> Iterator[AREngine]:
-    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
+    ranks = fields.pop("ranks", 1)
+    sinks = tuple(url() for _ in range(ranks))
+    kv = KVConfig(sinks=sinks, sink_options={"directory": sockets})
+    fields["parallel_config"] = DiffusionParallelConfig(tensor_parallel_size=ranks)
     how = {"dtype": "float32", "max_num_seqs": 4, "num_blocks": 4096, "think": True, **fields}
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend=backend, **how)
     engine = AREngine(config)
@@ -94,9 +103,7 @@ def kv_of(contexts: BagelContexts) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def difference(
-    ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torch.Tensor]]
-) -> float:
+def difference(ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torch.Tensor]]) -> float:
     """The largest difference of two caches, relative to the largest value of each tensor."""
     largest = 0.0
     assert list(ours) == list(theirs)

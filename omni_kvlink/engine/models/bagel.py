@@ -147,7 +147,8 @@ class BagelUtility(ModelUtility):
         """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
         params = request.sampling_params
         generator = torch.Generator().manual_seed(params.seed or 0)
-        cached = self.prefix_tokens(request)[:num_computed_tokens] if num_computed_tokens else []
+        n = num_computed_tokens
+        cached = {"gen": self.prefix_tokens(request)[:n]} if n else {}
         contexts = yield from self._pipeline.prefill_steps(
             request.prompt,
             think=self._think,
@@ -160,7 +161,7 @@ class BagelUtility(ModelUtility):
             top_p=params.top_p,
             repetition_penalty=params.repetition_penalty,
             caches={
-                name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached if name == "gen" else ()))
+                name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached.get(name, ())))
                 for name, blocks in block_ids.items()
             },
         )
