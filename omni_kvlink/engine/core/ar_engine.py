@@ -21,17 +21,17 @@ class AREngine(StageEngine[OmniARConfig]):
     def _make(self) -> tuple[OmniARScheduler, Executor]:
         executor = Executor.get_class(self.config)(self.config)
 
-        def ask(method: str, *args: Any) -> list[Any]:
+        def rpc(method: str, *args: Any) -> list[Any]:
             return executor.collective_rpc(method, timeout=_ANSWER, args=args)
 
         def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
-            return cast("dict[str, int]", ask("count_tokens", request)[0])
+            return cast("dict[str, int]", rpc("count_tokens", request)[0])
 
         def prefix_tokens(request: OmniDiffusionRequest) -> list[int]:
-            return cast("list[int]", ask("prefix_tokens", request)[0])
+            return cast("list[int]", rpc("prefix_tokens", request)[0])
 
         def count_computed() -> dict[str, int]:
-            ranks: list[dict[str, int]] = ask("num_computed_tokens")
+            ranks: list[dict[str, int]] = rpc("num_computed_tokens")
             return {key: min(rank.get(key, 0) for rank in ranks) for key in ranks[0]}
 
         scheduler = OmniARScheduler(

@@ -59,12 +59,12 @@ class PrefixCache:
         At least its last token is left out: a request computes one, or it would have no hidden
         state.
         """
-        wanted = prefix.hashes[: max(0, prefix.num_tokens - 1) // self._blocks.block_size]
-        found = self._blocks.find(wanted)
-        if len(found) < len(wanted) and wanted[len(found)] in self._pending:
+        hashes = prefix.hashes[: max(0, prefix.num_tokens - 1) // self._blocks.block_size]
+        found = self._blocks.find(hashes)
+        if len(found) < len(hashes) and hashes[len(found)] in self._pending:
             for request_id, tokens in self._count_computed().items():
                 self.computed(request_id, tokens)
-            found = self._blocks.find(wanted)
+            found = self._blocks.find(hashes)
         return found
 
     def begin(self, request_id: str, prefix: Prefix, blocks: Sequence[int], found: int) -> None:

@@ -204,9 +204,9 @@ class GPUARModelRunner:
     def _chunks(self, prefills: Sequence[_Prefill]) -> list[tuple[_Prefill, TextPass]]:
         """Those that read in this step, with all that is left of their texts or its beginning."""
         waiting = [(one, one.next_pass) for one in prefills if one.next_pass is not None]
-        config, wanted = self.config, [each.num_tokens for _, each in waiting]
+        config, num_tokens = self.config, [each.num_tokens for _, each in waiting]
         counts = divide_tokens(
-            wanted, config.max_num_batched_tokens, chunked=config.enable_chunked_prefill
+            num_tokens, config.max_num_batched_tokens, chunked=config.enable_chunked_prefill
         )
         return [
             (one, each if count == each.num_tokens else each.chunk(count))

@@ -29,10 +29,10 @@ class Stage:
 
     def __init__(self, blocks: int = 16, seqs: int = 4):
         self.computed: dict[str, int] = {}
-        self.asked = 0
+        self.calls = 0
 
         def count_computed() -> dict[str, int]:
-            self.asked += 1
+            self.calls += 1
             return self.computed
 
         config = OmniARConfig(
@@ -45,7 +45,7 @@ class Stage:
         self.scheduler = OmniARScheduler(
             config,
             lambda one: {"gen": len(one.prompt), "cfg_img": 1},
-            prefix_tokens=lambda one: [ord(letter) for letter in str(one.prompt).rstrip("?")],
+            prefix_tokens=lambda one: [ord(each) for each in str(one.prompt).rstrip("?")],
             count_computed=count_computed,
         )
         self.free = self.scheduler.blocks
@@ -112,9 +112,9 @@ def test_blocks_that_are_not_computed_yet_are_not_shared() -> None:
     table = stage.begin("abcdefghx")
     assert table.num_computed_tokens == {"abcdefghx": 4}
     assert table.block_ids["abcdefghx"]["gen"][0] == first[0]
-    asked = stage.asked
+    calls = stage.calls
     assert stage.begin("zzzzzzzzz").num_computed_tokens == {}
-    assert stage.asked == asked == 2  # only if a block is being computed
+    assert stage.calls == calls == 2  # only if a block is being computed
 
 
 def test_an_error_frees_no_block_that_another_uses() -> None:
@@ -149,7 +149,7 @@ def test_what_a_failed_request_did_not_compute_is_not_found() -> None:
     stage.end("abcdefghi", error=EngineError("it failed"))
     stage.add("again", "abcdefghi")
     assert stage.begin().num_computed_tokens == {}
-    assert stage.asked == 0
+    assert stage.calls == 0
 
 
 def test_the_least_recently_used_blocks_are_evicted() -> None:

@@ -8,7 +8,7 @@ from omni_kvlink.engine.worker.token_budget import divide_tokens
 
 
 @pytest.mark.parametrize(
-    ("wanted", "budget", "chunked", "expected"),
+    ("num_tokens", "budget", "chunked", "expected"),
     [
         ([5, 1, 7, 1], 20, True, [5, 1, 7, 1]),
         ([5, 1, 7, 1], 9, True, [5, 1, 2, 1]),  # texts that are written do not wait
@@ -22,6 +22,6 @@ from omni_kvlink.engine.worker.token_budget import divide_tokens
     ],
 )
 def test_tokens_of_a_step(
-    wanted: list[int], budget: int, chunked: bool, expected: list[int]
+    num_tokens: list[int], budget: int, chunked: bool, expected: list[int]
 ) -> None:
-    assert divide_tokens(wanted, budget, chunked=chunked) == expected
+    assert divide_tokens(num_tokens, budget, chunked=chunked) == expected
