@@ -87,8 +87,8 @@ class OmniARScheduler(Scheduler):
     ) -> list[DiffusionOutput]:
         """End the requests of a step; the blocks of their prefixes can be shared from now on."""
         with self._changed:
-            for key in model_output.req_ids if self._prefixes is not None else ():
-                if model_output.result_of(key).error is None:
+            for key in model_output.req_ids:
+                if self._prefixes is not None and model_output.result_of(key).error is None:
                     self._prefixes.computed(key)
             return super().update_from_output(scheduler_output, model_output)
 

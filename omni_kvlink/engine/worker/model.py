@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
 """Models by name, as "module:Class"; imported when a configuration names them."""
 
-PrefillSteps: TypeAlias = "Generator[TextPass | None, Any, DiffusionOutput]"
+PrefillSteps: TypeAlias = "Generator[Any, Any, DiffusionOutput]"
 """See `ModelUtility.prefill_steps`."""
 
 
@@ -37,7 +37,7 @@ class TextPass(Protocol):
         """How many tokens of the request are before them."""
 
     def chunk(self, num_tokens: int) -> TextPass:
-        """The pass of its first tokens; called if it has more than one."""
+        """The pass of its first tokens. A pass of one token may lack this, and `rest`."""
 
     def rest(self, num_tokens: int, result: Any) -> TextPass:
         """The pass of the tokens after those, whose pass had this result."""

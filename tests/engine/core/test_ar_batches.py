@@ -77,7 +77,11 @@ def test_a_long_prompt_does_not_hold_up_a_text(sockets: str) -> None:
 
 
 def test_without_chunks_a_long_text_is_read_at_once(sockets: str) -> None:
-    how = {"max_num_batched_tokens": 8, "enable_chunked_prefill": False, "think": False}
+    how: dict[str, Any] = {
+        "max_num_batched_tokens": 8,
+        "enable_chunked_prefill": False,
+        "think": False,
+    }
     with ar_engine(sockets, **how) as engine:
         sent, passes = SentKV(engine), Passes(engine)
         (name,) = run(engine, [LONG])
@@ -229,8 +233,8 @@ class Nameless(BagelUtility):
 
 
 def test_a_model_without_prefix_tokens_is_refused() -> None:
-    how = {"model_class_name": f"{__name__}:Nameless", "dtype": "float32"}
-    config = OmniARConfig(checkpoint(), enable_prefix_caching=True, **how)
+    name = f"{__name__}:Nameless"
+    config = OmniARConfig(checkpoint(), name, dtype="float32", enable_prefix_caching=True)
     with pytest.raises(ValueError, match=r"enable_prefix_caching: Nameless has no prefix_tokens"):
         AREngine(config)
 

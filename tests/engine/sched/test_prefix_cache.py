@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from engine_fixtures import params
 
 from omni_kvlink.engine import (
+    ARSchedulerOutput,
     DiffusionOutput,
     EngineError,
     ModelRunnerOutput,
@@ -17,9 +16,6 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.kv.block_manager import BlockManager
 from omni_kvlink.engine.sched.prefix_cache import Prefix
-
-if TYPE_CHECKING:
-    from omni_kvlink.engine import ARSchedulerOutput
 
 SIZE = 4
 
@@ -57,7 +53,8 @@ class Stage:
         """Schedule requests that are named by their prompts."""
         for prompt in prompts:
             self.add(prompt, prompt)
-        output: Any = self.scheduler.schedule()
+        output = self.scheduler.schedule()
+        assert isinstance(output, ARSchedulerOutput)
         return output
 
     def end(self, *names: str, error: Exception | None = None) -> None:
