@@ -6,6 +6,7 @@ A request passes scheduler → executor → worker → runner → pipeline; docs
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig
 from omni_kvlink.engine.config import KVConfig as KVConfig
+from omni_kvlink.engine.config import KVTransferConfig as KVTransferConfig
 from omni_kvlink.engine.config import OmniARConfig as OmniARConfig
 from omni_kvlink.engine.config import OmniDiffusionConfig as OmniDiffusionConfig
 from omni_kvlink.engine.config import RayConfig as RayConfig

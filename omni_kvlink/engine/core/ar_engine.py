@@ -39,6 +39,14 @@ class AREngine(StageEngine[OmniARConfig]):
         )
         return scheduler, executor
 
+    def stats(self) -> dict[str, Any]:
+        """As `StageEngine.stats`; with `kv_transfer`, statistics of that, too."""
+        stats = super().stats()
+        if self.config.kv_transfer is not None:
+            found = self.executor.collective_rpc("kv_transfer_stats", timeout=_ANSWER)
+            stats["kv_transfer"] = found[0]
+        return stats
+
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between batches, take weights and KV pools out of memory; the prefix cache is empty."""
 

@@ -39,7 +39,7 @@ _OWN = {
 }
 _NO_FIELDS = {
     *("model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"),
-    "device_numbers",
+    *("device_numbers", "kv_transfer"),
 }
 
 

@@ -27,11 +27,12 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.prefill_steps import PromptTokens
 from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
@@ -55,6 +56,8 @@ class BagelUtility(ModelUtility):
         rank, of = group.coords.tensor, group.parallel.tensor_parallel_size
         self._split = Split(rank, of, group.all_reduce) if of > 1 else Split()
         self._think = isinstance(config, OmniARConfig) and config.think
+        transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
+        self._reads_prefixes = transfer is not None and transfer.is_producer
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model, dtype=config.torch_dtype, device=device, stage=stage, split=self._split
         )
@@ -125,6 +128,8 @@ class BagelUtility(ModelUtility):
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each context."""
+        if self._reads_prefixes:
+            return {"gen": len(self.prefix_tokens(request))}
         most = request.sampling_params.max_tokens
         return self._pipeline.count_tokens(request.prompt, think=self._think, max_think_tokens=most)
 
@@ -173,6 +178,20 @@ class BagelUtility(ModelUtility):
     def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
         """Those of think mode's prompt, and of the texts before the first image."""
         return self._pipeline.prefix_tokens(request.prompt, think=self._think)
+
+    def prefix_steps(
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
+    ) -> Generator[Any, Any, torch.Tensor]:
+        """Read these texts alone into the blocks of gen; see `ModelUtility.prefix_steps`."""
+        ids, n = self.prefix_tokens(request), num_computed_tokens
+        table = SequenceBlocks(pools, block_ids["gen"], ids[:n])
+        context = BagelContext([n], [n], PagedNaiveCache(table).with_cached(ids[:n]))
+        _, hidden = yield PromptTokens(context, ids[n:])
+        return torch.as_tensor(hidden[-1:])
 
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Read the next tokens of several texts in one pass."""

@@ -11,6 +11,11 @@ import torch
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.kv.kv_transfer import (
+    KVTransferConsumer,
+    KVTransferProducer,
+    name_of_weights,
+)
 from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
@@ -76,10 +81,17 @@ class GPUARModelRunner:
         self.process_group = process_group or ProcessGroup()
         self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
         heads, coords = self.utility.kv_heads(), self.process_group.coords
-        if config.enable_prefix_caching:
+        if config.enable_prefix_caching or config.kv_transfer:
             _check_prefixes(self.utility)
-        self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
-        self.kv_sink: KVSink | None = self._sink
+        transfer = config.kv_transfer
+        self._sink: KVSink | None = None
+        if transfer is None or not transfer.is_producer:
+            self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
+        self.kv_sink = self._sink
+        self.kv_transfer: KVTransferProducer | KVTransferConsumer | None = None
+        if transfer is not None:
+            kind = KVTransferProducer if transfer.is_producer else KVTransferConsumer
+            self.kv_transfer = kind(transfer, name_of_weights(self.utility.modules()))
         self._batch_sync = BatchSync(self.process_group)
         self._prefills: dict[str, _Prefill] = {}
         layers, row = self.utility.kv_row()
@@ -108,7 +120,7 @@ class GPUARModelRunner:
         for request in scheduler_output.requests:
             blocks = scheduler_output.block_ids[request.request_id]
             computed = scheduler_output.num_computed_tokens.get(request.request_id, 0)
-            steps = self.utility.prefill_steps(request, self.pools, blocks, computed)
+            steps = self._steps(request, blocks, computed)
             self._prefills[request.request_id] = _Prefill(request, steps)
         results = self._step([self._prefills[key] for key in ids])
         self._batch_sync.end({})
@@ -128,7 +140,38 @@ class GPUARModelRunner:
         """Close the link; what the next stage has not received is lost."""
         for key in list(self._prefills):
             self._end(key)
-        self._sink.close()
+        for end in (self.kv_transfer, self._sink):
+            if end is not None:
+                end.close()
+
+    def _steps(
+        self, request: OmniDiffusionRequest, block_ids: dict[str, list[int]], computed: int
+    ) -> PrefillSteps:
+        """Read a prompt; with `kv_transfer` for a decode stage, or after what a prefill stage read.
+
+        If that read all of the beginning, no forward pass of it is left.
+        """
+        transfer, utility = self.kv_transfer, self.utility
+        if isinstance(transfer, KVTransferProducer):
+            return (yield from self._prefix_steps(transfer, request, block_ids, computed))
+        if transfer is not None and (tokens := utility.prefix_tokens(request)):
+            first = next(iter(block_ids.values()))
+            computed = transfer.receive(tokens, self.pools, first, computed)
+        return (yield from utility.prefill_steps(request, self.pools, block_ids, computed))
+
+    def _prefix_steps(
+        self,
+        transfer: KVTransferProducer,
+        request: OmniDiffusionRequest,
+        block_ids: dict[str, list[int]],
+        computed: int,
+    ) -> PrefillSteps:
+        """Read what a prompt begins with, and keep its K and V for decode stages."""
+        if tokens := self.utility.prefix_tokens(request):
+            first, args = next(iter(block_ids.values())), (request, self.pools, block_ids)
+            hidden = yield from self.utility.prefix_steps(*args, computed)
+            transfer.insert(tokens, self.pools, first, hidden)
+        return DiffusionOutput(request.request_id)
 
     def _step(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
         """Runs alike on every rank: the ranks agree before each pass, and after."""
@@ -176,7 +219,8 @@ class GPUARModelRunner:
             return aborted
         try:
             output.seconds["prefill"] = time.perf_counter() - prefill.started
-            output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            if self._sink is not None:
+                output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
             return {prefill.key: error}
@@ -227,7 +271,8 @@ class GPUARModelRunner:
         """The output of a request that failed; the next stage gets the error, too."""
         key = prefill.key
         self._end(key)
-        self._sink.fail(key, str(error) or repr(error))
+        if self._sink is not None:
+            self._sink.fail(key, str(error) or repr(error))
         output = DiffusionOutput(key, error=as_engine_error(error, f"request {key!r} failed"))
         output.clear_traceback()
         return output
@@ -244,4 +289,5 @@ def _check_prefixes(utility: ModelUtility) -> None:
     """Raise ValueError unless the model says which tokens prefixes are made of."""
     if type(utility).prefix_tokens is ModelUtility.prefix_tokens:
         name = type(utility).__name__
-        raise ValueError(f"enable_prefix_caching: {name} has no prefix_tokens; leave it off")
+        field = "enable_prefix_caching or kv_transfer"
+        raise ValueError(f"{field}: {name} has no prefix_tokens; leave it off")

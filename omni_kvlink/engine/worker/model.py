@@ -137,6 +137,19 @@ class ModelUtility(ABC):
         """Token ids of the first branch's beginning, as far as its KV depends on them alone."""
         raise NotImplementedError(f"{type(self).__name__} has no prefix_tokens")
 
+    def prefix_steps(
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
+    ) -> Generator[Any, Any, torch.Tensor]:
+        """Read the `prefix_tokens` alone into blocks; the value is the last hidden state [1, dim].
+
+        As `prefill_steps`, for the prefill stage of a decode stage.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no prefix_steps")
+
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Run one pass of several requests together; returns a result for each."""
         raise NotImplementedError(f"the steps of {type(self).__name__} yield None alone")
