@@ -59,7 +59,8 @@ def stages(
             distributed_executor_backend=backend,
             **{**HOW, **fields},
         )
-        prefill = stack.enter_context(AREngine(config))
+        prefill = AREngine(config)
+        stack.enter_context(prefill)
         decode = stack.enter_context(ar_engine(sockets, kv_transfer=take, **{**HOW, **fields}))
         yield prefill, decode
 
