@@ -96,12 +96,11 @@ class OmniARScheduler(Scheduler):
         chosen: list[RequestState] = []
         for state in list(self._waiting.values())[: self.max_num_seqs - len(self._running)]:
             try:
-                needed = self._needed(state.request)
+                if not self._allocate(state.request_id, self._needed(state.request)):
+                    break
             except Exception as error:  # such as: a prompt that cannot be read
                 self._end(state, error)
                 continue
-            if not self._allocate(state.request_id, needed):
-                break
             chosen.append(state)
         return chosen
 

@@ -114,6 +114,21 @@ def test_blocks_that_are_not_computed_yet_are_not_shared() -> None:
     assert stage.calls == calls == 2  # only if a block is being computed
 
 
+def test_an_executor_that_does_not_answer_is_the_requests_error() -> None:
+    stage = Stage()
+    stage.begin("abcdefghi")
+
+    def gone() -> dict[str, int]:
+        raise EngineError("no answer")
+
+    stage.scheduler._prefixes._count_computed = gone  # type: ignore[union-attr]
+    assert stage.begin("abcdefghx").request_ids == ["abcdefghi"]
+    (ended,) = stage.scheduler.take_ended()
+    assert (ended.request_id, str(ended.error)) == ("abcdefghx", "no answer")
+    stage.end("abcdefghi")
+    assert stage.free.num_free == 16
+
+
 def test_an_error_frees_no_block_that_another_uses() -> None:
     stage = Stage()
     stage.begin("abcdefghi")
