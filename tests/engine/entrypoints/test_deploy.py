@@ -414,6 +414,7 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"compilation_config": {"level": 3}}, "compilation_config"),
         ({"profiler_config": {"profiler": "torch"}}, "profiler_config"),
         ({"enable_chunked_prefill": "yes"}, "enable_chunked_prefill"),
+        ({"kv_transfer": {"kv_role": "kv_consumer"}}, "kv_transfer .*: it is not supported"),
         ({"max_num_batched_tokens": 2, "max_num_seqs": 3}, "max_num_batched_tokens 2 for max_num"),
         ({"num_gpu_blocks_override": "all"}, "Expected `int`"),
         ({"attention_config": {"backend": "STA"}}, "attention_config"),
