@@ -7,6 +7,7 @@ from omni_kvlink.engine.ar_outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.config import CompilationConfig as CompilationConfig
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig
 from omni_kvlink.engine.config import KVConfig as KVConfig
+from omni_kvlink.engine.config import KVTransferConfig as KVTransferConfig
 from omni_kvlink.engine.config import LoRAConfig as LoRAConfig
 from omni_kvlink.engine.config import OmniARConfig as OmniARConfig
 from omni_kvlink.engine.config import OmniDiffusionConfig as OmniDiffusionConfig

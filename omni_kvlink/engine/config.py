@@ -148,6 +148,34 @@ class LoRAConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class KVTransferConfig:
+    """Prefill and decode apart: an AR stage gives K and V of prompts to another, or takes them.
+
+    A stage of each role serves a link at its `url`, and connects to those of the other role.
+    """
+
+    kv_role: str  # "kv_producer": reads prompts alone; "kv_consumer": reads what no producer has
+    url: str  # of this stage's link; its peers must know it, so a port is not 0
+    peers: tuple[str, ...]  # the URLs of the stages of the other role
+    options: dict[str, Any] = field(default_factory=dict)  # of the connectors, for all these links
+    budget: int = 1 << 30  # bytes of K and V that a producer keeps
+    timeout: float = 10.0  # seconds that a consumer waits for a producer; then it computes
+
+    def __post_init__(self) -> None:
+        if self.kv_role not in ("kv_producer", "kv_consumer"):
+            raise ValueError(f"kv_role {self.kv_role!r}: kv_producer or kv_consumer")
+        if not self.peers:
+            raise ValueError("kv_transfer without peers: the URLs of stages of the other role")
+        if self.budget < 1 or not self.timeout > 0:
+            raise ValueError(f"kv_transfer: budget {self.budget}, timeout {self.timeout}: above 0")
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether the stage reads prompts for others."""
+        return self.kv_role == "kv_producer"
+
+
+@dataclasses.dataclass(frozen=True)
 class RayConfig:
     """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
 
@@ -304,8 +332,23 @@ class OmniARConfig(StageConfig):
     num_blocks: int = 1024  # of the paged KV pool
     block_size: int = 16  # tokens in each block
     think: bool = False  # let the model write a plan first, which becomes part of the prompt
+    max_num_batched_tokens: int = 2048  # of all texts in one step
+    enable_chunked_prefill: bool = True  # divide a text that is longer
+    enable_prefix_caching: bool = False  # share blocks of equal leading texts
+    kv_transfer: KVTransferConfig | None = None  # prefill and decode apart
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} for max_num_seqs "
+                f"{self.max_num_seqs}: one token for each request, or more"
+            )
         if self.parallel_config.world_size > self.parallel_config.tensor_parallel_size:
             raise ValueError("an AR stage divides its heads alone: use tensor_parallel_size")
+        if self.kv_transfer is not None and self.parallel_config.world_size > 1:
+            raise ValueError("kv_transfer: a stage with it has one rank, not several")
+        if self.kv_transfer is not None and self.kv_transfer.is_producer and self.kv.sinks:
+            raise ValueError("a kv_producer reads prompts for a kv_consumer: leave kv.sinks out")
+        if self.kv_transfer is not None and self.lora_config.lora_path:
+            raise ValueError("kv_transfer with lora_path: stages compare no adapters; one of them")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.core.stage_engine import StageEngine
@@ -12,7 +12,7 @@ from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler
 if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
-_ANSWER = 5.0  # seconds to count a prompt's tokens, in which nothing else is scheduled
+_ANSWER = 5.0  # seconds to count tokens, in which nothing else is scheduled
 
 
 class AREngine(StageEngine[OmniARConfig]):
@@ -21,9 +21,45 @@ class AREngine(StageEngine[OmniARConfig]):
     def _make(self) -> tuple[OmniARScheduler, Executor]:
         executor = Executor.get_class(self.config)(self.config)
 
-        def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
-            counted: list[dict[str, int]]
-            counted = executor.collective_rpc("count_tokens", timeout=_ANSWER, args=(request,))
-            return counted[0]
+        def rpc(method: str, *args: Any) -> list[Any]:
+            return executor.collective_rpc(method, timeout=_ANSWER, args=args)
 
-        return OmniARScheduler(self.config, count_tokens), executor
+        def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
+            return cast("dict[str, int]", rpc("count_tokens", request)[0])
+
+        def prefix_tokens(request: OmniDiffusionRequest) -> list[int]:
+            return cast("list[int]", rpc("prefix_tokens", request)[0])
+
+        def count_computed() -> dict[str, int]:
+            ranks: list[dict[str, int]] = rpc("num_computed_tokens")
+            return {key: min(rank.get(key, 0) for rank in ranks) for key in ranks[0]}
+
+        scheduler = OmniARScheduler(
+            self.config, count_tokens, prefix_tokens=prefix_tokens, count_computed=count_computed
+        )
+        return scheduler, executor
+
+    def stats(self) -> dict[str, Any]:
+        """As `StageEngine.stats`; with `kv_transfer`, statistics of that, too."""
+        stats = super().stats()
+        if self.config.kv_transfer is not None:
+            found = self.executor.collective_rpc("kv_transfer_stats", timeout=_ANSWER)
+            stats["kv_transfer"] = found[0]
+        return stats
+
+    def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
+        """Between batches, take weights and KV pools out of memory; the prefix cache is empty."""
+
+        def sleep() -> bool:
+            self._reset_prefixes()
+            return self.executor.sleep(level)
+
+        return bool(self.call(sleep, timeout=timeout))
+
+    def reset_prefix_cache(self, *, timeout: float = 60.0) -> None:
+        """Between batches, forget all blocks that could be shared."""
+        self.call(self._reset_prefixes, timeout=timeout)
+
+    def _reset_prefixes(self) -> None:
+        assert isinstance(self.scheduler, OmniARScheduler)
+        self.scheduler.reset_prefix_cache()

@@ -45,7 +45,7 @@ _OWN = {
 }
 _NO_FIELDS = {
     *("model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"),
-    *("device_numbers", "lora_config"),
+    *("device_numbers", "lora_config", "kv_transfer"),
 }
 
 
@@ -55,7 +55,7 @@ def _fields(*kinds: type[Any]) -> frozenset[str]:
 
 _NESTED = DiffusionParallelConfig, LoRAConfig
 _SETTINGS = {
-    "ar": _fields(OmniARConfig, *_NESTED) | {"max_num_batched_tokens", "static_lora_scale"},
+    "ar": _fields(OmniARConfig, *_NESTED) | {"num_gpu_blocks_override", "static_lora_scale"},
     "dit": _fields(OmniDiffusionConfig, *_NESTED) | {"static_lora_scale"},
 }
 _SETTINGS = {kind: (names | {"own_process"}) - _NO_FIELDS for kind, names in _SETTINGS.items()}

@@ -19,7 +19,7 @@ _UNUSED = frozenset(
     (
         # memory and speed of another engine
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len"),
-        *("mm_processor_cache_gb", "enable_prefix_caching"),
+        *("mm_processor_cache_gb", "enable_prefix_caching", "enable_chunked_prefill"),
         *("async_scheduling", "async_chunk"),
         *("moe_backend", "enable_sleep_mode"),
         *("enable_flashinfer_autotune", "disable_hybrid_kv_cache_manager", "vae_use_slicing"),
@@ -33,7 +33,6 @@ _UNUSED = frozenset(
 
 _SAME: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("auto", "TORCH_SDPA", "SDPA"),
-    "enable_chunked_prefill": (False,),
     "num_replicas": (1,),
     "allgather_degree": (1,),
     "vae_patch_parallel_size": (1,),

@@ -74,10 +74,9 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
             values.setdefault("device_numbers", _numbers(stage))
         elif stage.devices:
             values.setdefault("device_numbers", tuple(range(len(_numbers(stage)))))
-        tokens = values.pop("max_num_batched_tokens", None)
         try:
             if kind == "ar":
-                configs.append(_ar(values, tokens, think=deploy.pipeline == "bagel_think"))
+                configs.append(_ar(values, think=deploy.pipeline == "bagel_think"))
             else:
                 configs.append(msgspec.convert(values, OmniDiffusionConfig))
         except (msgspec.ValidationError, ValueError) as error:
@@ -152,11 +151,17 @@ def _lora(values: dict[str, Any], where: str) -> dict[str, Any]:
     return own
 
 
-def _ar(values: dict[str, Any], tokens: int | None, *, think: bool) -> OmniARConfig:
-    config = msgspec.convert({**values, "think": think}, OmniARConfig)
-    if tokens is None:
+def _ar(values: dict[str, Any], *, think: bool) -> OmniARConfig:
+    values = {name: value for name, value in values.items() if value is not None}
+    blocks = values.pop("num_gpu_blocks_override", None)
+    own = {} if blocks is None else {"num_blocks": blocks}
+    config = msgspec.convert({**values, **own, "think": think}, OmniARConfig)
+    if own or "max_num_batched_tokens" not in values:
         return config
-    return dataclasses.replace(config, num_blocks=-(-tokens // config.block_size))
+    blocks = -(-config.max_num_batched_tokens // config.block_size)
+    if values.get("enable_chunked_prefill"):  # a prompt may be longer than a step
+        blocks = max(blocks, config.num_blocks)
+    return dataclasses.replace(config, num_blocks=blocks)
 
 
 def _check_placement(stage: StageDeploy, sinks: Sequence[str], *, is_remote: bool) -> None:

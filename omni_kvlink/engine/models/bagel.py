@@ -37,12 +37,13 @@ from omni_kvlink.models.bagel.layers import LayerSplit
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.lora import ROOTS, lora_layers
 from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
+from omni_kvlink.models.bagel.prefill_steps import PromptTokens
 from omni_kvlink.models.bagel.sequence import SequenceSplit
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
@@ -66,6 +67,8 @@ class BagelUtility(ModelUtility):
         self._think = isinstance(config, OmniARConfig) and config.think
         # What is offloaded need not fit on the device as a whole.
         self._load_device = torch.device("cpu") if config.offloads else device
+        transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
+        self._reads_prefixes = transfer is not None and transfer.is_producer
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model,
             dtype=config.torch_dtype,
@@ -178,6 +181,8 @@ class BagelUtility(ModelUtility):
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each context."""
+        if self._reads_prefixes:
+            return {"gen": len(self.prefix_tokens(request))}
         most = request.sampling_params.max_tokens
         return self._pipeline.count_tokens(request.prompt, think=self._think, max_think_tokens=most)
 
@@ -191,11 +196,17 @@ class BagelUtility(ModelUtility):
         return self._pipeline.config.llm.num_key_value_heads
 
     def prefill_steps(
-        self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
     ) -> PrefillSteps:
         """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
         params = request.sampling_params
         generator = torch.Generator().manual_seed(params.seed or 0)
+        n = num_computed_tokens
+        cached = {"gen": self.prefix_tokens(request)[:n]} if n else {}
         contexts = yield from self._pipeline.prefill_steps(
             request.prompt,
             think=self._think,
@@ -208,7 +219,7 @@ class BagelUtility(ModelUtility):
             top_p=params.top_p,
             repetition_penalty=params.repetition_penalty,
             caches={
-                name: PagedNaiveCache(SequenceBlocks(pools, blocks))
+                name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached.get(name, ())))
                 for name, blocks in block_ids.items()
             },
         )
@@ -219,8 +230,31 @@ class BagelUtility(ModelUtility):
         request.past_key_values = contexts
         return DiffusionOutput(request.request_id, text=contexts.text)
 
+    def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
+        """Those of think mode's prompt, and of the texts before the first image.
+
+        None of a request with a LoRA adapter: its KV is that of no other request.
+        """
+        if request.sampling_params.lora_int_id is not None:
+            return []
+        return self._pipeline.prefix_tokens(request.prompt, think=self._think)
+
+    def prefix_steps(
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
+    ) -> Generator[Any, Any, torch.Tensor]:
+        """Read these texts alone into the blocks of gen; see `ModelUtility.prefix_steps`."""
+        ids, n = self.prefix_tokens(request), num_computed_tokens
+        table = SequenceBlocks(pools, block_ids["gen"], ids[:n])
+        context = BagelContext([n], [n], PagedNaiveCache(table).with_cached(ids[:n]))
+        _, hidden = yield PromptTokens(context, ids[n:])
+        return torch.as_tensor(hidden[-1:])
+
     def advance(self, passes: Sequence[Any]) -> list[Any]:
-        """Read the next token of several texts in one pass."""
+        """Read the next tokens of several texts in one pass."""
         return list(self._pipeline.advance(passes))
 
     def _shard(self) -> Shard | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 
 class SequenceBlocks:
-    """One sequence in the pools: its blocks, in token order, and how many slots are claimed."""
+    """One sequence in the pools: its blocks, in token order, and how many slots are claimed.
 
-    def __init__(self, pools: KVPools, block_ids: list[int]):
+    The first slots may have K and V already, of the tokens `cached_ids`; they are only read.
+    """
+
+    def __init__(self, pools: KVPools, block_ids: list[int], cached_ids: Sequence[int] = ()):
         self.pools, self.block_ids, self.claimed = pools, block_ids, 0
+        self.cached_ids = list(cached_ids)
         size = pools.block_size
         blocks = torch.tensor(block_ids, dtype=torch.long)
         self._slots = (blocks[:, None] * size + torch.arange(size)).flatten().to(pools.device)
@@ -34,6 +38,16 @@ class SequenceBlocks:
             raise CapacityError(text, requested=stop, free=free)
         self.claimed = stop
         return range(start, stop)
+
+    def claim_cached(self, token_ids: Sequence[int]) -> int:
+        """Use the slots of those of the next tokens that are cached; returns where they end."""
+        expected = self.cached_ids[self.claimed : self.claimed + len(token_ids)]
+        if list(token_ids[: len(expected)]) != expected:
+            raise SchemaError(
+                f"token {self.claimed} and those after it are {token_ids[: len(expected)]!s:.200}, "
+                f"their blocks have K and V of {expected!s:.200}"
+            )
+        return self.claim(len(expected)).stop
 
     def read(self, pool: torch.Tensor, tokens: int) -> torch.Tensor:
         """Copy the first tokens of a pool into a new tensor, for attention."""
@@ -77,6 +91,12 @@ class PagedNaiveCache(NaiveCache):
         cache = PagedNaiveCache(self.table, claimed.stop)
         cache._rows = claimed
         return cache
+
+    def with_cached(self, token_ids: Sequence[int]) -> NaiveCache:
+        """A prefix of the table that is longer by the tokens that its blocks have already."""
+        if self._is_snapshot or self.tokens != self.table.claimed:
+            return self
+        return PagedNaiveCache(self.table, self.table.claim_cached(token_ids))
 
     def merge(self, layer: int, past: Layer | None, k: torch.Tensor, v: torch.Tensor) -> Layer:
         """Write the new rows to their slots; returns all rows of the layer, for attention."""

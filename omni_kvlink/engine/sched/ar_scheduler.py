@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.block_manager import BlockManager
+from omni_kvlink.engine.sched.prefix_cache import Prefix, PrefixCache
 from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
 from omni_kvlink.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from omni_kvlink.engine.config import OmniARConfig
-    from omni_kvlink.engine.outputs import DiffusionSchedulerOutput, ModelRunnerOutput
+    from omni_kvlink.engine.outputs import (
+        DiffusionOutput,
+        DiffusionSchedulerOutput,
+        ModelRunnerOutput,
+    )
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 Blocks = dict[str, list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Needed:
+    """The number of blocks that a request needs, by branch; and its prefix."""
+
+    counts: dict[str, int]
+    prefix: Prefix
 
 
 class OmniARScheduler(Scheduler):
@@ -24,54 +39,108 @@ class OmniARScheduler(Scheduler):
 
     Requests run together, one step after the other; each ends when its own KV is sent.
 
-    `count_tokens` returns the most tokens of each branch of a request's cache.
+    Args:
+        config: of the stage.
+        count_tokens: returns the most tokens of each branch of a request's cache.
+        prefix_tokens: for `enable_prefix_caching`, returns the token ids that the first branch
+            begins with, as far as they alone decide its KV.
+        count_computed: for the same, returns how many tokens of each running request are computed.
     """
 
     def __init__(
-        self, config: OmniARConfig, count_tokens: Callable[[OmniDiffusionRequest], dict[str, int]]
+        self,
+        config: OmniARConfig,
+        count_tokens: Callable[[OmniDiffusionRequest], dict[str, int]],
+        *,
+        prefix_tokens: Callable[[OmniDiffusionRequest], list[int]] | None = None,
+        count_computed: Callable[[], Mapping[str, int]] = dict,
     ):
         super().__init__(config.max_num_seqs)
         self._max_loras = config.lora_config.capacity
         self.blocks = BlockManager(config.num_blocks, config.block_size)
-        self._count_tokens = count_tokens
+        self._count_tokens, self._prefix_tokens = count_tokens, prefix_tokens
         self._tables: dict[str, Blocks] = {}
-        self._block_counts: dict[str, dict[str, int]] = {}  # counted once, by request id
+        self._computed: dict[str, int] = {}  # tokens found for requests that run
+        self._known: dict[str, _Needed] = {}  # counted once, by request id
+        self._prefixes: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            if prefix_tokens is None:
+                raise ValueError("enable_prefix_caching: the scheduler needs prefix_tokens")
+            self._prefixes = PrefixCache(self.blocks, count_computed)
 
     def stats(self) -> dict[str, Any]:
-        """Queue lengths, the number of steps, and free blocks."""
-        return {**super().stats(), "free_blocks": self.blocks.num_free}
+        """Queue lengths, the number of steps, free blocks, and the "prefix_cache" if it is on."""
+        with self._changed:
+            stats = {**super().stats(), "free_blocks": self.blocks.num_free}
+            if self._prefixes is not None:
+                stats["prefix_cache"] = self._prefixes.stats()
+            return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all blocks that could be shared; EngineError while requests run."""
+        with self._changed:
+            if self._running:
+                raise EngineError(f"{', '.join(self._running)} run: reset the prefix cache later")
+            self.blocks.forget()
+
+    def update_from_output(
+        self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
+    ) -> list[DiffusionOutput]:
+        """End the requests of a step; the blocks of their prefixes can be shared from now on."""
+        with self._changed:
+            for key in model_output.req_ids:
+                if self._prefixes is not None and model_output.result_of(key).error is None:
+                    self._prefixes.computed(key)
+            return super().update_from_output(scheduler_output, model_output)
 
     def _choose(self) -> list[RequestState]:
         chosen: list[RequestState] = []
         for state in list(self._waiting.values())[: self.max_num_seqs - len(self._running)]:
             try:
                 needed = self._needed(state.request)
+                if not self._has_lora_room([*self._running.values(), *chosen, state]):
+                    break
+                if not self._allocate(state.request_id, needed):
+                    break
             except Exception as error:  # such as: a prompt that cannot be read
                 self._end(state, error)
                 continue
-            if not self._has_lora_room([*self._running.values(), *chosen, state]):
-                break
-            if not self.blocks.can_allocate(sum(needed.values())):
-                break
-            self._tables[state.request_id] = {
-                branch: self.blocks.allocate(count) for branch, count in needed.items()
-            }
             chosen.append(state)
         return chosen
 
-    def _needed(self, request: OmniDiffusionRequest) -> dict[str, int]:
-        """How many blocks each branch needs; CapacityError if the pools never have as many."""
-        if known := self._block_counts.get(request.request_id):
+    def _allocate(self, request_id: str, needed: _Needed) -> bool:
+        """Take a request's blocks, those of its prefix as they are; False if too few are free."""
+        cache, counts = self._prefixes, needed.counts
+        found = [] if cache is None else cache.find(needed.prefix)
+        self.blocks.share(found)
+        if not self.blocks.can_allocate(sum(counts.values()) - len(found)):
+            self.blocks.free(found)
+            return False
+        table, begins = Blocks(), found
+        for branch, count in counts.items():
+            table[branch] = begins + self.blocks.allocate(count - len(begins))
+            begins = []  # a prefix is in the first branch alone
+        self._tables[request_id] = table
+        self._computed[request_id] = len(found) * self.blocks.block_size
+        if cache is not None:
+            cache.begin(request_id, needed.prefix, next(iter(table.values())), len(found))
+        return True
+
+    def _needed(self, request: OmniDiffusionRequest) -> _Needed:
+        """What a request needs; CapacityError if the pools never have as many blocks."""
+        if known := self._known.get(request.request_id):
             return known
         tokens = self._count_tokens(request)
-        needed = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}
-        total = sum(needed.values())
+        counts = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}
+        total = sum(counts.values())
         if total > self.blocks.num_blocks:
             size, free = self.blocks.block_size, self.blocks.num_blocks
             text = f"request {request.request_id!r} needs {total} blocks of {size} tokens, "
             text += f"there are {free}: raise num_blocks"
             raise CapacityError(text, requested=total, free=free)
-        self._block_counts[request.request_id] = needed
+        ids = self._prefix_tokens(request) if self._prefixes and self._prefix_tokens else []
+        needed = _Needed(counts, Prefix.of(ids, self.blocks.block_size))
+        self._known[request.request_id] = needed
         return needed
 
     def _has_lora_room(self, states: Sequence[RequestState]) -> bool:
@@ -93,9 +162,13 @@ class OmniARScheduler(Scheduler):
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}
         cached = [key for key in self._running if key not in tables]
-        return ARSchedulerOutput(requests, tables, cached)
+        computed = {key: self._computed[key] for key in tables if self._computed[key]}
+        return ARSchedulerOutput(requests, tables, cached, computed)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
-        self._block_counts.pop(request.request_id, None)
+        self._known.pop(request.request_id, None)
+        self._computed.pop(request.request_id, None)
+        if self._prefixes is not None:
+            self._prefixes.end(request.request_id)
         for blocks in self._tables.pop(request.request_id, {}).values():
             self.blocks.free(blocks)

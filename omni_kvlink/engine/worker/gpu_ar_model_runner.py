@@ -11,12 +11,18 @@ import torch
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.kv.kv_transfer import (
+    KVTransferConsumer,
+    KVTransferProducer,
+    name_of_weights,
+)
 from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, model_utility
+from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, TextPass, model_utility
+from omni_kvlink.engine.worker.token_budget import divide_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +40,10 @@ class _Prefill:
 
     request: OmniDiffusionRequest
     steps: PrefillSteps
-    next_pass: Any = None
+    next_pass: TextPass | None = None
     result: Any = None
+    is_new: bool = True
+    num_computed_tokens: int = 0  # in blocks, as far as the passes tell
     is_aborted: bool = False
     error: Exception | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -43,6 +51,21 @@ class _Prefill:
     @property
     def key(self) -> str:
         return self.request.request_id
+
+    def set_pass(self, next_pass: TextPass | None) -> None:
+        """Set the pass that it waits for; None if it is to go on by itself."""
+        self.next_pass = next_pass
+        if next_pass is not None:
+            known, found = self.num_computed_tokens, next_pass.num_computed_tokens
+            self.num_computed_tokens = max(known, found)
+
+    def end_chunk(self, chunk: TextPass, result: Any) -> None:
+        """Take the result of its pass, or of a part of it, after which it waits for the rest."""
+        assert self.next_pass is not None
+        if chunk.num_tokens == self.next_pass.num_tokens:
+            self.next_pass, self.result = None, result
+        else:
+            self.set_pass(self.next_pass.rest(chunk.num_tokens, result))
 
 
 class GPUARModelRunner:
@@ -62,8 +85,17 @@ class GPUARModelRunner:
         self.utility: ModelUtility = model_utility(config)(config, device, self.process_group)
         self.lora_manager = LoRAManager(config.lora_config, self.utility.lora_targets)
         heads, coords = self.utility.kv_heads(), self.process_group.coords
-        self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
-        self.kv_sink: KVSink | None = self._sink
+        if config.enable_prefix_caching or config.kv_transfer:
+            _check_prefixes(self.utility)
+        transfer = config.kv_transfer
+        self._sink: KVSink | None = None
+        if transfer is None or not transfer.is_producer:
+            self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
+        self.kv_sink = self._sink
+        self.kv_transfer: KVTransferProducer | KVTransferConsumer | None = None
+        if transfer is not None:
+            kind = KVTransferProducer if transfer.is_producer else KVTransferConsumer
+            self.kv_transfer = kind(transfer, name_of_weights(self.utility.modules()))
         self._batch_sync = BatchSync(self.process_group)
         self._prefills: dict[str, _Prefill] = {}
         layers, row = self.utility.kv_row()
@@ -80,9 +112,10 @@ class GPUARModelRunner:
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
         """Run one step of all scheduled requests; a result for each that ends with it.
 
-        The first request whose prompt is not read yet reads a part of it; all texts get their next
-        token in one pass. The KV of a request is sent with its last step, and its blocks are free
-        then: the link has a copy. EngineDeadError: a rank that computes with this one is gone.
+        One request reads an image. All texts that are written get their next token, and prompts
+        their next tokens up to `max_num_batched_tokens`, in one pass. The KV of a request is sent
+        with its last step, and its blocks are free then: the link has a copy. EngineDeadError: a
+        rank that computes with this one is gone.
         """
         ids = scheduler_output.request_ids
         self._batch_sync.begin(ids)
@@ -96,15 +129,18 @@ class GPUARModelRunner:
 
     def _begin(self, request: OmniDiffusionRequest, output: ARSchedulerOutput) -> _Prefill:
         """A request's first steps, and its adapter, or the error that it has instead."""
-        steps = self.utility.prefill_steps(
-            request, self.pools, output.block_ids[request.request_id]
-        )
-        prefill = _Prefill(request, steps)
+        key = request.request_id
+        computed = output.num_computed_tokens.get(key, 0)
+        prefill = _Prefill(request, self._steps(request, output.block_ids[key], computed))
         try:
             request.lora = self.lora_manager.resolve(request.sampling_params)
         except Exception as error:
             prefill.error = error
         return prefill
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        """How many of the first tokens of each running request are in its blocks, at least."""
+        return {key: one.num_computed_tokens for key, one in self._prefills.items()}
 
     def abort(self, request_id: str) -> None:
         """End a running request before its next step; unknown ids are ignored."""
@@ -116,7 +152,38 @@ class GPUARModelRunner:
         """Close the link; what the next stage has not received is lost."""
         for key in list(self._prefills):
             self._end(key)
-        self._sink.close()
+        for end in (self.kv_transfer, self._sink):
+            if end is not None:
+                end.close()
+
+    def _steps(
+        self, request: OmniDiffusionRequest, block_ids: dict[str, list[int]], computed: int
+    ) -> PrefillSteps:
+        """Read a prompt; with `kv_transfer` for a decode stage, or after what a prefill stage read.
+
+        If that read all of the beginning, no forward pass of it is left.
+        """
+        transfer, utility = self.kv_transfer, self.utility
+        if isinstance(transfer, KVTransferProducer):
+            return (yield from self._prefix_steps(transfer, request, block_ids, computed))
+        if transfer is not None and (tokens := utility.prefix_tokens(request)):
+            first = next(iter(block_ids.values()))
+            computed = transfer.receive(tokens, self.pools, first, computed)
+        return (yield from utility.prefill_steps(request, self.pools, block_ids, computed))
+
+    def _prefix_steps(
+        self,
+        transfer: KVTransferProducer,
+        request: OmniDiffusionRequest,
+        block_ids: dict[str, list[int]],
+        computed: int,
+    ) -> PrefillSteps:
+        """Read what a prompt begins with, and keep its K and V for decode stages."""
+        if tokens := self.utility.prefix_tokens(request):
+            first, args = next(iter(block_ids.values())), (request, self.pools, block_ids)
+            hidden = yield from self.utility.prefix_steps(*args, computed)
+            transfer.insert(tokens, self.pools, first, hidden)
+        return DiffusionOutput(request.request_id)
 
     def _step(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
         """Runs alike on every rank: the ranks agree before each pass, and after."""
@@ -130,19 +197,24 @@ class GPUARModelRunner:
         errors = self._batch_sync.sync_errors(errors)
         results = {key: self._failed(self._prefills[key], errors[key]) for key in errors}
         active = [one for one in prefills if one.key not in results]
-        reader = next((one for one in active if one.next_pass is None), None)
+        reader = next((one for one in active if one.next_pass is None and not one.is_new), None)
         for one in active:
-            if one is reader or one.next_pass is not None:
+            if one is reader or one.is_new:
                 results |= self._resume(one)
         waiting = [one for one in active if one.next_pass is not None and one.key not in results]
-        return results | self._advance(waiting)
+        results |= self._advance(waiting)
+        for one in waiting:
+            if one.next_pass is None and one.key not in results:
+                results |= self._resume(one)
+        return results
 
     def _resume(self, prefill: _Prefill) -> dict[str, DiffusionOutput]:
-        """Run a request up to its next shared pass; return its result, if it ends."""
+        """Run a request up to its next pass or image; return its result, if it ends."""
         errors, output = dict[str, Exception](), None
+        result, prefill.result, prefill.is_new = prefill.result, None, False
         try:
             self.lora_manager.activate(prefill.request.lora)
-            prefill.next_pass = prefill.steps.send(prefill.result)
+            prefill.set_pass(prefill.steps.send(result))
         except StopIteration as end:
             output = end.value
             errors = self._send(prefill, output)
@@ -162,7 +234,8 @@ class GPUARModelRunner:
             return aborted
         try:
             output.seconds["prefill"] = time.perf_counter() - prefill.started
-            output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            if self._sink is not None:
+                output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
             return {prefill.key: error}
@@ -171,29 +244,44 @@ class GPUARModelRunner:
     def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
         """Run the passes that requests wait for, those with one adapter as one.
 
-        Returns the results of those that fail.
+        Returns the results of those that fail. A request whose pass has ended has its `result`; one
+        whose text was divided has another pass.
         """
         if not prefills:
             return {}
         errors: dict[str, Exception] = {}
-        for lora in dict.fromkeys(one.request.lora for one in prefills):
-            errors |= self._advance_with(lora, [x for x in prefills if x.request.lora == lora])
+        chunks = self._chunks(prefills)
+        for lora in dict.fromkeys(one.request.lora for one, _ in chunks):
+            errors |= self._advance_with(lora, [x for x in chunks if x[0].request.lora == lora])
         errors = self._batch_sync.sync_errors(errors)
         failed = [one for one in prefills if one.key in errors]
         return {one.key: self._failed(one, errors[one.key]) for one in failed}
 
     def _advance_with(
-        self, lora: ActiveLoRA | None, prefills: Sequence[_Prefill]
+        self, lora: ActiveLoRA | None, chunks: Sequence[tuple[_Prefill, TextPass]]
     ) -> dict[str, Exception]:
-        """Run passes of one adapter; returns the errors by request id."""
+        """Run passes of one adapter as one; returns the errors by request id."""
         try:
             self.lora_manager.activate(lora)
-            found = self.utility.advance([one.next_pass for one in prefills])
-            for one, result in zip(prefills, found, strict=True):
-                one.result = result
+            found = self.utility.advance([chunk for _, chunk in chunks])
+            for (one, chunk), result in zip(chunks, found, strict=True):
+                one.end_chunk(chunk, result)
         except Exception as error:
-            return {one.key: error for one in prefills}
+            return {one.key: error for one, _ in chunks}
         return {}
+
+    def _chunks(self, prefills: Sequence[_Prefill]) -> list[tuple[_Prefill, TextPass]]:
+        """Those that read in this step, with all that is left of their texts or its beginning."""
+        waiting = [(one, one.next_pass) for one in prefills if one.next_pass is not None]
+        config, num_tokens = self.config, [each.num_tokens for _, each in waiting]
+        counts = divide_tokens(
+            num_tokens, config.max_num_batched_tokens, chunked=config.enable_chunked_prefill
+        )
+        return [
+            (one, each if count == each.num_tokens else each.chunk(count))
+            for (one, each), count in zip(waiting, counts, strict=True)
+            if count
+        ]
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
         """Views of the request's KV in its blocks; `put` copies from there."""
@@ -208,7 +296,8 @@ class GPUARModelRunner:
         """The output of a request that failed; the next stage gets the error, too."""
         key = prefill.key
         self._end(key)
-        self._sink.fail(key, str(error) or repr(error))
+        if self._sink is not None:
+            self._sink.fail(key, str(error) or repr(error))
         output = DiffusionOutput(key, error=as_engine_error(error, f"request {key!r} failed"))
         output.clear_traceback()
         return output
@@ -219,3 +308,11 @@ class GPUARModelRunner:
         prefill.steps.close()
         prefill.request.past_key_values = prefill.request.lora = None
         prefill.next_pass = prefill.result = None
+
+
+def _check_prefixes(utility: ModelUtility) -> None:
+    """Raise ValueError unless the model says which tokens prefixes are made of."""
+    if type(utility).prefix_tokens is ModelUtility.prefix_tokens:
+        name = type(utility).__name__
+        field = "enable_prefix_caching or kv_transfer"
+        raise ValueError(f"{field}: {name} has no prefix_tokens; leave it off")

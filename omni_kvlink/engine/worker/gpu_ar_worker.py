@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.worker.base import WorkerBase
 from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
 
@@ -33,8 +34,26 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
         """The most tokens that a request can put into each branch of its cache."""
         return self.runner.utility.count_tokens(request)
 
+    def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
+        """Token ids of the beginning of a request's cache, as far as they alone decide it."""
+        return self.runner.utility.prefix_tokens(request)
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        """How many of the first tokens of each running request are in its blocks, at least."""
+        return self.runner.num_computed_tokens()
+
+    def kv_transfer_stats(self) -> dict[str, int]:
+        """Statistics of the links to prefill or decode stages; empty without."""
+        transfer = self.runner.kv_transfer
+        return {} if transfer is None else transfer.stats()
+
     def sleep(self, level: int = 1) -> bool:
-        """Release the KV pools, too: all blocks must be free."""
+        """Release the KV pools, too: all blocks must be free.
+
+        EngineError for level 2 with `kv_transfer`: the weights may be others after it.
+        """
+        if level > 1 and self.ar_config.kv_transfer is not None:
+            raise EngineError("sleep level 2 with kv_transfer: K and V of the weights are in use")
         slept = super().sleep(level)
         self.runner.pools.sleep()
         return slept

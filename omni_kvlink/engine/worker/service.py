@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
-CONCURRENT = {"check_health", "fail_kv", "sink_stats", "sink_url"}
+CONCURRENT = {"check_health", "fail_kv", "kv_transfer_stats", "sink_stats", "sink_url"}
 """Methods of a worker that do not wait for the model; all others run between its batches."""
 _PENDING = (KVState.ALLOCATED, KVState.RECEIVING)
 CLOSE_TIMEOUT = 5.0  # seconds to release everything; the model may wait for a rank that is gone

@@ -46,6 +46,19 @@ def attend_each(
     return torch.stack(rows, dim=1)
 
 
+def attend_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    merges: Sequence[Callable[[Tensor, Tensor], Layer]],
+    seq_lens: Sequence[int],
+) -> Tensor:
+    """Run `attend` for each of several concatenated sequences over its own past, causally."""
+    parts = zip(*(rows.split(list(seq_lens)) for rows in (q, k, v)), merges, strict=True)
+    return torch.cat([attend(q, *merge(k, v), causal=True) for q, k, v, merge in parts])
+
+
 class PartialAttention:
     """Attention of q [n, heads, dim] over blocks of K and V that `add` is given one by one.
 

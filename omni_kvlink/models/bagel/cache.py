@@ -65,6 +65,10 @@ class NaiveCache:
         self.key_cache[layer], self.value_cache[layer] = merged = joined(past, k, v)
         return merged
 
+    def with_cached(self, token_ids: Sequence[int]) -> NaiveCache:
+        """Return the cache with those of the next tokens of a text whose rows it has already."""
+        return self
+
     def snapshot(self) -> NaiveCache:
         """Return a cache that later updates of this one do not change. Copies no tensor."""
         return snapshot(self)

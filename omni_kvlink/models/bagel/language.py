@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel.attention import attend, attend_each
+from omni_kvlink.models.bagel.attention import attend, attend_each, attend_varlen
 from omni_kvlink.models.bagel.cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from omni_kvlink.models.bagel.embeddings import Rotary, blank_embedding, rotary_tables, rotate
 from omni_kvlink.models.bagel.hooks import RunLayers
@@ -253,10 +253,12 @@ class TextDecoder(nn.Module):
         positions: Tensor,
         pasts: Sequence[LayerCache],
         into: Sequence[NaiveCache],
+        seq_lens: Sequence[int],
     ) -> Tensor:
-        """Run one text row of each sequence, x [1, batch, hidden], after its own cached tokens.
+        """Run text rows x [n, hidden] of several sequences, each after its own cached tokens.
 
-        As `forward`, with a cache and an `into` for each sequence; positions are [1, batch].
+        The first `seq_lens[0]` rows are of the first sequence, and so on. As `forward`, with a
+        cache and an `into` for each sequence.
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
@@ -264,7 +266,8 @@ class TextDecoder(nn.Module):
                 partial(own.merge, i, layer_tensors(past, i))
                 for own, past in zip(into, pasts, strict=True)
             ]
-            x = layer(x, rotary, partial(attend_each, merges=merges), "und")
+            attend = partial(attend_varlen, merges=merges, seq_lens=seq_lens)
+            x = layer(x, rotary, attend, "und")
         out: Tensor = self.norm(x)
         return out
 

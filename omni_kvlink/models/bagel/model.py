@@ -148,22 +148,26 @@ class BagelModel(nn.Module):
         return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
 
     def extend_each(
-        self, contexts: Sequence[BagelContext], x: Tensor
+        self, contexts: Sequence[BagelContext], x: Tensor, seq_lens: Sequence[int]
     ) -> tuple[list[BagelContext], Tensor]:
-        """Run one text row x [batch, hidden] after each context, all in one pass.
+        """Run text rows x [n, hidden] after several contexts, all in one pass.
 
-        Returns the longer contexts, and the hidden rows [batch, hidden]. In float32 a row differs
-        from that of `extend` by rounding: products of larger matrices may be summed otherwise.
+        The first `seq_lens[0]` rows continue the first context, and so on. Returns the longer
+        contexts, and the hidden rows [n, hidden]. In float32 a row differs from that of `extend`
+        by rounding: products of larger matrices may be summed otherwise.
         """
-        positions = torch.tensor([[one.ropes[0] for one in contexts]], device=self.device)
+        starts = [one.ropes[0] for one in contexts]
+        steps = zip(starts, seq_lens, strict=True)
+        positions = torch.cat([torch.arange(at, at + n) for at, n in steps]).to(self.device)
         pasts = [one.past_key_values for one in contexts]
-        caches = [_cache_after(one, 1) for one in contexts]
-        hidden = self.language_model.model.forward_each(x[None], positions, pasts, caches)
+        caches = [_cache_after(one, n) for one, n in zip(contexts, seq_lens, strict=True)]
+        decoder = self.language_model.model
+        hidden = decoder.forward_each(x, positions, pasts, caches, seq_lens)
         longer = [
-            BagelContext([one.kv_lens[0] + 1], [one.ropes[0] + 1], cache)
-            for one, cache in zip(contexts, caches, strict=True)
+            BagelContext([one.kv_lens[0] + n], [one.ropes[0] + n], cache)
+            for one, n, cache in zip(contexts, seq_lens, caches, strict=True)
         ]
-        return longer, hidden[0]
+        return longer, hidden
 
     def velocity(
         self,

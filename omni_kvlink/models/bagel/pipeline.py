@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -37,7 +38,14 @@ from omni_kvlink.models.bagel.images import (
 )
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.model import BagelModel, Stage
-from omni_kvlink.models.bagel.prefill_steps import Advanced, NextToken, Steps, all_steps
+from omni_kvlink.models.bagel.prefill_steps import (
+    Advanced,
+    NextToken,
+    PromptTokens,
+    Steps,
+    TextPass,
+    all_steps,
+)
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.models.bagel.token_sampler import TokenSampler
@@ -147,9 +155,7 @@ class BagelPipeline:
     @torch.no_grad()
     def append_text(self, context: BagelContext, token_ids: Sequence[int]) -> BagelContext:
         """Read token ids (markers included): n tokens, n positions, causal."""
-        ids = [int(token) for token in token_ids]
-        if not ids or min(ids) < 0 or max(ids) >= self.config.llm.vocab_size:
-            raise SchemaError(f"token ids must be within [0, {self.config.llm.vocab_size})")
+        ids = self._checked([int(token) for token in token_ids])
         self.model.check_context("context", context)
         return self.model.extend(context, self.model.embed(ids), mode="und", causal=True)[0]
 
@@ -307,16 +313,22 @@ class BagelPipeline:
     generate_text = all_steps(text_steps)
 
     @torch.no_grad()
-    def advance(self, texts: Sequence[NextToken]) -> list[Advanced]:
-        """Read the next token of several texts in one pass; see `BagelModel.extend_each`."""
-        contexts, rows = [one.context for one in texts], self.model.embed([x.token for x in texts])
+    def advance(self, texts: Sequence[TextPass]) -> list[Advanced]:
+        """Read the next tokens of several texts in one pass; see `BagelModel.extend_each`."""
+        contexts, lens = [one.context for one in texts], [one.num_tokens for one in texts]
+        rows = self.model.embed([token for one in texts for token in one.token_ids])
         if len(texts) == 1:
             longer, hidden = self.model.extend(contexts[0], rows, mode="und", causal=True)
             contexts = [longer]
         else:
-            contexts, hidden = self.model.extend_each(contexts, rows)
-        logits = self.model.language_model.lm_head(hidden)
-        return list(zip(contexts, logits, strict=True))
+            contexts, hidden = self.model.extend_each(contexts, rows, lens)
+        each = list(hidden.split(lens))
+        written = [i for i, one in enumerate(texts) if isinstance(one, NextToken)]
+        if written:
+            logits = self.model.language_model.lm_head(torch.cat([each[i] for i in written]))
+            for i, row in zip(written, logits, strict=True):
+                each[i] = row
+        return list(zip(contexts, each, strict=True))
 
     def prefill_steps(
         self,
@@ -369,23 +381,21 @@ class BagelPipeline:
         shape = (side, side) if image_shape is None else shape_pair(image_shape)
         self._grid(shape)  # refuses it now, not after the work
         if think:
-            default = THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
-            gen = self._append_prompt(gen, system_prompt or default)
+            gen = yield from self._prompt_steps(gen, system_prompt or _think_prompt(understanding))
             cfg_img = gen.snapshot()
         images = False
-        for number, item in enumerate(_as_list(inputs)):
-            if number or think:
-                yield None
+        for item in _as_list(inputs):
             if isinstance(item, str):
                 cfg_text = gen.snapshot()
-                gen = self._append_prompt(gen, item)
+                gen = yield from self._prompt_steps(gen, item)
                 if images:
                     if own_cfg_img is not None:
                         cfg_img, own_cfg_img = cfg_img.moved(own_cfg_img), None
-                    cfg_img = self._append_prompt(cfg_img, item)
+                    cfg_img = yield from self._prompt_steps(cfg_img, item)
                 else:  # the two are the same tokens at the same positions
                     cfg_img = gen.snapshot()
             else:
+                yield None
                 image = resize(load_image(item), self._vae_rule())
                 gen = self._append_image(gen, image, generator, latent=not understanding)
                 images, shape = True, image_size(image)
@@ -404,7 +414,7 @@ class BagelPipeline:
                 prompt_ids=[token for each in texts for token in self.encode_prompt(each)],
                 generator=generator,
             )
-            gen = self._append_prompt(gen, text)
+            gen = yield from self._prompt_steps(gen, text)
         self._last = BagelContexts(gen, cfg_text, cfg_img, None if understanding else shape, text)
         return self._last
 
@@ -481,6 +491,22 @@ class BagelPipeline:
                 gen += self._count_image(item)
         return {"gen": gen, "cfg_img": texts}
 
+    def prefix_tokens(
+        self,
+        inputs: Prompt,
+        *,
+        think: bool = False,
+        understanding: bool = False,
+        system_prompt: str | None = None,
+    ) -> list[int]:
+        """Return the token ids of the texts that `gen` begins with, up to the first image.
+
+        K and V of these tokens depend on nothing else. The arguments are as for `prefill`.
+        """
+        leading = takewhile(lambda item: isinstance(item, str), _as_list(inputs))
+        texts = [system_prompt or _think_prompt(understanding)] if think else []
+        return [token for each in [*texts, *leading] for token in self.encode_prompt(str(each))]
+
     def get_past_key_values(self) -> LayerCache:
         """Return the `gen` cache of the last request."""
         return self._last_contexts().gen.past_key_values
@@ -527,8 +553,24 @@ class BagelPipeline:
             raise RuntimeError("no request has run yet")
         return self._last
 
-    def _append_prompt(self, context: BagelContext, text: str) -> BagelContext:
-        return self.append_text(context, self.encode_prompt(text))
+    def _prompt_steps(self, context: BagelContext, text: str) -> Steps[BagelContext]:
+        """Read a text of a prompt, but for the tokens that its cache has already."""
+        ids, past = self._checked(self.encode_prompt(text)), context.past_key_values
+        assert isinstance(past, NaiveCache)
+        cache = past.with_cached(ids)
+        found = cache.seq_lens - context.kv_lens[0]
+        if found:
+            context = BagelContext([context.kv_lens[0] + found], [context.ropes[0] + found], cache)
+        if found == len(ids):
+            return context
+        answer = yield PromptTokens(context, ids[found:])
+        assert answer is not None
+        return answer[0]
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.config.llm.vocab_size:
+            raise SchemaError(f"token ids must be within [0, {self.config.llm.vocab_size})")
+        return token_ids
 
     def _append_image(
         self, context: BagelContext, image: ImageLike, generator: Generator | None, *, latent: bool
@@ -552,6 +594,10 @@ class BagelPipeline:
 
     def _vit_rule(self) -> ResizeRule:
         return ResizeRule(*self.config.vit_image_size, self.config.vit.patch_size)
+
+
+def _think_prompt(understanding: bool) -> str:
+    return THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
 
 
 def _as_list(inputs: Prompt) -> list[str | ImageLike]:

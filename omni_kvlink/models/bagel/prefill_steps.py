@@ -21,13 +21,61 @@ class NextToken:
     context: BagelContext
     token: int
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The token."""
+        return [self.token]
+
+    @property
+    def num_tokens(self) -> int:
+        """1."""
+        return 1
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """How many tokens are before it."""
+        return self.context.kv_lens[0]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTokens:
+    """A pass that a prompt waits for: a text, or the rest of one, is to be read after `context`.
+
+    It may be read in several chunks, one after the other.
+    """
+
+    context: BagelContext
+    token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are to be read."""
+        return len(self.token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """How many tokens are before them."""
+        return self.context.kv_lens[0]
+
+    def chunk(self, num_tokens: int) -> PromptTokens:
+        """The pass of the first `num_tokens` tokens."""
+        return PromptTokens(self.context, self.token_ids[:num_tokens])
+
+    def rest(self, num_tokens: int, answer: Advanced) -> PromptTokens:
+        """The pass of the tokens after those, which `answer` is of."""
+        return PromptTokens(answer[0], self.token_ids[num_tokens:])
+
+
+TextPass: TypeAlias = NextToken | PromptTokens
+"""A forward pass over tokens of one request's text."""
 
 Advanced: TypeAlias = tuple[BagelContext, Tensor]
-"""The answer to a `NextToken`: the longer context, and the logits [vocab] of the token after."""
+"""The answer to a pass: the longer context, and for a `NextToken` the logits [vocab] of the token
+after, for `PromptTokens` the last hidden states [tokens, hidden]."""
 
-Steps: TypeAlias = Generator[NextToken | None, Advanced | None, T]
-"""Yields None after a part of a prompt was read, or a `NextToken`, which is to be answered by
-`send`. The generator's value is the result."""
+Steps: TypeAlias = Generator[TextPass | None, Advanced | None, T]
+"""Yields None before an image of a prompt is read, or a pass, which is to be answered by `send`.
+The generator's value is the result."""
 
 
 def all_steps(
@@ -42,7 +90,7 @@ def all_steps(
     return method
 
 
-def run_steps(steps: Steps[T], advance: Callable[[list[NextToken]], list[Advanced]]) -> T:
+def run_steps(steps: Steps[T], advance: Callable[[list[TextPass]], list[Advanced]]) -> T:
     """Run the steps of one request to their end, its passes by `advance`; return the result."""
     answer: Advanced | None = None
     while True:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import SHAPE, WAIT, alone, checkpoint, params, pipeline, request, url
+from ar_fixtures import Passes, ar_engine, prompt
+from engine_fixtures import SHAPE, WAIT, alone, checkpoint, pipeline, request
 
 from omni_kvlink.engine import (
     AREngine,
@@ -16,7 +17,6 @@ from omni_kvlink.engine import (
     DiffusionEngine,
     EngineAsleepError,
     KVConfig,
-    OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
     RequestAborted,
@@ -24,21 +24,9 @@ from omni_kvlink.engine import (
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from omni_kvlink.models.bagel.prefill_steps import NextToken
+    from collections.abc import Iterator
 
 PROMPTS = ("a fox", "two owls in the rain", "the sea")
-
-
-@contextmanager
-def ar_engine(sockets: str, backend: str = "uni", **fields: Any) -> Iterator[AREngine]:
-    kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
-    how = {"dtype": "float32", "max_num_seqs": 4, "num_blocks": 4096, "think": True, **fields}
-    config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend=backend, **how)
-    engine = AREngine(config)
-    with engine:
-        yield engine
 
 
 @contextmanager
@@ -48,11 +36,6 @@ def both_stages(sockets: str, **fields: Any) -> Iterator[tuple[AREngine, Diffusi
         dit = DiffusionEngine(OmniDiffusionConfig(checkpoint(), dtype="float32", kv=kv))
         with dit:
             yield ar, dit
-
-
-def prompt(name: str, text: str = "a fox", **fields: Any) -> OmniDiffusionRequest:
-    own = {"max_tokens": 4, "temperature": 0.0, **fields}
-    return OmniDiffusionRequest(text, params(**own), name, need_kv_transfer=True)
 
 
 def image_of(dit: DiffusionEngine, name: str, **fields: Any) -> torch.Tensor:
@@ -66,22 +49,6 @@ def thought(text: str, **fields: Any) -> str | None:
     contexts = model.prefill(text, think=True, image_shape=SHAPE, generator=generator, **fields)
     model.release_caches()
     return contexts.text
-
-
-class Passes:
-    """Records which requests have a token in each pass; `on_pass` is called before it."""
-
-    def __init__(self, engine: AREngine, on_pass: Callable[[int], None] = lambda number: None):
-        self.sizes = list[int]()
-        utility = engine.executor.worker.runner.utility  # type: ignore[attr-defined]
-        advance = utility.advance
-
-        def recorded(texts: list[NextToken]) -> Any:
-            self.sizes.append(len(texts))
-            on_pass(len(self.sizes))
-            return advance(texts)
-
-        utility.advance = recorded
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(sockets: str) -> None:
@@ -240,26 +207,6 @@ def test_a_request_that_is_no_longer_scheduled_is_forgotten(sockets: str) -> Non
         assert list(worker.runner._prefills) == ["a"]
         worker.execute_model(ARSchedulerOutput([prompt("b")], {"b": tables["a"]}))
         assert list(worker.runner._prefills) == ["b"]
-
-
-def test_prompts_are_read_part_by_part_in_their_order(sockets: str) -> None:
-    with ar_engine(sockets, think=False) as engine:
-        worker, ended = engine.executor.worker, list[list[str]]()  # type: ignore[attr-defined]
-        parts: Any = ["a fox", "at night"]
-        batch, tables = [prompt("a", parts), prompt("b", parts)], dict[str, dict[str, list[int]]]()
-        for at, one in enumerate(batch):
-            tables[one.request_id] = {
-                name: [*range(40 * (2 * at + number), 40 * (2 * at + number + 1))]
-                for number, name in enumerate(worker.count_tokens(one))
-            }
-        step = ARSchedulerOutput(batch, tables)
-        while step.request_ids:
-            ended.append(worker.execute_model(step).req_ids)
-            left = [key for key in step.request_ids if key not in ended[-1]]
-            step = ARSchedulerOutput([], cached_request_ids=left)
-        assert ended == [[], ["a"], [], ["b"]]
-        for name in "ab":
-            engine.fail_kv(name, "not needed")
 
 
 def test_an_abort_after_the_kv_was_sent_frees_it(sockets: str) -> None:

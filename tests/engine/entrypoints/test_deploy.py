@@ -509,7 +509,10 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"enable_distributed_layerwise_offload": True}, "enable_distributed_layerwise_offload"),
         ({"enable_layerwise_offload": 2}, "stage 0: Expected `bool`"),
         ({"warmup_sizes": [[16]]}, "stage 0: Expected `array` of length 2"),
-        ({"enable_chunked_prefill": True}, "enable_chunked_prefill True: only False"),
+        ({"enable_chunked_prefill": "yes"}, "enable_chunked_prefill"),
+        ({"kv_transfer": {"kv_role": "kv_consumer"}}, "kv_transfer .*: it is not supported"),
+        ({"max_num_batched_tokens": 2, "max_num_seqs": 3}, "max_num_batched_tokens 2 for max_num"),
+        ({"num_gpu_blocks_override": "all"}, "Expected `int`"),
         ({"attention_config": {"backend": "STA"}}, "attention_config"),
         ({"parallel_config": 2}, "parallel_config is a map"),
         ({"an_unknown_field": 1}, "an_unknown_field"),
@@ -590,3 +593,31 @@ def test_a_platform_changes_stages(bagel: Path, monkeypatch: pytest.MonkeyPatch)
     assert DeployConfig.load(thin).stages[0].settings["max_num_seqs"] == 3
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert DeployConfig.load(thin).stages[0].settings["max_num_seqs"] == 9
+
+
+def test_settings_of_prefill() -> None:
+    """Of the deployment or of the AR stage; without an effect in the others."""
+    every = {"enable_prefix_caching": True, "enable_chunked_prefill": True}
+    sizes = {"max_num_batched_tokens": 512, "block_size": 8}
+    deploy = deployed(sizes, {}, **every)
+    ar, _ = stage_configs(deploy, "model")
+    assert isinstance(ar, OmniARConfig)
+    assert (ar.enable_prefix_caching, ar.enable_chunked_prefill) == (True, True)
+    assert (ar.max_num_batched_tokens, ar.num_blocks) == (512, 1024)
+    assert set(every) <= set(deploy.stages[1].ignored)
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocks"),
+    [
+        ({"max_num_batched_tokens": 512}, 32),
+        ({"max_num_batched_tokens": 512, "enable_chunked_prefill": False}, 32),
+        ({"max_num_batched_tokens": 32768, "enable_chunked_prefill": True}, 2048),
+        ({"max_num_batched_tokens": 512, "num_gpu_blocks_override": 77}, 77),
+        ({"num_gpu_blocks_override": None}, 1024),
+    ],
+)
+def test_the_size_of_the_pool(stage: dict[str, Any], blocks: int) -> None:
+    ar: Any = stage_configs(deployed(stage, {}), "model")[0]
+    assert ar.num_blocks == blocks
+    assert ar.enable_chunked_prefill is stage.get("enable_chunked_prefill", True)

@@ -1,0 +1,112 @@
+"""`PrefixCache`: which requests begin with blocks whose KV is computed already."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from omni_kvlink.engine.kv.block_manager import BlockManager
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """The beginning of a prompt; each of its whole blocks has a hash, of all tokens before, too."""
+
+    num_tokens: int
+    hashes: list[bytes]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], block_size: int) -> Prefix:
+        """The prefix of these tokens."""
+        hashes, before = list[bytes](), b""
+        for start in range(0, len(token_ids) - block_size + 1, block_size):
+            tokens = array("q", token_ids[start : start + block_size]).tobytes()
+            before = hashlib.sha256(before + tokens).digest()
+            hashes.append(before)
+        return cls(len(token_ids), hashes)
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    """A running request: its whole blocks, and how many of them can be found by their hash."""
+
+    blocks: list[int]
+    hashes: list[bytes]
+    cached: int
+
+
+class PrefixCache:
+    """Finds the blocks of equal leading tokens, among those that running requests have computed.
+
+    `count_computed` returns how many tokens of each running request are computed. It is called only
+    if a request that is about to run needs a block that another one computes at the moment.
+    """
+
+    def __init__(self, blocks: BlockManager, count_computed: Callable[[], Mapping[str, int]]):
+        self._blocks, self._count_computed = blocks, count_computed
+        self._running: dict[str, _Running] = {}
+        self._pending: dict[bytes, int] = {}  # how many running requests compute a block
+        self._queries = self._hits = self._requests = 0
+
+    def find(self, prefix: Prefix) -> list[int]:
+        """The blocks that a prefix begins with.
+
+        At least its last token is left out: a request computes one, or it would have no hidden
+        state.
+        """
+        hashes = prefix.hashes[: max(0, prefix.num_tokens - 1) // self._blocks.block_size]
+        found = self._blocks.find(hashes)
+        if len(found) < len(hashes) and hashes[len(found)] in self._pending:
+            for request_id, tokens in self._count_computed().items():
+                self.computed(request_id, tokens)
+            found = self._blocks.find(hashes)
+        return found
+
+    def begin(self, request_id: str, prefix: Prefix, blocks: Sequence[int], found: int) -> None:
+        """A request runs in these blocks, of which the first `found` are from `find`."""
+        whole = prefix.hashes
+        self._running[request_id] = _Running(list(blocks[: len(whole)]), whole, found)
+        for block_hash in whole[found:]:
+            self._pending[block_hash] = self._pending.get(block_hash, 0) + 1
+        self._requests += 1
+        self._queries += prefix.num_tokens
+        self._hits += found * self._blocks.block_size
+
+    def computed(self, request_id: str, num_tokens: int | None = None) -> None:
+        """The first tokens of a request are computed, or all; one that has ended is ignored."""
+        one = self._running.get(request_id)
+        if one is None:
+            return
+        count = len(one.blocks)
+        if num_tokens is not None:
+            count = min(count, num_tokens // self._blocks.block_size)
+        for i in range(one.cached, count):
+            self._blocks.cache(one.blocks[i], one.hashes[i])
+            self._end_pending(one.hashes[i])
+        one.cached = max(one.cached, count)
+
+    def end(self, request_id: str) -> None:
+        """A request has ended, with or without an error; before its blocks are free."""
+        one = self._running.pop(request_id, None)
+        for block_hash in [] if one is None else one.hashes[one.cached :]:
+            self._end_pending(block_hash)
+
+    def stats(self) -> dict[str, int]:
+        """Requests; tokens of their prefixes, and those found; blocks now, and evicted so far."""
+        return {
+            "requests": self._requests,
+            "queries": self._queries,
+            "hits": self._hits,
+            "blocks": self._blocks.num_cached,
+            "evicted": self._blocks.num_evicted,
+        }
+
+    def _end_pending(self, block_hash: bytes) -> None:
+        self._pending[block_hash] -= 1
+        if not self._pending[block_hash]:
+            del self._pending[block_hash]
