@@ -128,7 +128,8 @@ class BagelModel(nn.Module):
         positions = torch.arange(at, at + steps, device=self.device).expand(n)
         past, cache = context.past_key_values, _cache_after(context, n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
-        return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
+        kept = None if context.hidden is None else context.hidden.after(hidden)
+        return BagelContext([context.kv_lens[0] + n], [at + steps], cache, kept), hidden
 
     def extend_each(
         self, contexts: Sequence[BagelContext], x: Tensor
@@ -142,9 +143,13 @@ class BagelModel(nn.Module):
         pasts = [one.past_key_values for one in contexts]
         caches = [_cache_after(one, 1) for one in contexts]
         hidden = self.language_model.model.forward_each(x[None], positions, pasts, caches)
+        kept = [
+            None if one.hidden is None else one.hidden.after(row[None])
+            for one, row in zip(contexts, hidden[0], strict=True)
+        ]
         longer = [
-            BagelContext([one.kv_lens[0] + 1], [one.ropes[0] + 1], cache)
-            for one, cache in zip(contexts, caches, strict=True)
+            BagelContext([one.kv_lens[0] + 1], [one.ropes[0] + 1], cache, own)
+            for one, cache, own in zip(contexts, caches, kept, strict=True)
         ]
         return longer, hidden[0]
 
