@@ -1,4 +1,4 @@
-"""`OmniDiffusion`: generates images for prompts, over all stages of a deployment."""
+"""`OmniDiffusion`: generates images and texts for prompts, over all stages of a deployment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
+from omni_kvlink.engine.entrypoints.prompts import read_prompt
 from omni_kvlink.engine.entrypoints.stage_configs import (
     environment,
     is_remote,
@@ -30,12 +31,14 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
+from omni_kvlink.engine.tokens.outputs import TextResult
 from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
 
 Stage: TypeAlias = RemoteStage | DiffusionEngine
 Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 _log = logging.getLogger(__name__)
+_OF_TEXT = ("text", *(field.name for field in dataclasses.fields(TextResult)))
 _PARAMS = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
 
 
@@ -90,11 +93,14 @@ class OmniDiffusion:
         on_error: Literal["raise", "return"] = "raise",
         request_ids: Sequence[str] | None = None,
     ) -> list[Any]:
-        """Generate the images of prompts, in their order; blocks until all are done.
+        """Generate the images, or texts, of prompts, in their order; blocks until all are done.
+
+        A prompt with the sampling param `modalities` of ("text",) is answered with a text, a `str`.
 
         Args:
-            prompts: one, or a list of them; each a text, an image, or a list of texts and images
-                (a tuple or list inside the list of prompts). Images are PIL's, or uint8 [H, W, 3].
+            prompts: one, or a list of them; each a text, an image, or a list of texts, token ids
+                and images (a tuple or list inside the list of prompts), or a map as `read_prompt`
+                takes it. Images are PIL's, or uint8 [H, W, 3].
             sampling_params: for all prompts, or one for each.
             timeout: seconds for all prompts; those that are not done then are aborted.
             progress: show a bar, or call this with (done, total).
@@ -128,8 +134,7 @@ class OmniDiffusion:
         outputs = [future.result() for future in futures]
         if on_error == "return":
             return outputs
-        images = [output.result() for output in outputs]
-        return images if output_type == "pt" else [from_tensor(image) for image in images]
+        return [_answer(output, output_type) for output in outputs]
 
     def submit(
         self, prompt: Any, sampling_params: Params = None, *, request_id: str
@@ -139,9 +144,13 @@ class OmniDiffusion:
         Raises SchemaError for params of an unknown name, EngineError if the id is in use,
         EngineDeadError if the first stage is gone.
         """
-        params = self._params(sampling_params, 0)
-        request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
-        request.need_kv_transfer = len(self.stages) > 1
+        items, own = read_prompt(prompt)
+        params = self._params(sampling_params, 0, **own)
+        request = OmniDiffusionRequest(as_tensors(items), params, request_id)
+        request.need_kv_transfer = len(self.stages) > 1 and not params.is_text_only
+        request.need_hidden_transfer = params.transfer_hidden_states
+        if params.transfer_hidden_states and not request.need_kv_transfer:
+            raise SchemaError("transfer_hidden_states: this deployment has one stage; leave it off")
         done: Future[DiffusionOutput] = Future()
         done.set_running_or_notify_cancel()
         with self._lock:
@@ -228,8 +237,8 @@ class OmniDiffusion:
         assert isinstance(config, OmniDiffusionConfig)  # an AR stage is remote
         return DiffusionEngine(config, on_death=on_death)
 
-    def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
-        """The given params, completed with the stage's defaults."""
+    def _params(self, given: Params, number: int, **own: Any) -> OmniDiffusionSamplingParams:
+        """The given params, completed with the stage's defaults; `own` are the prompt's."""
         if isinstance(given, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
             given = {
@@ -237,7 +246,7 @@ class OmniDiffusion:
                 for name in _PARAMS
                 if getattr(given, name) != getattr(blank, name)
             }
-        fields = {**self.deploy.stages[number].sampling, **(given or {})}
+        fields = {**self.deploy.stages[number].sampling, **(given or {}), **own}
         if unknown := sorted(fields.keys() - set(_PARAMS)):
             raise SchemaError(
                 f"{', '.join(unknown)}: no sampling params here; there are {', '.join(_PARAMS)}"
@@ -258,7 +267,7 @@ class OmniDiffusion:
         number = len(stages)  # of the next stage
         if output.error is not None and number > 1:
             self.stages[number - 2].fail_kv(key, str(output.error))
-        if output.error is None and number < len(self.stages):
+        if output.error is None and number < len(self.stages) and request.need_kv_transfer:
             try:
                 following = self._following(number, request, given, output)
                 coming = self.stages[number].submit(following)
@@ -275,8 +284,8 @@ class OmniDiffusion:
         with self._lock:
             self._open.discard(key)
             self._aborted.discard(key)
-        text = next((stage.text for stage in stages if stage.text is not None), None)
-        done.set_result(dataclasses.replace(output, text=text, stages=stages))
+        found = {name: _first(getattr(stage, name) for stage in stages) for name in _OF_TEXT}
+        done.set_result(dataclasses.replace(output, **found, stages=stages))
 
     def _following(
         self, number: int, request: OmniDiffusionRequest, given: Params, output: DiffusionOutput
@@ -293,6 +302,7 @@ class OmniDiffusion:
             request.request_id,
             need_kv_receive=True,
             need_kv_transfer=number < len(self.stages) - 1,
+            need_hidden_receive=sent.has_hidden_states,
             kv_nbytes=sent.nbytes,
         )
 
@@ -323,6 +333,19 @@ def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> 
     if isinstance(given, DeployConfig):
         return given
     return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)
+
+
+def _answer(output: DiffusionOutput, output_type: str) -> Any:
+    """The images of an output, or its text if it has none; raises its error."""
+    if output.error is None and output.output is None and output.text is not None:
+        return output.text
+    images = output.result()
+    return images if output_type == "pt" else from_tensor(images)
+
+
+def _first(values: Iterable[Any]) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
 
 
 def _each(given: Params | Sequence[Params], count: int) -> Sequence[Params]:

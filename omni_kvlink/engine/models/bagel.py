@@ -20,6 +20,13 @@ from omni_kvlink import (
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
+from omni_kvlink.engine.models.bagel_text import (
+    answer_steps,
+    check_modalities,
+    count_options,
+    plan_options,
+    text_fields,
+)
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
@@ -62,6 +69,7 @@ class BagelUtility(ModelUtility):
     @staticmethod
     def prepare(request: OmniDiffusionRequest) -> None:
         """Set the published defaults; see `ModelUtility.prepare`."""
+        check_modalities(request)
         fill_params(request.sampling_params, request.prompt)
 
     @property
@@ -125,8 +133,8 @@ class BagelUtility(ModelUtility):
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each context."""
-        most = request.sampling_params.max_tokens
-        return self._pipeline.count_tokens(request.prompt, think=self._think, max_think_tokens=most)
+        options = count_options(request.sampling_params, think=self._think)
+        return self._pipeline.count_tokens(request.prompt, **options)
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers, and `(heads of this rank, head_dim)`."""
@@ -141,28 +149,27 @@ class BagelUtility(ModelUtility):
         self, request: OmniDiffusionRequest, pools: KVPools, block_ids: Mapping[str, list[int]]
     ) -> PrefillSteps:
         """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
-        params = request.sampling_params
+        params, pipeline = request.sampling_params, self._pipeline
+        caches = {
+            name: PagedNaiveCache(SequenceBlocks(pools, blocks))
+            for name, blocks in block_ids.items()
+        }
+        if params.is_text_only:
+            return (yield from answer_steps(pipeline, request, think=self._think, caches=caches))
         generator = torch.Generator().manual_seed(params.seed or 0)
-        contexts = yield from self._pipeline.prefill_steps(
+        contexts = yield from pipeline.prefill_steps(
             request.prompt,
-            think=self._think,
             image_shape=_shape(params.height, params.width),
             generator=generator,
-            max_think_tokens=params.max_tokens,
-            do_sample=params.temperature > 0,
-            temperature=params.temperature,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            repetition_penalty=params.repetition_penalty,
-            caches={
-                name: PagedNaiveCache(SequenceBlocks(pools, blocks))
-                for name, blocks in block_ids.items()
-            },
+            caches=caches,
+            **plan_options(request, think=self._think),
         )
-        self._pipeline.release_caches()
+        pipeline.release_caches()
         contexts.extra = {"generator": pack_generator(generator)}
         request.past_key_values = contexts
-        return DiffusionOutput(request.request_id, text=contexts.text)
+        hidden = None if contexts.gen.hidden is None else contexts.gen.hidden.tensor()
+        fields = text_fields(request, pipeline.special_tokens.eos, contexts.text)
+        return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
 
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Read the next token of several texts in one pass."""

@@ -80,7 +80,10 @@ class OmniARScheduler(Scheduler):
     def _ended_ids(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
     ) -> list[str]:
-        return model_output.req_ids
+        for key, hidden in zip(model_output.req_ids, model_output.pooler_output, strict=True):
+            if hidden is not None and key in model_output.results:
+                model_output.results[key].hidden_states = hidden
+        return list(model_output.results)
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine.errors import RequestAborted, as_engine_error
+from omni_kvlink.engine.errors import EngineError, RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.tokens.outputs import KVConnectorOutput
+from omni_kvlink.engine.tokens.token_log import TokenLog, step_outputs
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, model_utility
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
@@ -74,11 +76,12 @@ class GPUARModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of all scheduled requests; a result for each that ends with it.
+        """Run one step of all scheduled requests; its tokens, and a result for each that ends.
 
         The first request whose prompt is not read yet reads a part of it; all texts get their next
         token in one pass. The KV of a request is sent with its last step, and its blocks are free
-        then: the link has a copy. EngineDeadError: a rank that computes with this one is gone.
+        then: the link has a copy. That of a request for a text alone is not sent. EngineDeadError:
+        a rank that computes with this one is gone.
         """
         ids = scheduler_output.request_ids
         self._batch_sync.begin(ids)
@@ -86,11 +89,13 @@ class GPUARModelRunner:
             self._end(key)
         for request in scheduler_output.requests:
             blocks = scheduler_output.block_ids[request.request_id]
+            request.token_log = TokenLog(request.sampling_params.logprobs)
             steps = self.utility.prefill_steps(request, self.pools, blocks)
             self._prefills[request.request_id] = _Prefill(request, steps)
+        logs = {key: self._prefills[key].request.token_log or TokenLog() for key in ids}
         results = self._step([self._prefills[key] for key in ids])
         self._batch_sync.end({})
-        return ModelRunnerOutput(list(results), [None] * len(results), results)
+        return _model_output(logs, results)
 
     def abort(self, request_id: str) -> None:
         """End a running request before its next step; unknown ids are ignored."""
@@ -145,11 +150,28 @@ class GPUARModelRunner:
             return aborted
         try:
             output.seconds["prefill"] = time.perf_counter() - prefill.started
-            output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            if prefill.request.sampling_params.is_text_only:
+                _check_text(prefill.request, output)
+                return {}
+            if prefill.request.need_hidden_transfer:
+                self._send_hidden(prefill.request, output)
+            sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            hidden = prefill.request.need_hidden_transfer
+            output.kv_sent = dataclasses.replace(sent, has_hidden_states=hidden)
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
             return {prefill.key: error}
         return {}
+
+    def _send_hidden(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> None:
+        """Send a request's hidden states, which the caller gets only if they were asked for."""
+        if output.hidden_states is None:
+            name = type(self.utility).__name__
+            raise EngineError(f"transfer_hidden_states: {name} has no hidden states")
+        self._sink.send_hidden(request.request_id, output.hidden_states)
+        keep = request.sampling_params.return_hidden_states
+        output.hidden_states = output.hidden_states[-1] if keep == "last" else output.hidden_states
+        output.hidden_states = None if keep is None else output.hidden_states
 
     def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
         """Run the passes that requests wait for as one; return the results of those that fail."""
@@ -190,3 +212,28 @@ class GPUARModelRunner:
         prefill.steps.close()
         prefill.request.past_key_values = None
         prefill.next_pass = prefill.result = None
+
+
+def _model_output(
+    logs: Mapping[str, TokenLog], results: dict[str, DiffusionOutput]
+) -> ModelRunnerOutput:
+    """The output of a step: the tokens of all its requests, and the results of those that end."""
+    hidden: list[torch.Tensor | None] = []
+    for key in logs:
+        ended = results.get(key)
+        kept = None if ended is None else ended.hidden_states
+        hidden.append(None if kept is None else kept.cpu())
+        if ended is not None:
+            ended.hidden_states = None  # the scheduler sets it again from `pooler_output`
+    sent = {key for key, result in results.items() if result.kv_sent is not None}
+    connector = KVConnectorOutput(finished_sending=sent) if sent else None
+    tokens = step_outputs(logs)
+    return ModelRunnerOutput(list(logs), hidden, results, kv_connector_output=connector, **tokens)
+
+
+def _check_text(request: OmniDiffusionRequest, output: DiffusionOutput) -> None:
+    if output.text is None:
+        raise EngineError(
+            f"request {request.request_id!r} wants a text, and its model wrote none: leave "
+            "modalities as they are"
+        )

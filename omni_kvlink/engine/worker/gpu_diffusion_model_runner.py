@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.kv.kv_source import KVSource
 
 
+_HIDDEN_TIMEOUT = 5.0  # seconds; hidden states are sent before the KV, which has come
+
+
 class GPUDiffusionModelRunner:
     """Owns the pipeline, and all that is done with KV caches.
 
@@ -125,7 +128,9 @@ class GPUDiffusionModelRunner:
             return
         if self.kv_manager is None:
             raise EngineError("this stage has no KV source: set kv.sources")
-        data = self.kv_manager.get_kv_cache(request.request_id)
+        data, key = self.kv_manager.get_kv_cache(request.request_id), request.request_id
+        if request.need_hidden_receive and self.connector is not None:
+            request.hidden_states = self.connector.receive_hidden(key, timeout=_HIDDEN_TIMEOUT)
         request.past_key_values = self.utility.convert(data, request)
 
     def _all_errors(self, errors: dict[str, Exception]) -> dict[str, Exception]:
@@ -183,7 +188,7 @@ class GPUDiffusionModelRunner:
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         """Drop the last references to a request's KV, so that its memory is released."""
-        request.past_key_values = request.sampling_params.generator = None
+        request.past_key_values = request.sampling_params.generator = request.hidden_states = None
         if self.kv_manager is not None:
             self.kv_manager.free(request)
         if hasattr(self.pipeline, "release_caches"):

@@ -6,7 +6,7 @@ import queue
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
@@ -16,6 +16,7 @@ from omni_kvlink.engine.outputs import (
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
+    ModelRunnerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.worker import make_worker
@@ -37,7 +38,7 @@ CLOSE_TIMEOUT = 5.0  # seconds to release everything; the model may wait for a r
 class WorkerClient(RpcClient):
     """Calls a `WorkerService`; nothing here blocks. See there for what the methods do."""
 
-    def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
+    def run_model(self, work: DiffusionSchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run requests, after those of earlier calls."""
         return self.call("run_model", [work])
 
@@ -106,10 +107,10 @@ class WorkerService:
         pipeline = runner.utility.pipeline
         return {"supports_request_batch": getattr(pipeline, "supports_request_batch", False)}
 
-    def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
+    def run_model(self, work: DiffusionSchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run requests, or their next step, in the model thread; from now on they can be aborted.
 
-        Each that ends has a result, with images on a group's leader alone.
+        Each that ends is in `results`; images, texts and tokens are on a group's leader alone.
         """
         with self._lock:
             self._queued.update(work.request_ids)
@@ -158,27 +159,28 @@ class WorkerService:
         finally:
             self.worker.shutdown()
 
-    def _run_model(self, work: DiffusionSchedulerOutput) -> dict[str, DiffusionOutput]:
+    def _run_model(self, work: DiffusionSchedulerOutput) -> ModelRunnerOutput:
         ended = work.request_ids
         try:
             for request in work.requests:
                 request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
             run: Any = self.worker.execute_model
             output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
-            if isinstance(output, BatchRunnerOutput):
-                output = output.as_model_output()
-            ended = output.req_ids  # the others go on
+            if isinstance(output, BatchRunnerOutput):  # the images are sent once, in `results`
+                results = {one.request_id: one.result for one in output.runner_outputs}
+                output = ModelRunnerOutput(list(results), [None] * len(results), results)
+            ended = list(output.results)  # the others go on
         finally:
             with self._lock:
                 self._queued.difference_update(ended)
                 self._aborted.difference_update(ended)
-        results = {key: output.result_of(key) for key in output.req_ids}
         if self._is_leader:
-            return results
-        return {
+            return cast("ModelRunnerOutput", output)
+        results = {
             key: DiffusionOutput(key, error=result.error, kv_sent=result.kv_sent)
-            for key, result in results.items()
+            for key, result in output.results.items()
         }
+        return ModelRunnerOutput(list(results), [None] * len(results), results)
 
     def _manager(self) -> DiffusionKVManager:
         manager = self.worker.runner.kv_manager

@@ -254,7 +254,7 @@ def test_prompts_are_read_part_by_part_in_their_order(sockets: str) -> None:
             }
         step = ARSchedulerOutput(batch, tables)
         while step.request_ids:
-            ended.append(worker.execute_model(step).req_ids)
+            ended.append([*worker.execute_model(step).results])
             left = [key for key in step.request_ids if key not in ended[-1]]
             step = ARSchedulerOutput([], cached_request_ids=left)
         assert ended == [[], ["a"], [], ["b"]]
