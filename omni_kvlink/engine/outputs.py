@@ -40,8 +40,7 @@ class DiffusionOutput(TextResult):
         if self.error is not None:
             raise self.error
         if self.output is None:
-            made = "no stage generates one" if self.text is None else "its answer is `text`"
-            raise EngineError(f"request {self.request_id!r} has no image: {made}")
+            raise EngineError(f"request {self.request_id!r} has no image; its `text`: {self.text}")
         return self.output
 
     def clear_traceback(self) -> None:
@@ -87,8 +86,7 @@ class BatchRunnerOutput:
 class ModelRunnerOutput(TokenOutputs):
     """What an executor returns for a step: images, or hidden states of an AR stage, if any.
 
-    `results` has errors, texts and `kv_sent`; a request that has just an output may be missing. Of
-    an AR stage it has the requests that end with the step, `req_ids` has all that run in it.
+    `results` has errors, texts and `kv_sent`; a request that has just an output may be missing.
     """
 
     req_ids: list[str]

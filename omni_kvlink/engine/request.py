@@ -10,10 +10,8 @@ from typing import Any, TypeAlias
 import torch
 
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
-from omni_kvlink.engine.tokens.token_log import TokenLog
 
-Item: TypeAlias = str | torch.Tensor | Sequence[int]
-Prompt: TypeAlias = Item | Sequence[Item]
+Prompt: TypeAlias = str | torch.Tensor | Sequence[int | str | torch.Tensor | Sequence[int]]
 """A text, an image (uint8 [H, W, 3]), token ids, or several of them in order."""
 
 
@@ -36,10 +34,9 @@ class OmniDiffusionRequest:
     need_kv_transfer: bool = False  # its KV is sent to the next stage when it is done
     kv_nbytes: int | None = None  # size of the KV to come, the largest of any rank; if known
     kv_timeout: float | None = None  # seconds until its KV must have come; `kv.timeout` if None
-    need_hidden_transfer: bool = False  # its hidden states are sent to the next stage, too
-    need_hidden_receive: bool = False  # they come from the stage before, as `hidden_states`
+    need_hidden_receive: bool = False  # so do its hidden states
     hidden_states: torch.Tensor | None = None  # [tokens, hidden]; set by the runner for one pass
-    token_log: TokenLog | None = None  # of its text; set by the runner
+    token_log: Any = None  # the `TokenLog` of its text; set by the runner
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
     is_cancelled: Callable[[], bool] = never  # read before a batch, and between denoising steps
 

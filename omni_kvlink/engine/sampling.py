@@ -6,9 +6,7 @@ import dataclasses
 
 import torch
 
-from omni_kvlink.engine.tokens.sampling import TextSamplingParams, check_text_params
-
-_TEXT = {field.name: field.default for field in dataclasses.fields(TextSamplingParams)}
+from omni_kvlink.engine.tokens.sampling import TEXT_DEFAULTS, TextSamplingParams, check_text_params
 
 
 @dataclasses.dataclass
@@ -33,18 +31,18 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
     generator: torch.Generator | None = None  # once the prompt was read; stays in its process
 
     def __post_init__(self) -> None:
-        if any(getattr(self, name) != default for name, default in _TEXT.items()):
+        if any(getattr(self, name) != default for name, default in TEXT_DEFAULTS.items()):
             check_text_params(self)
         if self.num_outputs_per_prompt < 1:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
 
 
-TEXT_PARAMS = frozenset(_TEXT.keys() - {"modalities"})
+TEXT_PARAMS = frozenset(TEXT_DEFAULTS.keys() - {"modalities"})
 """The params of a request's text, which may differ within a batch."""
 
 _OWN = {"seed", "generator", *TEXT_PARAMS}
-_ALL = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
-KEY_FIELDS = tuple(name for name in _ALL if name not in _OWN)
+_FIELDS = dataclasses.fields(OmniDiffusionSamplingParams)
+KEY_FIELDS = tuple(field.name for field in _FIELDS if field.name not in _OWN)
 """The params that requests of one batch have in common."""
 
 

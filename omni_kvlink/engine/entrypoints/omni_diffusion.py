@@ -148,7 +148,6 @@ class OmniDiffusion:
         params = self._params(sampling_params, 0, **own)
         request = OmniDiffusionRequest(as_tensors(items), params, request_id)
         request.need_kv_transfer = len(self.stages) > 1 and not params.is_text_only
-        request.need_hidden_transfer = params.transfer_hidden_states
         if params.transfer_hidden_states and not request.need_kv_transfer:
             raise SchemaError("transfer_hidden_states: this deployment has one stage; leave it off")
         done: Future[DiffusionOutput] = Future()

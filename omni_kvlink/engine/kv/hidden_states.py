@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from omni_kvlink import KVConsumer, TensorTransferData
+from omni_kvlink import TensorTransferData
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import SchemaError
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.engine.kv.kv_partition import KVPartition
+    from omni_kvlink.engine.kv.kv_source import KVSource
 
+SENT_TIMEOUT = 5.0
+"""Seconds to receive hidden states: they are sent before the KV, which has come."""
 _NAME = "hidden_states"
 
 
@@ -27,9 +30,11 @@ def hidden_payload(request_id: str, hidden: torch.Tensor) -> TensorTransferData:
     return TensorTransferData(hidden_key(request_id), {_NAME: hidden})
 
 
-def receive_hidden(link: KVConsumer, request_id: str, *, timeout: float) -> torch.Tensor:
-    """Receive what `hidden_payload` made, as a copy; raises as `KVConsumer.get`."""
-    with link.get(hidden_key(request_id), timeout=timeout) as data:
+def receive_hidden(
+    source: KVSource, request_id: str, *, timeout: float = SENT_TIMEOUT
+) -> torch.Tensor:
+    """Receive what `hidden_payload` made, as a copy; blocks, and raises as `KVConsumer.get`."""
+    with source.link.get(hidden_key(request_id), timeout=timeout) as data:
         if not isinstance(data, TensorTransferData):
             raise SchemaError(f"{hidden_key(request_id)} holds {data!r}, no hidden states")
         hidden: torch.Tensor = data[_NAME].clone()

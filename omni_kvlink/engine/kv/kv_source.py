@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVPayload, Received, TensorTransferData, Verify
 from omni_kvlink.engine.kv.device_copy import empty_like
-from omni_kvlink.engine.kv.hidden_states import receive_hidden
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import begin_get, open_delivery
 
@@ -62,10 +61,6 @@ class KVSource:
         """
         delivery = get.wait(timeout=0.0)
         return ReceivedKV(open_delivery(self.link, delivery, started=started, verify=verify))
-
-    def receive_hidden(self, request_id: str, *, timeout: float) -> torch.Tensor:
-        """Receive a request's hidden states [tokens, hidden]; they are sent before its KV."""
-        return receive_hidden(self.link, request_id, timeout=timeout)
 
     def abort(self, request_id: str, reason: str) -> None:
         """Tell the producer to keep no KV for this consumer; raises ClosedError once closed."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 def check_modalities(request: OmniDiffusionRequest) -> None:
     """Raise SchemaError if the prompt is not one for what the request wants."""
     params, items = request.sampling_params, prompt_items(request.prompt)
+    if not params.modalities:
+        return
     if "img2img" in params.modalities and all(map(is_text, items)):
         raise SchemaError(f"request {request.request_id!r}: img2img needs an image in the prompt")
     if params.is_text_only and params.num_outputs_per_prompt != 1:
@@ -42,7 +44,7 @@ def log_of(request: OmniDiffusionRequest) -> TokenLog:
 def keep_hidden(request: OmniDiffusionRequest) -> Keep | None:
     """Which hidden states the model must keep: all of them if they go to the next stage."""
     kept = request.sampling_params.return_hidden_states
-    return "all" if request.need_hidden_transfer else kept
+    return "all" if request.sampling_params.transfer_hidden_states else kept
 
 
 def text_options(request: OmniDiffusionRequest) -> dict[str, Any]:

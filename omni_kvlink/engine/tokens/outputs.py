@@ -32,8 +32,9 @@ class KVConnectorOutput:
 
 @dataclasses.dataclass(kw_only=True)
 class TokenOutputs:
-    """The tokens of a step, in the order of its requests; as it is here, that of diffusion.
+    """The tokens of a step, in the order of its `req_ids`; as it is here, that of diffusion.
 
+    In an AR stage `req_ids` are all requests of the step; those that end with it have `results`.
     `prompt_logprobs_dict` stays empty: no request can ask for those. `spec_token_ids` stays None:
     nothing is decoded speculatively.
     """

@@ -44,6 +44,9 @@ class TextSamplingParams:
         return default or ("text" in self.modalities and not self.is_text_only)
 
 
+TEXT_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TextSamplingParams)}
+
+
 def check_text_params(params: TextSamplingParams) -> None:
     """Bring `modalities` to a tuple; ValueError names a param that is out of its range."""
     given = (params.modalities,) if isinstance(params.modalities, str) else params.modalities

@@ -36,7 +36,7 @@ class TokenLog:
         self._taken = 0
 
     def add(self, token: int, logits: torch.Tensor) -> None:
-        """Record a token, and what was asked for of its logits [vocab]."""
+        """Record a token, and what is wanted of its logits [vocab]."""
         logits = logits.float()
         found = _Token(token, int(logits.isnan().sum()))
         if self._logprobs is not None:
@@ -54,7 +54,7 @@ class TokenLog:
         return [one.token for one in self._tokens]
 
     def logprobs(self) -> LogprobsLists | None:
-        """A row for each token; None unless they were asked for."""
+        """A row for each token; None unless they are wanted."""
         return None if self._logprobs is None else _lists(self._tokens)
 
     def take_step(self) -> TokenLog:
@@ -70,10 +70,10 @@ def step_outputs(logs: Mapping[str, TokenLog]) -> dict[str, Any]:
     `logs` are in the order of the step's requests.
     """
     steps = {key: log.take_step() for key, log in logs.items()}
-    asked = any(step._logprobs is not None for step in steps.values())
+    has_rows = any(step._logprobs is not None for step in steps.values())
     return {
         "sampled_token_ids": [step.token_ids for step in steps.values()],
-        "logprobs": _lists([_only(step) for step in steps.values()]) if asked else None,
+        "logprobs": _lists([_only(step) for step in steps.values()]) if has_rows else None,
         "num_nans_in_logits": {
             key: sum(one.num_nans for one in step._tokens)
             for key, step in steps.items()

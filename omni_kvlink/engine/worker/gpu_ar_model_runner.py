@@ -153,10 +153,10 @@ class GPUARModelRunner:
             if prefill.request.sampling_params.is_text_only:
                 _check_text(prefill.request, output)
                 return {}
-            if prefill.request.need_hidden_transfer:
+            hidden = prefill.request.sampling_params.transfer_hidden_states
+            if hidden:
                 self._send_hidden(prefill.request, output)
             sent = self._sink.send(self._extract_kv_cache(prefill.request))
-            hidden = prefill.request.need_hidden_transfer
             output.kv_sent = dataclasses.replace(sent, has_hidden_states=hidden)
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.engine.errors import EngineError, as_engine_error
+from omni_kvlink.engine.kv.hidden_states import receive_hidden
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.partitioned_source import connect_source
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.config import OmniDiffusionConfig
     from omni_kvlink.engine.kv.kv_source import KVSource
-
-
-_HIDDEN_TIMEOUT = 5.0  # seconds; hidden states are sent before the KV, which has come
 
 
 class GPUDiffusionModelRunner:
@@ -130,7 +128,7 @@ class GPUDiffusionModelRunner:
             raise EngineError("this stage has no KV source: set kv.sources")
         data, key = self.kv_manager.get_kv_cache(request.request_id), request.request_id
         if request.need_hidden_receive and self.connector is not None:
-            request.hidden_states = self.connector.receive_hidden(key, timeout=_HIDDEN_TIMEOUT)
+            request.hidden_states = receive_hidden(self.connector, key)
         request.past_key_values = self.utility.convert(data, request)
 
     def _all_errors(self, errors: dict[str, Exception]) -> dict[str, Exception]:

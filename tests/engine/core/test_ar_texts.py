@@ -187,7 +187,7 @@ def test_hidden_states_reach_the_next_stage(sockets: str) -> None:
                 return convert(payload, one)
 
             utility.convert = recorded
-            one = prompt("a", need_hidden_transfer=True)
+            one = prompt("a", transfer_hidden_states=True)
             (output,) = ar.generate([one, prompt("b")], timeout=WAIT)[:1]
             assert output.kv_sent is not None
             assert (output.kv_sent.has_hidden_states, output.hidden_states) == (True, None)
@@ -205,7 +205,7 @@ def test_hidden_states_reach_the_next_stage(sockets: str) -> None:
 
 def test_hidden_states_that_are_not_needed_are_released(sockets: str) -> None:
     with ar_engine(sockets) as engine:
-        engine.generate([prompt("a", need_hidden_transfer=True)], timeout=WAIT)
+        engine.generate([prompt("a", transfer_hidden_states=True)], timeout=WAIT)
         assert engine.stats()["link"]["memory"]["used"] > 0
         engine.fail_kv("a", "not needed")
         assert engine.stats()["link"]["memory"]["used"] == 0
@@ -225,7 +225,7 @@ def test_answers_are_those_of_each_alone(engine: AREngine, temperature: float) -
         assert output.error is None
         assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
         assert (output.finish_reason, output.kv_sent) == (expected.finish_reason, None)
-        with pytest.raises(EngineError, match="its answer is `text`"):
+        with pytest.raises(EngineError, match="no image; its `text`: "):
             output.result()
     stats = engine.stats()
     assert (stats["free_blocks"], stats["link"]["memory"]["used"]) == (4096, 0)

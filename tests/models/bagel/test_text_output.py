@@ -56,16 +56,16 @@ def test_what_the_text_continues_has_its_tokens(pipeline: BagelPipeline) -> None
 def test_the_end_marker_is_a_token_and_not_in_the_text(
     exact: BagelPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, told = [*exact.tokenizer.encode("so"), exact.special_tokens.eos], list[int]()
+    ids, chosen = [*exact.tokenizer.encode("so"), exact.special_tokens.eos], list[int]()
     tokens = iter(ids)
     monkeypatch.setattr(
         "omni_kvlink.models.bagel.pipeline.TokenSampler.pick", lambda *_: next(tokens)
     )
     found = exact.generate_text_output(
-        exact.empty_context(), max_length=9, on_token=lambda token, logits: told.append(token)
+        exact.empty_context(), max_length=9, on_token=lambda token, logits: chosen.append(token)
     )
     assert (found.text, found.token_ids, found.finish_reason) == ("so", ids, "stop")
-    assert told == ids
+    assert chosen == ids
 
 
 def test_token_ids_are_read_as_the_text_they_are(pipeline: BagelPipeline, photo: Any) -> None:
