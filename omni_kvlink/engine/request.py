@@ -36,6 +36,7 @@ class OmniDiffusionRequest:
     kv_timeout: float | None = None  # seconds until its KV must have come; `kv.timeout` if None
     need_hidden_receive: bool = False  # so do its hidden states
     hidden_states: torch.Tensor | None = None  # [tokens, hidden]; set by the runner for one pass
+    emit: Any = None  # takes its events; set where it runs
     token_log: Any = None  # the `TokenLog` of its text; set by the runner
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
     is_cancelled: Callable[[], bool] = never  # read before a batch, and between denoising steps

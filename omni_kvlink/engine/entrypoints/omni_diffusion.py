@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
+from omni_kvlink.engine.entrypoints.async_requests import events_of, wait_for_output
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
 from omni_kvlink.engine.entrypoints.prompts import read_prompt
 from omni_kvlink.engine.entrypoints.stage_configs import (
@@ -24,6 +25,7 @@ from omni_kvlink.engine.entrypoints.stage_configs import (
     stage_configs,
     with_sources,
 )
+from omni_kvlink.engine.entrypoints.streams import RequestStream, StreamEvent, StreamTable
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -75,6 +77,7 @@ class OmniDiffusion:
         self._aborted: set[str] = set()
         self._open: set[str] = set()
         self.stages: list[Stage] = []
+        self._streams = StreamTable(self.stages)
         try:
             for number in range(len(self._configs)):
                 self.stages.append(self._make(number))
@@ -144,24 +147,48 @@ class OmniDiffusion:
         Raises SchemaError for params of an unknown name, EngineError if the id is in use,
         EngineDeadError if the first stage is gone.
         """
-        items, own = read_prompt(prompt)
-        params = self._params(sampling_params, 0, **own)
-        request = OmniDiffusionRequest(as_tensors(items), params, request_id)
-        request.need_kv_transfer = len(self.stages) > 1 and not params.is_text_only
-        if params.transfer_hidden_states and not request.need_kv_transfer:
-            raise SchemaError("transfer_hidden_states: this deployment has one stage; leave it off")
-        done: Future[DiffusionOutput] = Future()
-        done.set_running_or_notify_cancel()
-        with self._lock:
-            self._open.add(request_id)
+        return self._submit(prompt, sampling_params, request_id)
+
+    def stream(
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> RequestStream:
+        """Queue one prompt, and iterate over its events while it runs; see `RequestStream`.
+
+        Raises as `submit`. `preview_interval` among the sampling params asks for previews.
+        """
+        stream = RequestStream(request_id or uuid.uuid4().hex, self.abort)
+        self._streams.open(stream)
         try:
-            first = self.stages[0].submit(request)
+            done = self._submit(prompt, sampling_params, stream.request_id, stream=True)
         except BaseException:
-            with self._lock:
-                self._open.discard(request_id)
+            self._streams.forget(stream.request_id)
             raise
-        first.add_done_callback(partial(self._on_stage, request, sampling_params, done, []))
-        return done
+        done.add_done_callback(lambda future: self._streams.end(future.result()))
+        return stream
+
+    async def generate_async(
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> DiffusionOutput:
+        """As `submit`, for asyncio: the output, or its error raised. Cancelling aborts the prompt.
+
+        The event loop is not blocked while the prompt runs.
+        """
+        key = request_id or uuid.uuid4().hex
+        output = await wait_for_output(
+            self.submit(prompt, sampling_params, request_id=key), partial(self.abort, key)
+        )
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def stream_async(
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """As `stream`, for asyncio; the prompt is submitted when the first event is waited for.
+
+        It is aborted when the iteration is cancelled, or closed (`aclose`) before its end.
+        """
+        return events_of(partial(self.stream, prompt, sampling_params, request_id=request_id))
 
     def abort(self, request_id: str) -> None:
         """Abort a prompt in any stage; unknown ids are ignored."""
@@ -236,6 +263,29 @@ class OmniDiffusion:
         assert isinstance(config, OmniDiffusionConfig)  # an AR stage is remote
         return DiffusionEngine(config, on_death=on_death)
 
+    def _submit(
+        self, prompt: Any, sampling_params: Params, request_id: str, **extra: Any
+    ) -> Future[DiffusionOutput]:
+        items, own = read_prompt(prompt)
+        own |= extra
+        params = self._params(sampling_params, 0, **own)
+        request = OmniDiffusionRequest(as_tensors(items), params, request_id)
+        request.need_kv_transfer = len(self.stages) > 1 and not params.is_text_only
+        if params.transfer_hidden_states and not request.need_kv_transfer:
+            raise SchemaError("transfer_hidden_states: this deployment has one stage; leave it off")
+        done: Future[DiffusionOutput] = Future()
+        done.set_running_or_notify_cancel()
+        with self._lock:
+            self._open.add(request_id)
+        try:
+            first = self.stages[0].submit(request)
+        except BaseException:
+            with self._lock:
+                self._open.discard(request_id)
+            raise
+        first.add_done_callback(partial(self._on_stage, request, sampling_params, done, []))
+        return done
+
     def _params(self, given: Params, number: int, **own: Any) -> OmniDiffusionSamplingParams:
         """The given params, completed with the stage's defaults; `own` are the prompt's."""
         if isinstance(given, OmniDiffusionSamplingParams):
@@ -263,6 +313,7 @@ class OmniDiffusion:
         """Called when a stage is done with a request: submit it to the next, or resolve `done`."""
         output, key = finished.result(), request.request_id
         stages.append(output)
+        self._streams.put_rest(output)
         number = len(stages)  # of the next stage
         if output.error is not None and number > 1:
             self.stages[number - 2].fail_kv(key, str(output.error))
@@ -292,7 +343,7 @@ class OmniDiffusion:
         """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
         assert sent is not None  # a stage with a sink returns it, or an error
-        params = self._params(given, number)
+        params = self._params(given, number, stream=request.sampling_params.stream)
         if sent.image_shape is not None:
             params.height, params.width = sent.image_shape
         return OmniDiffusionRequest(

@@ -7,6 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
@@ -29,6 +30,8 @@ from omni_kvlink.errors import ClosedError, TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.tokens.events import Event
 
 _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""
@@ -57,6 +60,7 @@ class DistributedExecutor(Executor):
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
         self._closed = False
+        self._taking: set[int] = set()  # leaders that are called for their events
         self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
             self._start_workers()
@@ -197,6 +201,8 @@ class DistributedExecutor(Executor):
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
             pending.append([worker.run_model(part) for worker in self._workers_of(group)])
+            if any(request.sampling_params.stream for request in part.requests):
+                self._take_events(group)
         for request in (request for part in work for request in part.requests):
             if request.is_cancelled():  # before its group was known, so no worker knows
                 self.abort(request.request_id)
@@ -204,6 +210,27 @@ class DistributedExecutor(Executor):
             self._output(part.request_ids, answers)
             for part, answers in zip(work, pending, strict=True)
         ]
+
+    def _take_events(self, group: int) -> None:
+        """Take the events of a group's leader, again and again, unless that is done already."""
+        with self._lock:
+            if group in self._taking:
+                return
+            self._taking.add(group)
+        self._next_events(group)
+
+    def _next_events(self, group: int) -> None:
+        coming = self._workers_of(group)[0].take_events()
+        coming.add_done_callback(partial(self._on_events, group))
+
+    def _on_events(self, group: int, coming: Future[list[Event]]) -> None:
+        events = [] if coming.exception() is not None else coming.result()
+        for event in events:
+            self.events.put(event)
+        if events:
+            self._next_events(group)
+        else:  # the leader is gone, or closes
+            self._taking.discard(group)
 
     def _output(
         self, request_ids: Sequence[str], answers: Sequence[Future[ModelRunnerOutput]]

@@ -20,6 +20,7 @@ from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageCo
 from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
 from omni_kvlink.engine.tokens.outputs import KVConnectorOutput, LogprobsLists
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 
@@ -43,10 +44,12 @@ _CLASSES: dict[str, type[Any]] = {
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
         outputs.RunnerOutput,
+        StepEvent,
+        TokenEvent,
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
-_NOT_SENT = {"past_key_values", "is_cancelled", "generator", "token_log"}
+_NOT_SENT = {"past_key_values", "is_cancelled", "generator", "token_log", "emit"}
 """Fields of `_CLASSES` that have a meaning in their own process only."""
 
 

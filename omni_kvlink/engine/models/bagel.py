@@ -162,7 +162,7 @@ class BagelUtility(ModelUtility):
             image_shape=_shape(params.height, params.width),
             generator=generator,
             caches=caches,
-            **plan_options(request, think=self._think),
+            **plan_options(pipeline, request, think=self._think),
         )
         pipeline.release_caches()
         contexts.extra = {"generator": pack_generator(generator)}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
 from omni_kvlink.engine.models.bagel_text import plan_options, text_fields, write_answers
+from omni_kvlink.engine.models.step_emitter import StepEmitter
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
@@ -124,7 +125,7 @@ class OmniBagelPipeline(BagelPipeline):
                 request.prompt,
                 image_shape=shape,
                 generator=own.generator,
-                **plan_options(request, think=False),
+                **plan_options(self, request, think=False),
             )
             request.past_key_values = contexts
         if not isinstance(contexts, BagelContexts):
@@ -147,6 +148,8 @@ class OmniBagelPipeline(BagelPipeline):
             if all(job.request.is_cancelled() for job in jobs):
                 raise RequestAborted(f"aborted after {done} of {total} denoising steps")
 
+        steps = StepEmitter(self, [job.request for job in jobs], params.num_steps)
+        self.hooks.on_clean = steps.on_clean if steps.is_needed else None
         try:
             contexts, noise = zip(*rows, strict=True)
             latents = iter(self.denoise_batch(contexts, noise, params, on_step))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
+from omni_kvlink.engine.models.token_emitter import TokenEmitter, log_of
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.tokens.token_log import TokenLog
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.pipeline import THINK_TEXT_PROMPT
 from omni_kvlink.models.bagel.prompts import is_text, prompt_items
@@ -34,33 +34,30 @@ def check_modalities(request: OmniDiffusionRequest) -> None:
         raise SchemaError(f"request {request.request_id!r}: num_outputs_per_prompt is of images")
 
 
-def log_of(request: OmniDiffusionRequest) -> TokenLog:
-    """The request's token log, made now if it has none."""
-    if request.token_log is None:
-        request.token_log = TokenLog(request.sampling_params.logprobs)
-    return request.token_log
-
-
 def keep_hidden(request: OmniDiffusionRequest) -> Keep | None:
     """Which hidden states the model must keep: all of them if they go to the next stage."""
     kept = request.sampling_params.return_hidden_states
     return "all" if request.sampling_params.transfer_hidden_states else kept
 
 
-def text_options(request: OmniDiffusionRequest) -> dict[str, Any]:
+def text_options(pipeline: BagelPipeline, request: OmniDiffusionRequest) -> dict[str, Any]:
     """How the text of a request is sampled, as `text_steps` takes it."""
-    params = request.sampling_params
+    params, on_token = request.sampling_params, log_of(request).add
+    if params.stream and request.emit is not None:
+        on_token = TokenEmitter(pipeline, request).add
     return {
         "do_sample": params.temperature > 0,
         "temperature": params.temperature,
         "top_k": max(0, params.top_k),
         "top_p": params.top_p,
         "repetition_penalty": params.repetition_penalty,
-        "on_token": log_of(request).add,
+        "on_token": on_token,
     }
 
 
-def plan_options(request: OmniDiffusionRequest, *, think: bool) -> dict[str, Any]:
+def plan_options(
+    pipeline: BagelPipeline, request: OmniDiffusionRequest, *, think: bool
+) -> dict[str, Any]:
     """The options of `prefill` for an image: whether and how a plan is written, what is kept."""
     params = request.sampling_params
     return {
@@ -68,7 +65,7 @@ def plan_options(request: OmniDiffusionRequest, *, think: bool) -> dict[str, Any
         "system_prompt": params.system_prompt,
         "max_think_tokens": params.max_tokens,
         "keep_hidden": keep_hidden(request),
-        **text_options(request),
+        **text_options(pipeline, request),
     }
 
 
@@ -116,7 +113,7 @@ def answer_steps(
         max_length=params.max_tokens,
         prompt_ids=pipeline.text_ids(request.prompt, first),
         generator=torch.Generator().manual_seed(params.seed or 0),
-        **text_options(request),
+        **text_options(pipeline, request),
     )
     hidden = None if found.context.hidden is None else found.context.hidden.tensor()
     fields = text_fields(request, pipeline.special_tokens.eos, found.text)

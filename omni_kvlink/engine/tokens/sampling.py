@@ -31,6 +31,8 @@ class TextSamplingParams:
     logprobs: int | None = None
     return_hidden_states: Keep | None = None  # of all tokens of the cache, or of the last one
     transfer_hidden_states: bool = False  # send those of all tokens to the next stage
+    stream: bool = False  # report tokens and denoising steps while the request runs
+    preview_interval: int = 0  # a preview after so many denoising steps, and the last; 0: none
 
     @property
     def is_text_only(self) -> bool:
@@ -65,6 +67,8 @@ def check_text_params(params: TextSamplingParams) -> None:
             f"temperature {params.temperature}, top_p {params.top_p}, repetition_penalty "
             f"{params.repetition_penalty}: from 0, above 0 up to 1, and above 0"
         )
+    if type(params.preview_interval) is not int or params.preview_interval < 0:
+        raise ValueError(f"preview_interval {params.preview_interval!r}: a number of steps, or 0")
     if params.logprobs is not None and (type(params.logprobs) is not int or params.logprobs < -1):
         raise ValueError(f"logprobs {params.logprobs!r}: a number of tokens, or -1 for all")
     if params.return_hidden_states not in (None, *get_args(Keep)):

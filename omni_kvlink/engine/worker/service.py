@@ -19,6 +19,7 @@ from omni_kvlink.engine.outputs import (
     ModelRunnerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
+from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.worker import make_worker
 from omni_kvlink.errors import ClosedError
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
     from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.tokens.events import Event
 
 CONCURRENT = {"check_health", "fail_kv", "sink_stats", "sink_url"}
 """Methods of a worker that do not wait for the model; all others run between its batches."""
@@ -62,6 +64,10 @@ class WorkerClient(RpcClient):
         """Statistics of the rank's KV manager."""
         return self.call("kv_stats")
 
+    def take_events(self) -> Future[list[Event]]:
+        """The next events of streamed requests, as soon as there are any."""
+        return self.call("take_events")
+
 
 class WorkerService:
     """A worker whose methods can be called remotely, and some methods for its KV.
@@ -80,11 +86,12 @@ class WorkerService:
         self._queued: set[str] = set()
         self._aborted: set[str] = set()
         of_worker = public_methods(self.worker) | {"start": self.start}
+        self._events = EventBuffer()
         own = (self.run_model, self.abort, self.receive_kv, self.free_kv, self.kv_stats)
         self.methods: dict[str, Callable[..., Any]] = {
             name: method if name in CONCURRENT else partial(self._enqueue, method)
             for name, method in of_worker.items()
-        } | {method.__name__: method for method in own}
+        } | {method.__name__: method for method in (*own, self.take_events)}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -95,6 +102,7 @@ class WorkerService:
         for request_id in queued:
             self.abort(request_id)
         self._jobs.put(None)
+        self._events.close()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -123,6 +131,10 @@ class WorkerService:
                 return
             self._aborted.add(request_id)  # read by the runner when it begins this request
         self.worker.abort(request_id)
+
+    def take_events(self) -> Future[list[Event]]:
+        """A future of the next events of streamed requests; see `EventBuffer.take`."""
+        return self._events.take()
 
     def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
         """Receive a request's KV in the background; the result is its size in bytes."""
@@ -164,6 +176,7 @@ class WorkerService:
         try:
             for request in work.requests:
                 request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
+                request.emit = self._events.put if self._is_leader else None
             run: Any = self.worker.execute_model
             output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
             if isinstance(output, BatchRunnerOutput):  # the images are sent once, in `results`
