@@ -40,9 +40,8 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
 TEXT_PARAMS = frozenset(TEXT_DEFAULTS.keys() - {"modalities"})
 """The params of a request's text, which may differ within a batch."""
 
-_OWN = {"seed", "generator", *TEXT_PARAMS}
-_FIELDS = dataclasses.fields(OmniDiffusionSamplingParams)
-KEY_FIELDS = tuple(field.name for field in _FIELDS if field.name not in _OWN)
+_NAMES = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
+KEY_FIELDS = tuple(one for one in _NAMES if one not in TEXT_PARAMS | {"seed", "generator"})
 """The params that requests of one batch have in common."""
 
 

@@ -10,7 +10,7 @@ import torch
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
+from omni_kvlink.engine.sampling import KEY_FIELDS, TEXT_PARAMS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
 if TYPE_CHECKING:
@@ -145,6 +145,9 @@ class DiffusersPipeline:
             SchemaError: one of `true_cfg_scale` and `negative_prompt` would have no effect.
         """
         default, found = OmniDiffusionSamplingParams(), {}
+        for field in sorted(TEXT_PARAMS - {"stream"}):
+            if getattr(params, field) != getattr(default, field):
+                raise EngineError(f"{self.name} writes no text: leave {field} as it is")
         for field in KEY_FIELDS:
             value, name = getattr(params, field), _NAMES.get(field, field)
             if value == getattr(default, field):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -427,7 +427,7 @@ class BagelPipeline:
                         cfg_img, own_cfg_img = cfg_img.moved(own_cfg_img), None
                     cfg_img = self.append_text(cfg_img, ids)
             else:
-                image = resize(load_image(item), self._vae_rule())
+                image = resize(load_image(cast("ImageLike", item)), self._vae_rule())
                 gen = self._append_image(gen, image, generator, latent=not understanding)
                 images, shape = True, image_size(image)
                 cfg_text = gen.snapshot()
@@ -523,7 +523,7 @@ class BagelPipeline:
                 tokens = len(self._text_ids(item))
                 gen, texts = gen + tokens, texts + tokens
             else:
-                gen += self._count_image(item, latent=not understanding)
+                gen += self._count_image(cast("ImageLike", item), latent=not understanding)
         return {"gen": gen, "cfg_img": 0 if understanding else texts}
 
     def get_past_key_values(self) -> LayerCache:

@@ -17,8 +17,8 @@ TokenIds: TypeAlias = Sequence[int] | Tensor
 """Token ids of a text, read as they are: markers are among them where the text is to have them, as
 in `BagelPipeline.encode_prompt`. A list or tuple of ints, or an int64 or int32 tensor [n]."""
 
-Item: TypeAlias = Union[str, TokenIds, "ImageLike"]
-Prompt: TypeAlias = Item | Sequence[Item]
+Item: TypeAlias = Union[str, Sequence[int], "ImageLike"]
+Prompt: TypeAlias = Union[str, "ImageLike", Sequence[Union[int, str, Sequence[int], "ImageLike"]]]
 """One item, or a list of them in their order. A list of ints alone is one item: token ids."""
 
 _DTYPES = (torch.int64, torch.int32)

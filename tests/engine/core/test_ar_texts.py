@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,11 +34,14 @@ def engine(request: pytest.FixtureRequest, sockets: str) -> Iterator[AREngine]:
         yield made
 
 
-def ar_engine(sockets: str, backend: str = "uni", **fields: Any) -> AREngine:
+@contextmanager
+def ar_engine(sockets: str, backend: str = "uni", **fields: Any) -> Iterator[AREngine]:
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     how = {"dtype": "float32", "max_num_seqs": 4, "num_blocks": 4096, **fields}
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend=backend, **how)
-    return AREngine(config)
+    engine = AREngine(config)
+    with engine:
+        yield engine
 
 
 def prompt(name: str, text: Any = "a fox", **fields: Any) -> OmniDiffusionRequest:
@@ -45,7 +49,7 @@ def prompt(name: str, text: Any = "a fox", **fields: Any) -> OmniDiffusionReques
     return OmniDiffusionRequest(text, params(**fields), name, **own)
 
 
-def steps_of(engine: AREngine) -> list[ModelRunnerOutput]:
+def steps_of(engine: Any) -> list[ModelRunnerOutput]:
     """What the executor returns, step by step."""
     found, execute = list[ModelRunnerOutput](), engine.executor.execute_model
 
@@ -53,7 +57,7 @@ def steps_of(engine: AREngine) -> list[ModelRunnerOutput]:
         found.append(execute(scheduled))
         return found[-1]
 
-    engine.executor.execute_model = recorded  # type: ignore[method-assign]
+    engine.executor.execute_model = recorded
     return found
 
 
@@ -75,8 +79,7 @@ def test_each_steps_tokens(engine: AREngine) -> None:
         prompt("a", QUESTIONS[0], **TEXT, logprobs=2),
         prompt("b", QUESTIONS[1], **{**TEXT, "max_tokens": 3}),
     ]
-    outputs = {one.request_id: one for one in engine.generate(batch, timeout=WAIT)}
-    vocab = pipeline().config.llm.vocab_size
+    outputs: Any = {one.request_id: one for one in engine.generate(batch, timeout=WAIT)}
     for name, text, most in (("a", QUESTIONS[0], 6), ("b", QUESTIONS[1], 3)):
         chosen: list[int] = []
         for step in steps:
@@ -99,7 +102,6 @@ def test_each_steps_tokens(engine: AREngine) -> None:
         assert ids[1:] == expected[at].topk(2).indices.tolist()
         assert torch.allclose(torch.tensor(found), expected[at][ids], atol=1e-5)
     assert outputs["a"].logprobs.sampled_token_ranks == [1] * 5
-    assert vocab > 3
     for step in steps:
         assert (step.spec_token_ids, step.prompt_logprobs_dict) == (None, {})
 
@@ -138,12 +140,12 @@ def test_nans_are_counted(sockets: str) -> None:
 def test_diffusion_has_no_tokens() -> None:
     """Each field is as empty as vLLM's."""
     with DiffusionEngine(OmniDiffusionConfig(checkpoint(), stage="all", dtype="float32")) as engine:
-        steps = steps_of(engine)  # type: ignore[arg-type]
+        steps = steps_of(engine)
         engine.generate([prompt("a")], timeout=WAIT)
     (step,) = steps
     assert (step.sampled_token_ids, step.prompt_logprobs_dict) == ([], {})
-    assert step.spec_token_ids is step.logprobs is step.kv_connector_output is None
-    assert step.num_nans_in_logits is None
+    assert (step.spec_token_ids, step.logprobs) == (None, None)
+    assert (step.kv_connector_output, step.num_nans_in_logits) == (None, None)
 
 
 @pytest.mark.parametrize("keep", ["all", "last"])
@@ -219,7 +221,11 @@ def test_answers_are_those_of_each_alone(engine: AREngine, temperature: float) -
         for seed, text in enumerate(QUESTIONS)
     ]
     outputs = engine.generate(batch, timeout=WAIT)
-    how = {"do_sample": temperature > 0, "temperature": temperature or 0.3, "max_length": 6}
+    how: dict[str, Any] = {
+        "do_sample": temperature > 0,
+        "temperature": temperature or 0.3,
+        "max_length": 6,
+    }
     for seed, (text, output) in enumerate(zip(QUESTIONS, outputs, strict=True)):
         expected = answer(text, seed=seed, **how)
         assert output.error is None
@@ -261,7 +267,7 @@ def test_a_penalty_is_for_the_prompts_tokens_too(sockets: str) -> None:
     with ar_engine(sockets) as engine:
         one = prompt("a", ids, **TEXT, repetition_penalty=9.0)
         (output,) = engine.generate([one], timeout=WAIT)
-    how = {"max_length": 6, "repetition_penalty": 9.0}
+    how: dict[str, Any] = {"max_length": 6, "repetition_penalty": 9.0}
     assert output.token_ids == answer(ids, **how, prompt_ids=ids).token_ids
     assert output.token_ids != answer(ids, **how).token_ids
 

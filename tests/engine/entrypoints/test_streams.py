@@ -42,7 +42,7 @@ def omni(request: pytest.FixtureRequest) -> Iterator[OmniDiffusion]:
         yield made
 
 
-def check(events: list[Any], output: DiffusionOutput) -> list[StepEvent]:
+def check(events: list[Any], output: DiffusionOutput) -> list[Any]:
     """The tokens and the text are complete and in order, then come steps, then the output."""
     tokens = [one for one in events if isinstance(one, TokenEvent)]
     steps = [one for one in events if isinstance(one, StepEvent)]
@@ -65,7 +65,7 @@ def test_a_text(omni: OmniDiffusion) -> None:
 
 def test_a_text_then_an_image_with_previews(omni: OmniDiffusion) -> None:
     (output,) = omni.generate("a fox", PLAN, timeout=WAIT, on_error="return")
-    events = list(omni.stream("a fox", PLAN))
+    events: list[Any] = list(omni.stream("a fox", PLAN))
     steps = check(events, output)
     assert torch.equal(events[-1].output.result(), output.result())
     assert all((one.total, one.preview.dtype) == (3, torch.uint8) for one in steps)
@@ -136,9 +136,15 @@ def test_steps_of_all_images_of_a_prompt() -> None:
     """Each preview, while nobody waits in between: every step is seen."""
     seen = list[StepEvent]()
     with OmniDiffusion(checkpoint(), DEPLOYMENTS["one stage"], dtype="float32") as omni:
-        events = omni.stages[0].executor.events  # type: ignore[union-attr]
+        stage: Any = omni.stages[0]
+        events = stage.executor.events
         put = events.put
-        events.put = lambda event: (seen.append(event), put(event))  # type: ignore[func-returns-value]
+
+        def recorded(event: StepEvent) -> None:
+            seen.append(event)
+            put(event)
+
+        events.put = recorded
         how = {**PLAN, "modalities": [], "num_outputs_per_prompt": 2, "preview_interval": 2}
         *_, last = omni.stream("a fox", how)
         assert isinstance(last, OutputEvent)
