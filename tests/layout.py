@@ -41,6 +41,7 @@ LAYERS = (
     "lowlevel",
     "aio lookup models",
     "engine.lora.request",
+    "engine.tokens",
     "engine.errors engine.sampling engine.config",
     "engine.lora",
     "engine.request",

@@ -12,3 +12,4 @@ class KVSent:
     nbytes: int
     image_shape: tuple[int, int] | None = None  # (height, width), in pixels
     tokens: int = 0  # of its longest context
+    has_hidden_states: bool = False  # they were sent, too

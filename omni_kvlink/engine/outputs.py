@@ -11,6 +11,7 @@ import torch
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.tokens.outputs import TextResult, TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class DiffusionOutput:
+class DiffusionOutput(TextResult):
     """The result of one request: an output or an error, never both.
 
-    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU; `text` is what the
-    model wrote in think mode; `seconds` are by phase, such as "queued", "kv_wait", "execute".
+    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU; `text` is the answer,
+    or what the model wrote in think mode; `seconds` are by phase, such as "queued", "execute".
     """
 
     request_id: str = ""
@@ -39,7 +40,7 @@ class DiffusionOutput:
         if self.error is not None:
             raise self.error
         if self.output is None:
-            raise EngineError(f"request {self.request_id!r} has no image: no stage generates one")
+            raise EngineError(f"request {self.request_id!r} has no image; its `text`: {self.text}")
         return self.output
 
     def clear_traceback(self) -> None:
@@ -82,7 +83,7 @@ class BatchRunnerOutput:
 
 
 @dataclasses.dataclass
-class ModelRunnerOutput:
+class ModelRunnerOutput(TokenOutputs):
     """What an executor returns for a step: images, or hidden states of an AR stage, if any.
 
     `results` has errors, texts and `kv_sent`; a request that has just an output may be missing.

@@ -12,8 +12,8 @@ import torch
 from omni_kvlink.engine.lora.adapter import ActiveLoRA
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
 
-Prompt: TypeAlias = str | torch.Tensor | Sequence[str | torch.Tensor]
-"""A text, an image (uint8 [H, W, 3]), or several of them in order."""
+Prompt: TypeAlias = str | torch.Tensor | Sequence[int | str | torch.Tensor | Sequence[int]]
+"""A text, an image (uint8 [H, W, 3]), token ids, or several of them in order."""
 
 
 def never() -> bool:
@@ -35,6 +35,10 @@ class OmniDiffusionRequest:
     need_kv_transfer: bool = False  # its KV is sent to the next stage when it is done
     kv_nbytes: int | None = None  # size of the KV to come, the largest of any rank; if known
     kv_timeout: float | None = None  # seconds until its KV must have come; `kv.timeout` if None
+    need_hidden_receive: bool = False  # so do its hidden states
+    hidden_states: torch.Tensor | None = None  # [tokens, hidden]; set by the runner for one pass
+    emit: Any = None  # takes its events; set where it runs
+    token_log: Any = None  # the `TokenLog` of its text; set by the runner
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
     lora: ActiveLoRA | None = None  # the adapter of its pass; set by the runner
     is_cancelled: Callable[[], bool] = never  # read before a batch, and between denoising steps

@@ -7,11 +7,12 @@ import dataclasses
 import torch
 
 from omni_kvlink.engine.lora.request import LoRARequest, checked_id
+from omni_kvlink.engine.tokens.sampling import TEXT_DEFAULTS, TextSamplingParams, check_text_params
 
 
 @dataclasses.dataclass
-class OmniDiffusionSamplingParams:
-    """How an image is to be generated; None leaves a choice to the model."""
+class OmniDiffusionSamplingParams(TextSamplingParams):
+    """How an image, or a text, is to be generated; None leaves a choice to the model."""
 
     height: int | None = None  # in pixels
     width: int | None = None
@@ -29,33 +30,22 @@ class OmniDiffusionSamplingParams:
     lora_request: LoRARequest | None = None  # an adapter, which is loaded if it is not yet
     lora_int_id: int | None = None  # its number; alone, of an adapter that was added before
     lora_scale: float = 1.0  # how strongly the adapter acts; 0 for not at all
-    max_tokens: int = 1000  # of the text that think mode writes
-    temperature: float = 0.0  # of that text; 0 takes the likeliest token
-    top_k: int = 0  # draws among so many likeliest tokens of that text; 0 and -1: among all
-    top_p: float = 1.0  # and among the likeliest that have this probability together
-    repetition_penalty: float = 1.0  # makes tokens of the prompt and the text less likely, above 1
     generator: torch.Generator | None = None  # once the prompt was read; stays in its process
 
     def __post_init__(self) -> None:
+        if any(getattr(self, name) != default for name, default in TEXT_DEFAULTS.items()):
+            check_text_params(self)
         if self.num_outputs_per_prompt < 1:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
         if self.lora_request is not None or self.lora_scale != 1.0:
             self.lora_int_id = checked_id(self.lora_request, self.lora_int_id, self.lora_scale)
-        if type(self.top_k) is not int or self.top_k < -1:
-            raise ValueError(f"top_k {self.top_k!r}: a number of tokens, or 0 for all")
-        if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.repetition_penalty > 0):
-            raise ValueError(
-                f"temperature {self.temperature}, top_p {self.top_p}, repetition_penalty "
-                f"{self.repetition_penalty}: from 0, above 0 up to 1, and above 0"
-            )
 
 
-TEXT_PARAMS = frozenset(("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty"))
-"""The params of the text that think mode writes."""
+TEXT_PARAMS = frozenset(TEXT_DEFAULTS.keys() - {"modalities"})
+"""The params of a request's text, which may differ within a batch."""
 
-_OWN = {"seed", "generator", *TEXT_PARAMS}
-_ALL = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
-KEY_FIELDS = tuple(name for name in _ALL if name not in _OWN)
+_NAMES = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
+KEY_FIELDS = tuple(one for one in _NAMES if one not in TEXT_PARAMS | {"seed", "generator"})
 """The params that requests of one batch have in common."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
+    from omni_kvlink.engine.tokens.events import Event
 
 C = TypeVar("C", bound=StageConfig)
 _ANSWER = 5.0  # seconds in which workers return URLs and statistics, also while they compute
@@ -64,6 +65,10 @@ class StageEngine(EngineCore, ABC, Generic[C]):
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Fail a KV that this stage sent: its memory is released, its readers get `reason`."""
         self.executor.fail_kv(request_id, reason)
+
+    def take_events(self) -> Future[list[Event]]:
+        """A future of the next events of streamed requests; see `EventBuffer.take`."""
+        return self.executor.events.take()
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between batches, take the weights out of memory; requests fail until `wake_up`."""
@@ -166,6 +171,7 @@ class StageEngine(EngineCore, ABC, Generic[C]):
                 with contextlib.suppress(EngineDeadError):  # which ends what the thread waits for
                     self.executor.check_health(timeout=_HANGS)
         self.executor.shutdown()
+        self.executor.events.close()
         self.fail(error)
 
     def _on_failure(self, error: EngineError) -> None:

@@ -288,8 +288,8 @@ def _sampling(given: Any, kind: str, where: str) -> tuple[dict[str, Any], tuple[
         raise SchemaError(f"{where}: default_sampling_params is a map, not {given!r:.100}")
     fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
     used = {name: value for name, value in given.items() if name in fields - {"generator"}}
-    others = ("true_cfg_scale", "negative_prompt") if kind == "ar" else TEXT_PARAMS
-    used = {name: value for name, value in used.items() if name not in others}
+    others = {"ar": {"true_cfg_scale", "negative_prompt"}, "dit": {"modalities", *TEXT_PARAMS}}
+    used = {name: value for name, value in used.items() if name not in others.get(kind, ())}
     try:
         if isinstance(used.get("lora_request"), Mapping):
             used["lora_request"] = LoRARequest(**used["lora_request"])

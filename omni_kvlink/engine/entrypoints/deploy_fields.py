@@ -122,7 +122,7 @@ def is_default(kind: str, name: str, value: Any) -> bool:
 def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """As `unused_fields`, for `default_sampling_params`."""
     for name, value in params.items():
-        is_text = kind != "ar" and name in _TEXT_SAMPLING
+        is_text = kind == "dit" and name in _TEXT_SAMPLING
         same = _SAME_SAMPLING.get(name)
         if not (is_text or _says_nothing(value) or value in (same or ())):
             raise _unsupported(f"{where}: default_sampling_params {name} {value!r:.60}", same)

@@ -1,4 +1,4 @@
-"""`OmniDiffusion`: generates images for prompts, over all stages of a deployment."""
+"""`OmniDiffusion`: generates images and texts for prompts, over all stages of a deployment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
+from omni_kvlink.engine.entrypoints.async_requests import events_of, wait_for_output
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
+from omni_kvlink.engine.entrypoints.prompts import read_prompt
 from omni_kvlink.engine.entrypoints.stage_configs import (
     environment,
     is_remote,
     stage_configs,
     with_sources,
 )
+from omni_kvlink.engine.entrypoints.streams import RequestStream, StreamEvent, StreamTable
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -30,6 +33,7 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
+from omni_kvlink.engine.tokens.outputs import TextResult
 from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ Stage: TypeAlias = RemoteStage | DiffusionEngine
 Params: TypeAlias = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 _log = logging.getLogger(__name__)
+_OF_TEXT = ("text", *(field.name for field in dataclasses.fields(TextResult)))
 _PARAMS = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
 
 
@@ -75,6 +80,7 @@ class OmniDiffusion:
         self._aborted: set[str] = set()
         self._open: set[str] = set()
         self.stages: list[Stage] = []
+        self._streams = StreamTable(self.stages)
         try:
             for number in range(len(self._configs)):
                 self.stages.append(self._make(number))
@@ -93,11 +99,14 @@ class OmniDiffusion:
         on_error: Literal["raise", "return"] = "raise",
         request_ids: Sequence[str] | None = None,
     ) -> list[Any]:
-        """Generate the images of prompts, in their order; blocks until all are done.
+        """Generate the images, or texts, of prompts, in their order; blocks until all are done.
+
+        A prompt with the sampling param `modalities` of ("text",) is answered with a text, a `str`.
 
         Args:
-            prompts: one, or a list of them; each a text, an image, or a list of texts and images
-                (a tuple or list inside the list of prompts). Images are PIL's, or uint8 [H, W, 3].
+            prompts: one, or a list of them; each a text, an image, or a list of texts, token ids
+                and images (a tuple or list inside the list of prompts), or a map as `read_prompt`
+                takes it. Images are PIL's, or uint8 [H, W, 3].
             sampling_params: for all prompts, or one for each.
             timeout: seconds for all prompts; those that are not done then are aborted.
             progress: show a bar, or call this with (done, total).
@@ -131,8 +140,7 @@ class OmniDiffusion:
         outputs = [future.result() for future in futures]
         if on_error == "return":
             return outputs
-        images = [output.result() for output in outputs]
-        return images if output_type == "pt" else [from_tensor(image) for image in images]
+        return [_answer(output, output_type) for output in outputs]
 
     def submit(
         self, prompt: Any, sampling_params: Params = None, *, request_id: str
@@ -142,21 +150,48 @@ class OmniDiffusion:
         Raises SchemaError for params of an unknown name, EngineError if the id is in use,
         EngineDeadError if the first stage is gone.
         """
-        params = self._params(sampling_params, 0)
-        request = OmniDiffusionRequest(as_tensors(prompt), params, request_id)
-        request.need_kv_transfer = len(self.stages) > 1
-        done: Future[DiffusionOutput] = Future()
-        done.set_running_or_notify_cancel()
-        with self._lock:
-            self._open.add(request_id)
+        return self._submit(prompt, sampling_params, request_id)
+
+    def stream(
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> RequestStream:
+        """Queue one prompt, and iterate over its events while it runs; see `RequestStream`.
+
+        Raises as `submit`. `preview_interval` among the sampling params asks for previews.
+        """
+        stream = RequestStream(request_id or uuid.uuid4().hex, self.abort)
+        self._streams.open(stream)
         try:
-            first = self.stages[0].submit(request)
+            done = self._submit(prompt, sampling_params, stream.request_id, stream=True)
         except BaseException:
-            with self._lock:
-                self._open.discard(request_id)
+            self._streams.forget(stream.request_id)
             raise
-        first.add_done_callback(partial(self._on_stage, request, sampling_params, done, []))
-        return done
+        done.add_done_callback(lambda future: self._streams.end(future.result()))
+        return stream
+
+    async def generate_async(
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> DiffusionOutput:
+        """As `submit`, for asyncio: the output, or its error raised. Cancelling aborts the prompt.
+
+        The event loop is not blocked while the prompt runs.
+        """
+        key = request_id or uuid.uuid4().hex
+        output = await wait_for_output(
+            self.submit(prompt, sampling_params, request_id=key), partial(self.abort, key)
+        )
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def stream_async(
+        self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """As `stream`, for asyncio; the prompt is submitted when the first event is waited for.
+
+        It is aborted when the iteration is cancelled, or closed (`aclose`) before its end.
+        """
+        return events_of(partial(self.stream, prompt, sampling_params, request_id=request_id))
 
     def abort(self, request_id: str) -> None:
         """Abort a prompt in any stage; unknown ids are ignored."""
@@ -262,8 +297,31 @@ class OmniDiffusion:
         assert isinstance(config, OmniDiffusionConfig)  # an AR stage is remote
         return DiffusionEngine(config, on_death=on_death)
 
-    def _params(self, given: Params, number: int) -> OmniDiffusionSamplingParams:
-        """The given params, completed with the stage's defaults."""
+    def _submit(
+        self, prompt: Any, sampling_params: Params, request_id: str, **extra: Any
+    ) -> Future[DiffusionOutput]:
+        items, own = read_prompt(prompt)
+        own |= extra
+        params = self._params(sampling_params, 0, **own)
+        request = OmniDiffusionRequest(as_tensors(items), params, request_id)
+        request.need_kv_transfer = len(self.stages) > 1 and not params.is_text_only
+        if params.transfer_hidden_states and not request.need_kv_transfer:
+            raise SchemaError("transfer_hidden_states: this deployment has one stage; leave it off")
+        done: Future[DiffusionOutput] = Future()
+        done.set_running_or_notify_cancel()
+        with self._lock:
+            self._open.add(request_id)
+        try:
+            first = self.stages[0].submit(request)
+        except BaseException:
+            with self._lock:
+                self._open.discard(request_id)
+            raise
+        first.add_done_callback(partial(self._on_stage, request, sampling_params, done, []))
+        return done
+
+    def _params(self, given: Params, number: int, **own: Any) -> OmniDiffusionSamplingParams:
+        """The given params, completed with the stage's defaults; `own` are the prompt's."""
         if isinstance(given, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
             given = {
@@ -271,7 +329,7 @@ class OmniDiffusion:
                 for name in _PARAMS
                 if getattr(given, name) != getattr(blank, name)
             }
-        fields = {**self.deploy.stages[number].sampling, **(given or {})}
+        fields = {**self.deploy.stages[number].sampling, **(given or {}), **own}
         if unknown := sorted(fields.keys() - set(_PARAMS)):
             raise SchemaError(
                 f"{', '.join(unknown)}: no sampling params here; there are {', '.join(_PARAMS)}"
@@ -289,10 +347,11 @@ class OmniDiffusion:
         """Called when a stage is done with a request: submit it to the next, or resolve `done`."""
         output, key = finished.result(), request.request_id
         stages.append(output)
+        self._streams.put_rest(output)
         number = len(stages)  # of the next stage
         if output.error is not None and number > 1:
             self.stages[number - 2].fail_kv(key, str(output.error))
-        if output.error is None and number < len(self.stages):
+        if output.error is None and number < len(self.stages) and request.need_kv_transfer:
             try:
                 following = self._following(number, request, given, output)
                 coming = self.stages[number].submit(following)
@@ -309,8 +368,8 @@ class OmniDiffusion:
         with self._lock:
             self._open.discard(key)
             self._aborted.discard(key)
-        text = next((stage.text for stage in stages if stage.text is not None), None)
-        done.set_result(dataclasses.replace(output, text=text, stages=stages))
+        found = {name: _first(getattr(stage, name) for stage in stages) for name in _OF_TEXT}
+        done.set_result(dataclasses.replace(output, **found, stages=stages))
 
     def _following(
         self, number: int, request: OmniDiffusionRequest, given: Params, output: DiffusionOutput
@@ -318,7 +377,7 @@ class OmniDiffusion:
         """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
         assert sent is not None  # a stage with a sink returns it, or an error
-        params = self._params(given, number)
+        params = self._params(given, number, stream=request.sampling_params.stream)
         if sent.image_shape is not None:
             params.height, params.width = sent.image_shape
         return OmniDiffusionRequest(
@@ -327,6 +386,7 @@ class OmniDiffusion:
             request.request_id,
             need_kv_receive=True,
             need_kv_transfer=number < len(self.stages) - 1,
+            need_hidden_receive=sent.has_hidden_states,
             kv_nbytes=sent.nbytes,
         )
 
@@ -357,6 +417,19 @@ def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> 
     if isinstance(given, DeployConfig):
         return given
     return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)
+
+
+def _answer(output: DiffusionOutput, output_type: str) -> Any:
+    """The images of an output, or its text if it has none; raises its error."""
+    if output.error is None and output.output is None and output.text is not None:
+        return output.text
+    images = output.result()
+    return images if output_type == "pt" else from_tensor(images)
+
+
+def _first(values: Iterable[Any]) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
 
 
 def _each(given: Params | Sequence[Params], count: int) -> Sequence[Params]:

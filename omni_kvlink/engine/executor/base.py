@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput
+from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.worker.model import model_utility
 from omni_kvlink.errors import KVLinkError
 
@@ -41,6 +42,7 @@ class Executor(ABC):
 
     def __init__(self, config: StageConfig):
         self.config = config
+        self.events = EventBuffer()  # of requests that are streamed
         self._init_executor()
 
     @staticmethod

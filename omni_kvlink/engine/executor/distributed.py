@@ -7,6 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
@@ -30,6 +31,8 @@ from omni_kvlink.errors import ClosedError, TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.engine.tokens.events import Event
 
 _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""
@@ -59,6 +62,7 @@ class DistributedExecutor(Executor):
         self._dead: EngineDeadError | None = None
         self._closed = False
         worker_class(self.config)  # raises here, not in a process that dies of it
+        self._taking: set[int] = set()  # leaders that are called for their events
         self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
             self._start_workers()
@@ -80,12 +84,12 @@ class DistributedExecutor(Executor):
             return super().execute_model(scheduler_output)
         ended = scheduler_output.request_ids
         try:
-            results = self._run([scheduler_output])
-            ended = list(results)  # the others go on
+            (output,) = self._run([scheduler_output])
+            ended = list(output.results)  # the others go on
         finally:
             for request_id in ended:
                 self._router.remove(request_id)
-        return ModelRunnerOutput(ended, [None] * len(ended), results)
+        return output
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request by a call of its own on its group."""
@@ -183,31 +187,57 @@ class DistributedExecutor(Executor):
     ) -> BatchRunnerOutput:
         """Run a batch, a part of it on each group; return the outputs of all its requests."""
         try:
-            return BatchRunnerOutput.of(batch.request_ids, self._run(work))
+            results: dict[str, DiffusionOutput] = {}
+            for output in self._run(work):
+                results |= output.results
+            return BatchRunnerOutput.of(batch.request_ids, results)
         finally:
             for request in batch.requests:
                 if not request.need_kv_receive:
                     self._router.remove(request.request_id)
 
-    def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> dict[str, DiffusionOutput]:
+    def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> list[ModelRunnerOutput]:
         """Run parts of a batch, each on one group; a group runs its parts one after the other."""
         self._check_alive()
         pending = []
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
             pending.append([worker.run_model(part) for worker in self._workers_of(group)])
+            if any(request.sampling_params.stream for request in part.requests):
+                self._take_events(group)
         for request in (request for part in work for request in part.requests):
             if request.is_cancelled():  # before its group was known, so no worker knows
                 self.abort(request.request_id)
-        results: dict[str, DiffusionOutput] = {}
-        for part, answers in zip(work, pending, strict=True):
-            results |= self._results(part.request_ids, answers)
-        return results
+        return [
+            self._output(part.request_ids, answers)
+            for part, answers in zip(work, pending, strict=True)
+        ]
 
-    def _results(
-        self, request_ids: Sequence[str], answers: Sequence[Future[dict[str, DiffusionOutput]]]
-    ) -> dict[str, DiffusionOutput]:
-        """A group's results; a request that failed on one rank has failed."""
+    def _take_events(self, group: int) -> None:
+        """Take the events of a group's leader, again and again, unless that is done already."""
+        with self._lock:
+            if group in self._taking:
+                return
+            self._taking.add(group)
+        self._next_events(group)
+
+    def _next_events(self, group: int) -> None:
+        coming = self._workers_of(group)[0].take_events()
+        coming.add_done_callback(partial(self._on_events, group))
+
+    def _on_events(self, group: int, coming: Future[list[Event]]) -> None:
+        events = [] if coming.exception() is not None else coming.result()
+        for event in events:
+            self.events.put(event)
+        if events:
+            self._next_events(group)
+        else:  # the leader is gone, or closes
+            self._taking.discard(group)
+
+    def _output(
+        self, request_ids: Sequence[str], answers: Sequence[Future[ModelRunnerOutput]]
+    ) -> ModelRunnerOutput:
+        """A group's output; a request that failed on one rank has failed."""
         if wait(answers, return_when=FIRST_EXCEPTION).not_done:
             wait(answers, _RESULT_TIMEOUT)
         errors = [error for one in answers if one.done() and (error := one.exception())]
@@ -222,12 +252,14 @@ class DistributedExecutor(Executor):
             failure = errors[0]
             if not isinstance(failure, EngineError):
                 failure = RequestFailed(f"a worker failed: {failure!r}")
-            return {key: DiffusionOutput(key, error=failure) for key in request_ids}
-        results = _merged([answer.result() for answer in answers])
+            failed = {key: DiffusionOutput(key, error=failure) for key in request_ids}
+            return ModelRunnerOutput(list(failed), [None] * len(failed), failed)
+        outputs = [answer.result() for answer in answers]
+        results = _merged([output.results for output in outputs])
         for result in results.values():
             if isinstance(result.error, EngineDeadError):
                 self._raise_dead(result.error)
-        return results
+        return dataclasses.replace(outputs[0], results=results)
 
     def _raise_dead(self, error: Any) -> NoReturn:
         """Raise why a rank is gone, after `error` was reported for it by itself or by another."""

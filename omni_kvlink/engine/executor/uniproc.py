@@ -39,6 +39,7 @@ class UniprocExecutor(Executor):
     def prepare(self, request: OmniDiffusionRequest) -> None:
         """Fill in the loaded model's defaults."""
         self._utility.prepare(request)
+        request.emit = self.events.put
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
         """Run all scheduled requests, in one pass if the pipeline can; or read the prompts."""

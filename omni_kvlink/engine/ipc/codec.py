@@ -21,6 +21,8 @@ from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
+from omni_kvlink.engine.tokens.outputs import KVConnectorOutput, LogprobsLists
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 
 WriteTensor: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
@@ -36,21 +38,25 @@ _CLASSES: dict[str, type[Any]] = {
         outputs.BatchRunnerOutput,
         outputs.DiffusionOutput,
         outputs.DiffusionSchedulerOutput,
+        KVConnectorOutput,
         KVSent,
         LoRARequest,
+        LogprobsLists,
         outputs.ModelRunnerOutput,
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
         outputs.RunnerOutput,
+        StepEvent,
+        TokenEvent,
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
-_NOT_SENT = {"past_key_values", "lora", "is_cancelled", "generator"}
+_NOT_SENT = {"past_key_values", "lora", "is_cancelled", "generator", "token_log", "emit"}
 """Fields of `_CLASSES` that have a meaning in their own process only."""
 
 
 def pack(value: Any, write: WriteTensor | None = None) -> Any:
-    """Encode numbers, texts, lists, maps, tensors, errors, requests and outputs as plain values.
+    """Encode numbers, texts, lists, sets, maps, tensors, errors, requests, outputs as plain values.
 
     `write` writes the tensors; by default their bytes are among the values. Raises SchemaError if
     the value contains an object of another type.
@@ -59,8 +65,9 @@ def pack(value: Any, write: WriteTensor | None = None) -> Any:
         return value
     if isinstance(value, list):
         return [pack(item, write) for item in value]
-    if isinstance(value, tuple):
-        return {_KIND: "tuple", "items": [pack(item, write) for item in value]}
+    if isinstance(value, (tuple, set)):
+        kind = "tuple" if isinstance(value, tuple) else "set"
+        return {_KIND: kind, "items": [pack(item, write) for item in value]}
     if isinstance(value, torch.Tensor):
         return {_KIND: "tensor", **(write or inline_tensor)(value)}
     if isinstance(value, BaseException):
@@ -107,8 +114,8 @@ def _unpack(value: Any, read: ReadTensor) -> Any:
     if kind == "error":
         return unpack_error(value)
     fields = {key: _unpack(item, read) for key, item in value.items()}
-    if kind == "tuple":
-        return tuple(fields["items"])
+    if kind in ("tuple", "set"):
+        return tuple(fields["items"]) if kind == "tuple" else set(fields["items"])
     if kind not in _CLASSES:
         raise WireError(f"objects of type {kind!r} are not sent between processes")
     return _CLASSES[kind](**fields)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from omni_kvlink import KVCacheBundle, KVLink, KVPayload
+from omni_kvlink.engine.kv.hidden_states import hidden_key, hidden_payload, hidden_readers
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.kv_sent import KVSent
 
 if TYPE_CHECKING:
+    import torch
+
     from omni_kvlink.engine.config import KVConfig
+
+_MOST_HIDDEN = 1024  # requests whose hidden states `fail` releases; those of earlier ones by `ttl`
 
 
 class KVSink:
@@ -24,6 +30,8 @@ class KVSink:
         self._config = config
         self._parts = [part for part in partition.parts() if part.sender == tensor]
         self._parts_each = partition.parts_each
+        self._hidden_readers = hidden_readers(partition, tensor)
+        self._hidden_sent: deque[str] = deque(maxlen=_MOST_HIDDEN)
         self.link = KVLink.serve(config.sinks[tensor], **config.sink_options)
 
     def send(self, payload: KVPayload) -> KVSent:
@@ -41,10 +49,20 @@ class KVSink:
         first = payload[next(iter(payload))] if isinstance(payload, KVCacheBundle) else payload
         return KVSent(largest, first.metadata.image_shape, first.metadata.seq_len)
 
+    def send_hidden(self, request_id: str, hidden: torch.Tensor) -> None:
+        """Send a request's hidden states [tokens, hidden]; before its KV, as `send`."""
+        if self._hidden_readers:
+            ttl, timeout = self._config.ttl, self._config.put_timeout
+            data, readers = hidden_payload(request_id, hidden), self._hidden_readers
+            self.link.put(data, readers=readers, ttl=ttl, timeout=timeout)
+            self._hidden_sent.append(request_id)
+
     def fail(self, request_id: str, reason: str) -> None:
         """Tell the next stage that a request's KV will not come; its gets end in `reason`."""
         for part in self._parts:
             self.link.fail(part.key(request_id), reason)
+        if request_id in self._hidden_sent:
+            self.link.fail(hidden_key(request_id), reason)
 
     def close(self) -> None:
         """Close the producer; what the next stage has not received is lost."""

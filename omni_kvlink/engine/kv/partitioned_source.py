@@ -44,6 +44,7 @@ class PartitionedKVSource(KVSource):
     def __init__(self, parts: Sequence[tuple[KVConsumer, KVPart]], shard: Shard):
         self._parts, self._shard = list(parts), shard
         self._links = list({id(link): link for link, _ in parts}.values())
+        self.link = self._parts[0][0]
 
     @classmethod
     def connect_parts(

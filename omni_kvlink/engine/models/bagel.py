@@ -26,6 +26,14 @@ from omni_kvlink.engine.lora.adapter import (
     identity_of,
 )
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
+from omni_kvlink.engine.models.bagel_text import (
+    answer_steps,
+    check_modalities,
+    count_options,
+    keep_hidden,
+    plan_options,
+    text_fields,
+)
 from omni_kvlink.engine.models.bagel_warm_up import warm_up
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
@@ -83,6 +91,7 @@ class BagelUtility(ModelUtility):
     @staticmethod
     def prepare(request: OmniDiffusionRequest) -> None:
         """Set the published defaults; see `ModelUtility.prepare`."""
+        check_modalities(request)
         fill_params(request.sampling_params, request.prompt)
 
     @property
@@ -183,8 +192,8 @@ class BagelUtility(ModelUtility):
         """The most tokens that a prompt can put into each context."""
         if self._reads_prefixes:
             return {"gen": len(self.prefix_tokens(request))}
-        most = request.sampling_params.max_tokens
-        return self._pipeline.count_tokens(request.prompt, think=self._think, max_think_tokens=most)
+        options = count_options(request.sampling_params, think=self._think)
+        return self._pipeline.count_tokens(request.prompt, **options)
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers, and `(heads of this rank, head_dim)`."""
@@ -203,41 +212,44 @@ class BagelUtility(ModelUtility):
         num_computed_tokens: int = 0,
     ) -> PrefillSteps:
         """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
-        params = request.sampling_params
-        generator = torch.Generator().manual_seed(params.seed or 0)
+        params, pipeline = request.sampling_params, self._pipeline
         n = num_computed_tokens
         cached = {"gen": self.prefix_tokens(request)[:n]} if n else {}
-        contexts = yield from self._pipeline.prefill_steps(
+        caches = {
+            name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached.get(name, ())))
+            for name, blocks in block_ids.items()
+        }
+        if params.is_text_only:
+            return (yield from answer_steps(pipeline, request, think=self._think, caches=caches))
+        generator = torch.Generator().manual_seed(params.seed or 0)
+        contexts = yield from pipeline.prefill_steps(
             request.prompt,
-            think=self._think,
             image_shape=_shape(params.height, params.width),
             generator=generator,
-            max_think_tokens=params.max_tokens,
-            do_sample=params.temperature > 0,
-            temperature=params.temperature,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            repetition_penalty=params.repetition_penalty,
-            caches={
-                name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached.get(name, ())))
-                for name, blocks in block_ids.items()
-            },
+            caches=caches,
+            **plan_options(pipeline, request, think=self._think),
         )
-        self._pipeline.release_caches()
+        pipeline.release_caches()
         contexts.extra = {"generator": pack_generator(generator)}
         if (identity := identity_of(request.lora)) is not None:
             contexts.extra["lora"] = identity
         request.past_key_values = contexts
-        return DiffusionOutput(request.request_id, text=contexts.text)
+        hidden = None if contexts.gen.hidden is None else contexts.gen.hidden.tensor()
+        fields = text_fields(request, pipeline.special_tokens.eos, contexts.text)
+        return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
 
     def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
         """Those of think mode's prompt, and of the texts before the first image.
 
-        None of a request with a LoRA adapter: its KV is that of no other request.
+        None of a request with a LoRA adapter, whose KV is that of no other request, and of one that
+        wants hidden states, which are not kept with blocks.
         """
-        if request.sampling_params.lora_int_id is not None:
+        params = request.sampling_params
+        if params.lora_int_id is not None or keep_hidden(request) is not None:
             return []
-        return self._pipeline.prefix_tokens(request.prompt, think=self._think)
+        options = count_options(params, think=self._think)
+        del options["max_think_tokens"]
+        return self._pipeline.prefix_tokens(request.prompt, **options)
 
     def prefix_steps(
         self,

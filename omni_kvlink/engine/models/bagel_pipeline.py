@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
+from omni_kvlink.engine.models.bagel_text import plan_options, text_fields, write_answers
+from omni_kvlink.engine.models.step_emitter import StepEmitter
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
 from omni_kvlink.models.bagel.pipeline import BagelPipeline
+from omni_kvlink.models.bagel.prompts import is_text, prompt_items
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ class _PreparedRequest:
 
 def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
     """Set the params that are None to the published defaults for the kind of prompt."""
-    edit = not isinstance(prompt, str) and any(not isinstance(item, str) for item in prompt)
+    edit = not all(map(is_text, prompt_items(prompt)))
     defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
     for name, own in _FIELDS.items():
         if getattr(params, name) is None:
@@ -82,11 +85,17 @@ class OmniBagelPipeline(BagelPipeline):
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Generate the images of a request, or of a batch; those of one size are denoised together.
 
+        Where only texts are wanted, they are written together; see `write_answers`.
+
         A request's error is in its own output. A cancelled request stays in the batch until that
         ends, so that other images do not depend on it; when all are cancelled, it ends at once.
         """
         batch = req if isinstance(req, DiffusionRequestBatch) else DiffusionRequestBatch([req])
         outputs: dict[str, DiffusionOutput] = {}
+        if batch.sampling_params.modalities == ("text",) and self.stage == "all":
+            outputs = write_answers(self, batch.requests)
+            self._settle(outputs)
+            return [outputs[request_id] for request_id in batch.request_ids]
         jobs: list[_PreparedRequest] = []
         for request in batch:
             try:
@@ -113,7 +122,12 @@ class OmniBagelPipeline(BagelPipeline):
                 raise SchemaError(f"request {request.request_id!r} came without its KV cache")
             own.generator = torch.Generator().manual_seed(own.seed or 0)
             shape = None if own.height is None else (own.height, own.width or own.height)
-            contexts = self.prefill(request.prompt, image_shape=shape, generator=own.generator)
+            contexts = self.prefill(
+                request.prompt,
+                image_shape=shape,
+                generator=own.generator,
+                **plan_options(self, request, think=False),
+            )
             request.past_key_values = contexts
         if not isinstance(contexts, BagelContexts):
             raise SchemaError(f"past_key_values is a {type(contexts).__name__}, not BagelContexts")
@@ -135,6 +149,8 @@ class OmniBagelPipeline(BagelPipeline):
             if all(job.request.is_cancelled() for job in jobs):
                 raise RequestAborted(f"aborted after {done} of {total} denoising steps")
 
+        steps = StepEmitter(self, [job.request for job in jobs], params.num_steps)
+        self.hooks.on_clean = steps.on_clean if steps.is_needed else None
         try:
             contexts, noise = zip(*rows, strict=True)
             latents = iter(self.denoise_batch(contexts, noise, params, on_step))
@@ -148,8 +164,16 @@ class OmniBagelPipeline(BagelPipeline):
         return {
             job.key: _failed(job.key, RequestAborted("aborted while its batch ran"))
             if job.request.is_cancelled()
-            else DiffusionOutput(job.key, images.get(job.key), text=job.contexts.text)
+            else DiffusionOutput(job.key, images.get(job.key), **self._text_fields(job))
             for job in jobs
+        }
+
+    def _text_fields(self, job: _PreparedRequest) -> dict[str, Any]:
+        """The fields of an output that are read from a prompt that this pipeline has read."""
+        hidden = job.contexts.gen.hidden
+        return {
+            "hidden_states": None if hidden is None else hidden.tensor().cpu(),
+            **text_fields(job.request, self.special_tokens.eos, job.contexts.text),
         }
 
     def _settle(self, outputs: dict[str, DiffusionOutput]) -> None:

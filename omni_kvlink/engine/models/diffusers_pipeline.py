@@ -12,7 +12,7 @@ from omni_kvlink.engine.lora.adapter import LoRATarget, LoRATargets
 from omni_kvlink.engine.lora.request import LORA_PARAMS
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
-from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
+from omni_kvlink.engine.sampling import KEY_FIELDS, TEXT_PARAMS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
 if TYPE_CHECKING:
@@ -162,6 +162,9 @@ class DiffusersPipeline:
             SchemaError: one of `true_cfg_scale` and `negative_prompt` would have no effect.
         """
         default, found = OmniDiffusionSamplingParams(), {}
+        for field in sorted(TEXT_PARAMS - {"stream"}):
+            if getattr(params, field) != getattr(default, field):
+                raise EngineError(f"{self.name} writes no text: leave {field} as it is")
         for field in [name for name in KEY_FIELDS if name not in LORA_PARAMS]:
             value, name = getattr(params, field), _NAMES.get(field, field)
             if value == getattr(default, field):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel.prompts import is_text, prompt_items
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.request import Prompt
@@ -16,9 +17,7 @@ def as_tensors(prompt: Any) -> Prompt:
     """A prompt whose images are uint8 [H, W, 3]; transparency becomes white."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, (list, tuple)):
-        return [item if isinstance(item, str) else _as_tensor(item) for item in prompt]
-    return [_as_tensor(prompt)]
+    return [item if is_text(item) else _as_tensor(item) for item in prompt_items(prompt)]
 
 
 def from_tensor(images: torch.Tensor) -> Any:
@@ -38,7 +37,9 @@ def _as_tensor(image: Any) -> torch.Tensor:
     from PIL import Image
 
     if not isinstance(image, Image.Image):
-        raise SchemaError(f"a prompt is made of texts and images, not of {type(image).__name__}s")
+        raise SchemaError(
+            f"a prompt is made of texts, token ids and images, not of {type(image).__name__}s"
+        )
     from omni_kvlink.models.bagel.images import load_image
 
     return torch.from_numpy(np.array(load_image(image)))

@@ -88,8 +88,8 @@ class OmniARScheduler(Scheduler):
     ) -> list[DiffusionOutput]:
         """End the requests of a step; the blocks of their prefixes can be shared from now on."""
         with self._changed:
-            for key in model_output.req_ids:
-                if self._prefixes is not None and model_output.result_of(key).error is None:
+            for key, result in model_output.results.items():
+                if self._prefixes is not None and result.error is None:
                     self._prefixes.computed(key)
             return super().update_from_output(scheduler_output, model_output)
 
@@ -157,7 +157,10 @@ class OmniARScheduler(Scheduler):
     def _ended_ids(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
     ) -> list[str]:
-        return model_output.req_ids
+        for key, hidden in zip(model_output.req_ids, model_output.pooler_output, strict=True):
+            if hidden is not None and key in model_output.results:
+                model_output.results[key].hidden_states = hidden
+        return list(model_output.results)
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}

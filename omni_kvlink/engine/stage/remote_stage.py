@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.ipc.rpc import RpcClient
     from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.tokens.events import Event
 
 S = TypeVar("S", bound="RemoteStage")
 
@@ -82,6 +83,10 @@ class RemoteStage(ABC):
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Release the KV sent for a request that the next stage will not receive; does not wait."""
         self._client.call("fail_kv", [request_id, reason])
+
+    def take_events(self) -> Future[list[Event]]:
+        """A future of the next events of streamed requests; it fails if the stage is gone."""
+        return self._client.call("take_events")
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
         """Between two batches, take the weights out of the stage's device memory."""

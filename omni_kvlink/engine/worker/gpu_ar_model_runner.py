@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine.errors import RequestAborted, as_engine_error
+from omni_kvlink.engine.errors import EngineError, RequestAborted, as_engine_error
 from omni_kvlink.engine.kv.block_manager import KVPools
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.kv_transfer import (
@@ -21,11 +21,13 @@ from omni_kvlink.engine.outputs import DiffusionOutput, ModelRunnerOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.tokens.outputs import KVConnectorOutput
+from omni_kvlink.engine.tokens.token_log import TokenLog, step_outputs
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, TextPass, model_utility
 from omni_kvlink.engine.worker.token_budget import divide_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
@@ -110,12 +112,12 @@ class GPUARModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: ARSchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of all scheduled requests; a result for each that ends with it.
+        """Run one step of all scheduled requests; its tokens, and a result for each that ends.
 
         One request reads an image. All texts that are written get their next token, and prompts
         their next tokens up to `max_num_batched_tokens`, in one pass. The KV of a request is sent
-        with its last step, and its blocks are free then: the link has a copy. EngineDeadError: a
-        rank that computes with this one is gone.
+        with its last step, and its blocks are free then: the link has a copy. That of a request for
+        a text alone is not sent. EngineDeadError: a rank that computes with this one is gone.
         """
         ids = scheduler_output.request_ids
         self._batch_sync.begin(ids)
@@ -123,14 +125,16 @@ class GPUARModelRunner:
             self._end(key)
         for request in scheduler_output.requests:
             self._prefills[request.request_id] = self._begin(request, scheduler_output)
+        logs = {key: self._prefills[key].request.token_log or TokenLog() for key in ids}
         results = self._step([self._prefills[key] for key in ids])
         self._batch_sync.end({})
-        return ModelRunnerOutput(list(results), [None] * len(results), results)
+        return _model_output(logs, results)
 
     def _begin(self, request: OmniDiffusionRequest, output: ARSchedulerOutput) -> _Prefill:
         """A request's first steps, and its adapter, or the error that it has instead."""
         key = request.request_id
         computed = output.num_computed_tokens.get(key, 0)
+        request.token_log = TokenLog(request.sampling_params.logprobs)
         prefill = _Prefill(request, self._steps(request, output.block_ids[key], computed))
         try:
             request.lora = self.lora_manager.resolve(request.sampling_params)
@@ -234,12 +238,31 @@ class GPUARModelRunner:
             return aborted
         try:
             output.seconds["prefill"] = time.perf_counter() - prefill.started
-            if self._sink is not None:
-                output.kv_sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            if self._sink is None:  # a prefill stage, which has no answer of its own
+                return {}
+            if prefill.request.sampling_params.is_text_only:
+                _check_text(prefill.request, output)
+                return {}
+            hidden = prefill.request.sampling_params.transfer_hidden_states
+            if hidden:
+                self._send_hidden(prefill.request, output)
+            sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            output.kv_sent = dataclasses.replace(sent, has_hidden_states=hidden)
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
             return {prefill.key: error}
         return {}
+
+    def _send_hidden(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> None:
+        """Send a request's hidden states, which the caller gets only if they were asked for."""
+        if output.hidden_states is None:
+            name = type(self.utility).__name__
+            raise EngineError(f"transfer_hidden_states: {name} has no hidden states")
+        assert self._sink is not None
+        self._sink.send_hidden(request.request_id, output.hidden_states)
+        keep = request.sampling_params.return_hidden_states
+        output.hidden_states = output.hidden_states[-1] if keep == "last" else output.hidden_states
+        output.hidden_states = None if keep is None else output.hidden_states
 
     def _advance(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
         """Run the passes that requests wait for, those with one adapter as one.
@@ -316,3 +339,28 @@ def _check_prefixes(utility: ModelUtility) -> None:
         name = type(utility).__name__
         field = "enable_prefix_caching or kv_transfer"
         raise ValueError(f"{field}: {name} has no prefix_tokens; leave it off")
+
+
+def _model_output(
+    logs: Mapping[str, TokenLog], results: dict[str, DiffusionOutput]
+) -> ModelRunnerOutput:
+    """The output of a step: the tokens of all its requests, and the results of those that end."""
+    hidden: list[torch.Tensor | None] = []
+    for key in logs:
+        ended = results.get(key)
+        kept = None if ended is None else ended.hidden_states
+        hidden.append(None if kept is None else kept.cpu())
+        if ended is not None:
+            ended.hidden_states = None  # the scheduler sets it again from `pooler_output`
+    sent = {key for key, result in results.items() if result.kv_sent is not None}
+    connector = KVConnectorOutput(finished_sending=sent) if sent else None
+    tokens = step_outputs(logs)
+    return ModelRunnerOutput(list(logs), hidden, results, kv_connector_output=connector, **tokens)
+
+
+def _check_text(request: OmniDiffusionRequest, output: DiffusionOutput) -> None:
+    if output.text is None:
+        raise EngineError(
+            f"request {request.request_id!r} wants a text, and its model wrote none: leave "
+            "modalities as they are"
+        )

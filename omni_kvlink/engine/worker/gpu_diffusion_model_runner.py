@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.engine.errors import EngineError, as_engine_error
+from omni_kvlink.engine.kv.hidden_states import receive_hidden
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.partitioned_source import connect_source
@@ -132,7 +133,9 @@ class GPUDiffusionModelRunner:
             return
         if self.kv_manager is None:
             raise EngineError("this stage has no KV source: set kv.sources")
-        data = self.kv_manager.get_kv_cache(request.request_id)
+        data, key = self.kv_manager.get_kv_cache(request.request_id), request.request_id
+        if request.need_hidden_receive and self.connector is not None:
+            request.hidden_states = receive_hidden(self.connector, key)
         request.past_key_values = self.utility.convert(data, request)
 
     def _all_errors(self, errors: dict[str, Exception]) -> dict[str, Exception]:
@@ -192,7 +195,8 @@ class GPUDiffusionModelRunner:
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         """Drop the last references to a request's KV, so that its memory is released."""
-        request.past_key_values = request.sampling_params.generator = request.lora = None
+        request.past_key_values = request.sampling_params.generator = None
+        request.lora = request.hidden_states = None
         if self.kv_manager is not None:
             self.kv_manager.free(request)
         if hasattr(self.pipeline, "release_caches"):

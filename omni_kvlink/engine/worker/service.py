@@ -6,7 +6,7 @@ import queue
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
@@ -16,8 +16,10 @@ from omni_kvlink.engine.outputs import (
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
+    ModelRunnerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
+from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.worker import make_worker
 from omni_kvlink.errors import ClosedError
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
     from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.tokens.events import Event
 
 CONCURRENT = {"check_health", "fail_kv", "kv_transfer_stats", "sink_stats", "sink_url"}
 """Methods of a worker that do not wait for the model; all others run between its batches."""
@@ -37,7 +40,7 @@ CLOSE_TIMEOUT = 5.0  # seconds to release everything; the model may wait for a r
 class WorkerClient(RpcClient):
     """Calls a `WorkerService`; nothing here blocks. See there for what the methods do."""
 
-    def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
+    def run_model(self, work: DiffusionSchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run requests, after those of earlier calls."""
         return self.call("run_model", [work])
 
@@ -61,6 +64,10 @@ class WorkerClient(RpcClient):
         """Statistics of the rank's KV manager."""
         return self.call("kv_stats")
 
+    def take_events(self) -> Future[list[Event]]:
+        """The next events of streamed requests, as soon as there are any."""
+        return self.call("take_events")
+
 
 class WorkerService:
     """A worker whose methods can be called remotely, and some methods for its KV.
@@ -79,11 +86,12 @@ class WorkerService:
         self._queued: set[str] = set()
         self._aborted: set[str] = set()
         of_worker = public_methods(self.worker) | {"start": self.start}
+        self._events = EventBuffer()
         own = (self.run_model, self.abort, self.receive_kv, self.free_kv, self.kv_stats)
         self.methods: dict[str, Callable[..., Any]] = {
             name: method if name in CONCURRENT else partial(self._enqueue, method)
             for name, method in of_worker.items()
-        } | {method.__name__: method for method in own}
+        } | {method.__name__: method for method in (*own, self.take_events)}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -94,6 +102,7 @@ class WorkerService:
         for request_id in queued:
             self.abort(request_id)
         self._jobs.put(None)
+        self._events.close()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -106,10 +115,10 @@ class WorkerService:
         pipeline = runner.utility.pipeline
         return {"supports_request_batch": getattr(pipeline, "supports_request_batch", False)}
 
-    def run_model(self, work: DiffusionSchedulerOutput) -> Future[dict[str, DiffusionOutput]]:
+    def run_model(self, work: DiffusionSchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run requests, or their next step, in the model thread; from now on they can be aborted.
 
-        Each that ends has a result, with images on a group's leader alone.
+        Each that ends is in `results`; images, texts and tokens are on a group's leader alone.
         """
         with self._lock:
             self._queued.update(work.request_ids)
@@ -122,6 +131,10 @@ class WorkerService:
                 return
             self._aborted.add(request_id)  # read by the runner when it begins this request
         self.worker.abort(request_id)
+
+    def take_events(self) -> Future[list[Event]]:
+        """A future of the next events of streamed requests; see `EventBuffer.take`."""
+        return self._events.take()
 
     def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
         """Receive a request's KV in the background; the result is its size in bytes."""
@@ -158,27 +171,29 @@ class WorkerService:
         finally:
             self.worker.shutdown()
 
-    def _run_model(self, work: DiffusionSchedulerOutput) -> dict[str, DiffusionOutput]:
+    def _run_model(self, work: DiffusionSchedulerOutput) -> ModelRunnerOutput:
         ended = work.request_ids
         try:
             for request in work.requests:
                 request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
+                request.emit = self._events.put if self._is_leader else None
             run: Any = self.worker.execute_model
             output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
-            if isinstance(output, BatchRunnerOutput):
-                output = output.as_model_output()
-            ended = output.req_ids  # the others go on
+            if isinstance(output, BatchRunnerOutput):  # the images are sent once, in `results`
+                results = {one.request_id: one.result for one in output.runner_outputs}
+                output = ModelRunnerOutput(list(results), [None] * len(results), results)
+            ended = list(output.results)  # the others go on
         finally:
             with self._lock:
                 self._queued.difference_update(ended)
                 self._aborted.difference_update(ended)
-        results = {key: output.result_of(key) for key in output.req_ids}
         if self._is_leader:
-            return results
-        return {
+            return cast("ModelRunnerOutput", output)
+        results = {
             key: DiffusionOutput(key, error=result.error, kv_sent=result.kv_sent)
-            for key, result in results.items()
+            for key, result in output.results.items()
         }
+        return ModelRunnerOutput(list(results), [None] * len(results), results)
 
     def _manager(self) -> DiffusionKVManager:
         manager: DiffusionKVManager | None = self.worker.runner.kv_manager

@@ -16,11 +16,14 @@ from omni_kvlink.models.bagel.config import BagelConfig as BagelConfig
 from omni_kvlink.models.bagel.config import LanguageConfig as LanguageConfig
 from omni_kvlink.models.bagel.config import VisionConfig as VisionConfig
 from omni_kvlink.models.bagel.header import CheckpointError as CheckpointError
+from omni_kvlink.models.bagel.hidden_states import HiddenStates as HiddenStates
 from omni_kvlink.models.bagel.images import ImageLike as ImageLike
 from omni_kvlink.models.bagel.in_place import InPlaceCache as InPlaceCache
 from omni_kvlink.models.bagel.pipeline import BagelPipeline as BagelPipeline
-from omni_kvlink.models.bagel.pipeline import Prompt as Prompt
+from omni_kvlink.models.bagel.prompts import Prompt as Prompt
+from omni_kvlink.models.bagel.prompts import TokenIds as TokenIds
 from omni_kvlink.models.bagel.sampling import DenoiseParams as DenoiseParams
+from omni_kvlink.models.bagel.text_output import TextOutput as TextOutput
 from omni_kvlink.models.bagel.tiling import Tiling as Tiling
 from omni_kvlink.models.bagel.tiny import make_tiny_checkpoint as make_tiny_checkpoint
 from omni_kvlink.models.bagel.tokenizer import TokenizerMissingError as TokenizerMissingError

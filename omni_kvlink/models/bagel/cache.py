@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel.hidden_states import HiddenStates
 from omni_kvlink.models.bagel.images import shape_pair
 
 if TYPE_CHECKING:
@@ -93,12 +94,14 @@ class BagelContext:
     """A cache (a `NaiveCache` unless another stage made it), its length and its next position.
 
     `kv_lens` and `ropes` have one entry each. An image block has many tokens and one position, so
-    `ropes` is smaller than `kv_lens` once the context has an image.
+    `ropes` is smaller than `kv_lens` once the context has an image. `hidden` keeps the hidden
+    states of its tokens, if it is to: a snapshot keeps none.
     """
 
     kv_lens: list[int]
     ropes: list[int]
     past_key_values: LayerCache
+    hidden: HiddenStates | None = None
 
     @classmethod
     def empty(cls, num_layers: int) -> BagelContext:

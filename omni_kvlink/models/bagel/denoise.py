@@ -47,7 +47,11 @@ def denoise_rows(
         branches = params.branches(guided=params.guided_at(t))
         flows = _flows(model, contexts, block, branches, step, hooks)
         # The product has the flow's dtype, x stays float32.
-        x = x - _guided(flows, params, alone=alone) * span.to(model.device)
+        flow = _guided(flows, params, alone=alone)
+        x = x - flow * span.to(model.device)
+        if hooks.on_clean is not None:
+            clean = x - flow * (t - span).to(model.device)
+            hooks.on_clean(step + 1, [clean] if alone else list(clean.unbind(dim=1)))
         if on_step is not None:
             on_step(step + 1, params.num_steps)
     return [x] if alone else list(x.unbind(dim=1))

@@ -35,6 +35,11 @@ SyncErrorsHook: TypeAlias = Callable[[Mapping[str, Exception]], Mapping[str, Exc
 """Takes the errors of this rank by request id; returns those of all ranks."""
 
 
+CleanHook: TypeAlias = Callable[[int, list[Tensor]], None]
+"""`hook(done, rows)` is called after each step with the rows [h * w, patch_dim] of each request
+that the latents would end at if the flow went straight on; after the last one, the latents'."""
+
+
 @dataclass
 class DenoiseHooks:
     """An engine's callbacks, and whether latents are `decode`d to images here."""
@@ -43,4 +48,5 @@ class DenoiseHooks:
     layers: LayersHook | None = None
     branches: BranchesHook | None = None
     sync_errors: SyncErrorsHook | None = None
+    on_clean: CleanHook | None = None
     decode: bool = True

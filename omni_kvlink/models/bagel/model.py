@@ -145,7 +145,8 @@ class BagelModel(nn.Module):
         positions = torch.arange(at, at + steps, device=self.device).expand(n)
         past, cache = context.past_key_values, _cache_after(context, n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
-        return BagelContext([context.kv_lens[0] + n], [at + steps], cache), hidden
+        kept = None if context.hidden is None else context.hidden.after(hidden)
+        return BagelContext([context.kv_lens[0] + n], [at + steps], cache, kept), hidden
 
     def extend_each(
         self, contexts: Sequence[BagelContext], x: Tensor, seq_lens: Sequence[int]
@@ -163,9 +164,13 @@ class BagelModel(nn.Module):
         caches = [_cache_after(one, n) for one, n in zip(contexts, seq_lens, strict=True)]
         decoder = self.language_model.model
         hidden = decoder.forward_each(x, positions, pasts, caches, seq_lens)
+        kept = [
+            None if one.hidden is None else one.hidden.after(rows)
+            for one, rows in zip(contexts, hidden.split(list(seq_lens)), strict=True)
+        ]
         longer = [
-            BagelContext([one.kv_lens[0] + n], [one.ropes[0] + n], cache)
-            for one, n, cache in zip(contexts, seq_lens, caches, strict=True)
+            BagelContext([one.kv_lens[0] + n], [one.ropes[0] + n], cache, own)
+            for one, n, cache, own in zip(contexts, seq_lens, caches, kept, strict=True)
         ]
         return longer, hidden
 

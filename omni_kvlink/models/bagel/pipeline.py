@@ -6,11 +6,10 @@ processes, with a `BagelContexts` and the generator's state between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -26,6 +25,7 @@ from omni_kvlink.models.bagel.cache import (
 from omni_kvlink.models.bagel.config import BagelConfig
 from omni_kvlink.models.bagel.denoise import OnStep, denoise_rows
 from omni_kvlink.models.bagel.embeddings import unpatchify
+from omni_kvlink.models.bagel.hidden_states import HiddenStates, Keep
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
 from omni_kvlink.models.bagel.images import (
     ImageLike,
@@ -45,16 +45,26 @@ from omni_kvlink.models.bagel.prefill_steps import (
     Steps,
     TextPass,
     all_steps,
+    text_of_steps,
+)
+from omni_kvlink.models.bagel.prompts import (
+    Prompt,
+    TokenIds,
+    checked_token_ids,
+    is_text,
+    prompt_items,
 )
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 from omni_kvlink.models.bagel.shards import WHOLE, Split
+from omni_kvlink.models.bagel.text_output import OnToken, TextOutput
 from omni_kvlink.models.bagel.token_sampler import TokenSampler
 from omni_kvlink.models.bagel.tokenizer import BagelTokenizer, SpecialTokens, written_text
 from omni_kvlink.models.bagel.vae import Autoencoder
 
-_Pipeline = TypeVar("_Pipeline", bound="BagelPipeline")
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
-Prompt = str | ImageLike | Sequence[str | ImageLike]
+_Pipeline = TypeVar("_Pipeline", bound="BagelPipeline")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VAE_DTYPE = torch.float32  # as the published app loads the autoencoder, whatever the model has
@@ -152,10 +162,19 @@ class BagelPipeline:
         special = self.special_tokens
         return [special.bos, *self.tokenizer.encode(text), special.eos]
 
+    def text_ids(self, inputs: Prompt, system_prompt: str = "") -> list[int]:
+        """Return the token ids of a prompt's texts, of the system prompt first: `prompt_ids`."""
+        texts = [item for item in prompt_items(inputs) if is_text(item)]
+        return [
+            token
+            for item in ([system_prompt, *texts] if system_prompt else texts)
+            for token in self._text_ids(item)
+        ]
+
     @torch.no_grad()
     def append_text(self, context: BagelContext, token_ids: Sequence[int]) -> BagelContext:
         """Read token ids (markers included): n tokens, n positions, causal."""
-        ids = self._checked([int(token) for token in token_ids])
+        ids = checked_token_ids(token_ids, self.config.llm.vocab_size)
         self.model.check_context("context", context)
         return self.model.extend(context, self.model.embed(ids), mode="und", causal=True)[0]
 
@@ -279,14 +298,18 @@ class BagelPipeline:
         repetition_penalty: float = 1.0,
         prompt_ids: Sequence[int] = (),
         generator: Generator | None = None,
-    ) -> Steps[str]:
+        output_logits: bool = False,
+        on_token: OnToken | None = None,
+    ) -> Steps[TextOutput]:
         """Continue a context with text until the end marker. The context is not changed.
 
         At most `max_length` tokens, the begin marker included. With `do_sample` each token is drawn
         by `generator`, as `TokenSampler` says; otherwise it is the most probable one. The penalty
-        is for tokens of the text, and for the prompt's `prompt_ids`.
+        is for tokens of the text, and for the prompt's `prompt_ids`. `output_logits` keeps those
+        that each token was chosen by; `on_token` is called with each token when it is chosen.
 
-        These are the steps of `generate_text`, which takes the same arguments and returns the text.
+        These are the steps of `generate_text`, which takes the same arguments and returns the text,
+        and of `generate_text_output`, which returns a `TextOutput`.
         """
         self._require("text head", self.stage != "dit")
         if max_length < 1 or (do_sample and not temperature > 0):
@@ -300,17 +323,32 @@ class BagelPipeline:
             generator=generator,
         )
         self.model.check_context("context", context)
-        context = context.snapshot()  # a discarded text must not claim rows in place
-        token, written = self.special_tokens.bos, list[int]()
-        while len(written) < max_length and not (written and token == self.special_tokens.eos):
+        # a discarded text must not claim rows in place
+        context = replace(context.snapshot(), hidden=context.hidden)
+        special, kept = self.special_tokens, list[Tensor]()
+        token, written, chosen = special.bos, list[int](), list[int]()
+        while len(written) < max_length and not (written and token == special.eos):
             written.append(token)
             answer = yield NextToken(context, token)
             assert answer is not None
             context, logits = answer
             token = sampler.pick(logits)
-        return written_text(self.tokenizer.decode(written))
+            if len(written) == max_length and token != special.eos:
+                break  # there is no room for it
+            chosen.append(token)
+            kept += [logits] if output_logits else []
+            if on_token is not None:
+                on_token(token, logits)
+        return TextOutput(
+            written_text(self.tokenizer.decode(written)),
+            chosen,
+            "stop" if chosen[-1:] == [special.eos] else "length",
+            context,
+            torch.stack(kept) if kept else None,
+        )
 
-    generate_text = all_steps(text_steps)
+    generate_text = text_of_steps(text_steps)
+    generate_text_output = all_steps(text_steps)
 
     @torch.no_grad()
     def advance(self, texts: Sequence[TextPass]) -> list[Advanced]:
@@ -346,16 +384,18 @@ class BagelPipeline:
         top_p: float = 1.0,
         repetition_penalty: float = 1.0,
         caches: Mapping[str, NaiveCache] | None = None,
+        keep_hidden: Keep | None = None,
+        on_token: OnToken | None = None,
     ) -> Steps[BagelContexts]:
         """Read a prompt: the AR half of a request.
 
         These are the steps of `prefill`, which takes the same arguments and returns the contexts.
 
         Args:
-            inputs: a text, an image, or a list of both in their order.
+            inputs: a text, token ids, an image, or a list of them in their order; see `TokenIds`.
             think: let the model write a plan first, which becomes part of `gen`.
             understanding: the answer will be a text (`generate_text(contexts.gen)`): images are
-                read by the ViT alone.
+                read by the ViT alone, and the contexts of the guidance are not completed.
             image_shape: height and width in pixels of the image to make. An image in the prompt
                 decides instead; the default is the largest square.
             generator: used for encoding images and for sampled text; pass it on to `render`.
@@ -368,42 +408,47 @@ class BagelPipeline:
             repetition_penalty: for tokens of the prompt's texts, and of the plan.
             caches: empty ones for "gen" and "cfg_img", such as an `InPlaceCache`. That of "cfg_img"
                 is used only if a text follows an image; until then it shares the rows of gen.
+            keep_hidden: keep the hidden states of all tokens of `gen`, or of the last one, as
+                `contexts.gen.hidden`.
+            on_token: called with each token of the plan; see `OnToken`.
         """
         caches = caches or {}
         for name, cache in caches.items():
             if name not in ("gen", "cfg_img"):
                 raise SchemaError(f"caches are for gen and cfg_img, not for {name}")
             self.model.check_context(name, BagelContext([0], [0], cache))
-        gen = BagelContext([0], [0], caches.get("gen", NaiveCache(self.num_layers)))
+        hidden = None if keep_hidden is None else HiddenStates(keep_hidden)
+        gen = BagelContext([0], [0], caches.get("gen", NaiveCache(self.num_layers)), hidden)
         own_cfg_img = caches.get("cfg_img")
         cfg_text, cfg_img = self.empty_context(), self.empty_context()
         side = self.config.max_latent_size * self.config.latent_stride
         shape = (side, side) if image_shape is None else shape_pair(image_shape)
         self._grid(shape)  # refuses it now, not after the work
         if think:
-            gen = yield from self._prompt_steps(gen, system_prompt or _think_prompt(understanding))
+            first = self.encode_prompt(system_prompt or _think_prompt(understanding))
+            gen = yield from self._prompt_steps(gen, first)
             cfg_img = gen.snapshot()
         images = False
-        for item in _as_list(inputs):
-            if isinstance(item, str):
+        for item in prompt_items(inputs):
+            if is_text(item):
+                ids = self._text_ids(item)
                 cfg_text = gen.snapshot()
-                gen = yield from self._prompt_steps(gen, item)
-                if images:
+                gen = yield from self._prompt_steps(gen, ids)
+                if not images:  # the two are the same tokens at the same positions
+                    cfg_img = gen.snapshot()
+                elif not understanding:
                     if own_cfg_img is not None:
                         cfg_img, own_cfg_img = cfg_img.moved(own_cfg_img), None
-                    cfg_img = yield from self._prompt_steps(cfg_img, item)
-                else:  # the two are the same tokens at the same positions
-                    cfg_img = gen.snapshot()
+                    cfg_img = yield from self._prompt_steps(cfg_img, ids)
             else:
                 yield None
-                image = resize(load_image(item), self._vae_rule())
+                image = resize(load_image(cast("ImageLike", item)), self._vae_rule())
                 gen = self._append_image(gen, image, generator, latent=not understanding)
                 images, shape = True, image_size(image)
                 cfg_text = gen.snapshot()
         text = None
         if think and not understanding:
-            texts = [system_prompt or THINK_IMAGE_PROMPT, *_texts(inputs)]
-            text = yield from self.text_steps(
+            plan = yield from self.text_steps(
                 gen,
                 max_length=max_think_tokens,
                 do_sample=do_sample,
@@ -411,10 +456,12 @@ class BagelPipeline:
                 top_k=top_k,
                 top_p=top_p,
                 repetition_penalty=repetition_penalty,
-                prompt_ids=[token for each in texts for token in self.encode_prompt(each)],
+                prompt_ids=self.text_ids(inputs, system_prompt or THINK_IMAGE_PROMPT),
                 generator=generator,
+                on_token=on_token,
             )
-            gen = yield from self._prompt_steps(gen, text)
+            text = plan.text
+            gen = yield from self._prompt_steps(gen, self.encode_prompt(text))
         self._last = BagelContexts(gen, cfg_text, cfg_img, None if understanding else shape, text)
         return self._last
 
@@ -461,7 +508,7 @@ class BagelPipeline:
         If `params` is None, with the published defaults for a prompt with, or without, an image.
         """
         if params is None:
-            edit = any(not isinstance(item, str) for item in _as_list(inputs))
+            edit = not all(map(is_text, prompt_items(inputs)))
             params = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
         contexts = self.prefill(inputs, generator=generator, **prefill)
         return self.render(contexts, params, generator=generator, on_step=on_step)
@@ -471,25 +518,28 @@ class BagelPipeline:
         inputs: Prompt,
         *,
         think: bool = False,
+        understanding: bool = False,
         system_prompt: str | None = None,
         max_think_tokens: int = 1000,
     ) -> dict[str, int]:
-        """Return the most tokens that `prefill` can put into "gen" and "cfg_img" for an image.
+        """Return the most tokens that `prefill` can put into "gen" and "cfg_img".
 
-        Exact without think mode, except that "cfg_img" shares the rows of gen until a text follows
-        an image.
+        Exact without think mode, and with `understanding`, except that "cfg_img" shares the rows of
+        gen until a text follows an image.
         """
         gen = texts = 0
         if think:
-            gen = texts = len(self.encode_prompt(system_prompt or THINK_IMAGE_PROMPT))
+            default = THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
+            gen = texts = len(self.encode_prompt(system_prompt or default))
+        if think and not understanding:
             gen += 3 * max_think_tokens + 2  # a byte that is no text comes back as three
-        for item in _as_list(inputs):
-            if isinstance(item, str):
-                tokens = len(self.encode_prompt(item))
+        for item in prompt_items(inputs):
+            if is_text(item):
+                tokens = len(self._text_ids(item))
                 gen, texts = gen + tokens, texts + tokens
             else:
-                gen += self._count_image(item)
-        return {"gen": gen, "cfg_img": texts}
+                gen += self._count_image(cast("ImageLike", item), latent=not understanding)
+        return {"gen": gen, "cfg_img": 0 if understanding else texts}
 
     def prefix_tokens(
         self,
@@ -503,9 +553,9 @@ class BagelPipeline:
 
         K and V of these tokens depend on nothing else. The arguments are as for `prefill`.
         """
-        leading = takewhile(lambda item: isinstance(item, str), _as_list(inputs))
-        texts = [system_prompt or _think_prompt(understanding)] if think else []
-        return [token for each in [*texts, *leading] for token in self.encode_prompt(str(each))]
+        leading = [*takewhile(is_text, prompt_items(inputs))]
+        first = (system_prompt or _think_prompt(understanding)) if think else ""
+        return self.text_ids(leading, first)
 
     def get_past_key_values(self) -> LayerCache:
         """Return the `gen` cache of the last request."""
@@ -553,12 +603,20 @@ class BagelPipeline:
             raise RuntimeError("no request has run yet")
         return self._last
 
-    def _prompt_steps(self, context: BagelContext, text: str) -> Steps[BagelContext]:
+    def _text_ids(self, item: str | TokenIds) -> list[int]:
+        """The token ids of an item of a prompt that is no image."""
+        if isinstance(item, str):
+            return self.encode_prompt(item)
+        return checked_token_ids(item, self.config.llm.vocab_size)
+
+    def _prompt_steps(self, context: BagelContext, ids: list[int]) -> Steps[BagelContext]:
         """Read a text of a prompt, but for the tokens that its cache has already."""
-        ids, past = self._checked(self.encode_prompt(text)), context.past_key_values
+        past = context.past_key_values
         assert isinstance(past, NaiveCache)
         cache = past.with_cached(ids)
         found = cache.seq_lens - context.kv_lens[0]
+        if found and context.hidden is not None:
+            raise SchemaError("hidden states of tokens whose KV was there already are not known")
         if found:
             context = BagelContext([context.kv_lens[0] + found], [context.ropes[0] + found], cache)
         if found == len(ids):
@@ -566,11 +624,6 @@ class BagelPipeline:
         answer = yield PromptTokens(context, ids[found:])
         assert answer is not None
         return answer[0]
-
-    def _checked(self, token_ids: list[int]) -> list[int]:
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.config.llm.vocab_size:
-            raise SchemaError(f"token ids must be within [0, {self.config.llm.vocab_size})")
-        return token_ids
 
     def _append_image(
         self, context: BagelContext, image: ImageLike, generator: Generator | None, *, latent: bool
@@ -581,13 +634,13 @@ class BagelPipeline:
             context = self.append_vae_latent(context, self.encode_image(pixels, generator))
         return self.append_vit_image(context, to_pixels(resize(image, self._vit_rule())))
 
-    def _count_image(self, item: ImageLike) -> int:
-        """Return the tokens of an image's two blocks, with their markers."""
+    def _count_image(self, item: ImageLike, *, latent: bool) -> int:
+        """Return the tokens of an image in the ViT's block, and in the latent one if it has one."""
         height, width = self._vae_rule().size(*image_size(load_image(item)))
         stride, patch = self.config.latent_stride, self.config.vit.patch_size
-        latent = (height // stride) * (width // stride)
+        count = (height // stride) * (width // stride) + 2 if latent else 0
         height, width = self._vit_rule().size(height, width)
-        return latent + (height // patch) * (width // patch) + 4
+        return count + (height // patch) * (width // patch) + 2
 
     def _vae_rule(self) -> ResizeRule:
         return ResizeRule(*self.config.vae_image_size, self.config.latent_stride)
@@ -598,13 +651,3 @@ class BagelPipeline:
 
 def _think_prompt(understanding: bool) -> str:
     return THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
-
-
-def _as_list(inputs: Prompt) -> list[str | ImageLike]:
-    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
-        return list(inputs)
-    return [inputs]
-
-
-def _texts(inputs: Prompt) -> list[str]:
-    return [item for item in _as_list(inputs) if isinstance(item, str)]

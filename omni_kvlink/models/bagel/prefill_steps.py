@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from omni_kvlink.models.bagel.cache import BagelContext
+
+if TYPE_CHECKING:
+    from omni_kvlink.models.bagel.text_output import TextOutput
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,6 +88,19 @@ def all_steps(
 
     def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> T:
         return run_steps(of(self, *arguments, **options), self.advance)
+
+    method.__doc__ = of.__doc__
+    return method
+
+
+def text_of_steps(
+    of: Callable[Concatenate[Any, P], Steps[TextOutput]],
+) -> Callable[Concatenate[Any, P], str]:
+    """Turn a method that returns the steps of a text into one that returns the text."""
+    run = all_steps(of)
+
+    def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> str:
+        return run(self, *arguments, **options).text
 
     method.__doc__ = of.__doc__
     return method

@@ -349,7 +349,12 @@ def test_prompts_get_blocks_in_order_and_give_them_back() -> None:
     assert [len(table) for table in tables] == [3, 4]
     assert len(set(tables[0] + tables[1])) == 7
     assert made.blocks.num_free == 1
-    made.update_from_output(first, ModelRunnerOutput(["a", "b"], [None, None]))
+    step = ModelRunnerOutput(["a", "b"], [None, None], sampled_token_ids=[[1], [2]])
+    assert made.update_from_output(first, step) == []  # both go on
+    results = {name: DiffusionOutput(name) for name in "ab"}
+    hidden = torch.arange(3.0)
+    ended = made.update_from_output(first, ModelRunnerOutput(["a", "b"], [None, hidden], results))
+    assert [one.hidden_states for one in ended] == [None, hidden]
     assert made.blocks.num_free == 8
     assert made.schedule().request_ids == ["c", "d"]
 

@@ -21,7 +21,7 @@ from .conftest import SHAPE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from omni_kvlink.models.bagel.pipeline import Prompt
+    from omni_kvlink.models.bagel import Prompt
 
 Seeded = Callable[[int], torch.Generator]
 FEW = DenoiseParams(num_timesteps=5)

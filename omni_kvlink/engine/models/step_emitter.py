@@ -1,0 +1,66 @@
+"""`StepEmitter`: reports the denoising steps of a batch of BAGEL, with previews."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from omni_kvlink.engine.tokens.events import StepEvent
+from omni_kvlink.models.bagel.embeddings import unpatchify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.models.bagel.pipeline import BagelPipeline
+
+PREVIEW_SIDE = 256
+"""Pixels that the longest side of a preview may have; a larger latent is averaged down first."""
+
+
+class StepEmitter:
+    """Emits a `StepEvent` for each streamed request of a batch after each step.
+
+    `on_clean` is the pipeline's hook of that name. `requests` are in the order of the batch's rows,
+    each with its number of images.
+    """
+
+    def __init__(
+        self, pipeline: BagelPipeline, requests: Sequence[OmniDiffusionRequest], total: int
+    ):
+        self._pipeline, self._requests, self._total = pipeline, requests, total
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request of the batch is streamed from here."""
+        return any(map(_is_streamed, self._requests))
+
+    def on_clean(self, done: int, rows: list[Tensor]) -> None:
+        """Emit a step; `rows` are those of the images if the flow went straight on."""
+        latents = iter(rows)
+        for request in self._requests:
+            own = [next(latents) for _ in range(request.sampling_params.num_outputs_per_prompt)]
+            if not _is_streamed(request):
+                continue
+            every = request.sampling_params.preview_interval
+            is_shown = every and (done % every == 0 or done == self._total)
+            shape = request.past_key_values.image_shape
+            preview = torch.stack([self._preview(one, shape) for one in own]) if is_shown else None
+            request.emit(StepEvent(request.request_id, done, self._total, preview))
+
+    def _preview(self, rows: Tensor, image_shape: tuple[int, int]) -> Tensor:
+        """Decode rows [h * w, patch_dim] to a small image."""
+        config = self._pipeline.config
+        height, width = (side // config.latent_stride for side in image_shape)
+        latent = unpatchify(rows, height, width, config.latent_patch_size)
+        factor = -(-max(image_shape) // PREVIEW_SIDE)
+        small = latent if factor == 1 else F.avg_pool2d(latent[None], factor)[0]
+        return self._pipeline.decode(small)
+
+
+def _is_streamed(request: OmniDiffusionRequest) -> bool:
+    return request.sampling_params.stream and request.emit is not None

@@ -1,0 +1,63 @@
+"""What an executor and a request's output say of tokens, named as in vLLM v1."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass
+class LogprobsLists:
+    """Log-probabilities of tokens by the model's logits, before any sampling param.
+
+    A row has the token that was chosen, then the likeliest ones in their order, the chosen one
+    again if it is among them. Rows of a step's output are those of its requests: empty where none
+    were asked for, or no token was chosen, and as long as each request asks for.
+    """
+
+    logprob_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    logprobs: list[list[float]] = dataclasses.field(default_factory=list)
+    sampled_token_ranks: list[int] = dataclasses.field(default_factory=list)  # from 1; 0 if empty
+
+
+@dataclasses.dataclass
+class KVConnectorOutput:
+    """Requests whose KV was sent, or received, in a step; None if there are none."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class TokenOutputs:
+    """The tokens of a step, in the order of its `req_ids`; as it is here, that of diffusion.
+
+    In an AR stage `req_ids` are all requests of the step; those that end with it have `results`.
+    `prompt_logprobs_dict` stays empty: no request can ask for those. `spec_token_ids` stays None:
+    nothing is decoded speculatively.
+    """
+
+    sampled_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    spec_token_ids: list[list[int]] | None = None
+    logprobs: LogprobsLists | None = None  # None if no request of the step asks for them
+    prompt_logprobs_dict: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
+    num_nans_in_logits: dict[str, int] | None = None  # of requests that got a token, by id
+
+
+@dataclasses.dataclass(kw_only=True)
+class TextResult:
+    """What is known of a request's text, apart from the text; None where there is none.
+
+    The last of `token_ids` is the end marker if the model wrote it: `finish_reason` is "stop" then,
+    "length" at `max_tokens`. `logprobs` have a row for each token. `hidden_states` are [tokens,
+    hidden], or [hidden] of the last token, in the model's dtype, of the tokens in the cache: the
+    prompt, and the text if it is the answer.
+    """
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: LogprobsLists | None = None
+    hidden_states: torch.Tensor | None = None
