@@ -27,6 +27,7 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
+from omni_kvlink.models.bagel.sampling import BRANCHES
 from omni_kvlink.models.bagel.shards import Split
 from omni_kvlink.topology import shard_of
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.models.bagel.model import Stage
-
-BRANCHES = ("gen", "cfg_text", "cfg_img")
 
 
 class BagelUtility(ModelUtility):
