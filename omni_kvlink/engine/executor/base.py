@@ -34,11 +34,15 @@ class Executor(ABC):
     """
 
     supports_request_batch: bool = False  # whether the pipeline runs a batch in one pass
+    supports_step_execution: bool = False  # whether `execute_model` runs a `StepSchedulerOutput`
     kv_manager: KVManager | None = None  # the runner's, or a proxy; None: no KV is received
     _is_shut_down = False
 
     def __init__(self, config: StageConfig):
         self.config = config
+        if getattr(config, "step_execution", False) and not self.supports_step_execution:
+            text = f"step_execution: {type(self).__name__} runs whole requests"
+            raise EngineError(f"{text}; leave step_execution off")
         self._init_executor()
 
     @staticmethod

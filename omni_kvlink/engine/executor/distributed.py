@@ -9,7 +9,6 @@ from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
@@ -22,6 +21,7 @@ from omni_kvlink.engine.outputs import (
     DiffusionOutput,
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
+    StepSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
 from omni_kvlink.engine.worker.service import WorkerClient
@@ -43,6 +43,8 @@ class DistributedExecutor(Executor):
     the other ranks with errors only. When one worker dies all are killed, because the others may
     wait for it.
     """
+
+    supports_step_execution = True
 
     @abstractmethod
     def _start_workers(self) -> None:
@@ -74,16 +76,16 @@ class DistributedExecutor(Executor):
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
         """Run everything that was scheduled; see `Executor.execute_model`."""
-        if not isinstance(scheduler_output, ARSchedulerOutput):
+        if not isinstance(scheduler_output, StepSchedulerOutput):
             return super().execute_model(scheduler_output)
         ended = scheduler_output.request_ids
         try:
-            results = self._run([scheduler_output])
+            results = self._run(self._step_parts(scheduler_output))
             ended = list(results)  # the others go on
         finally:
             for request_id in ended:
                 self._router.remove(request_id)
-        return ModelRunnerOutput(ended, [None] * len(ended), results)
+        return ModelRunnerOutput(ended, [results[key].output for key in ended], results)
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request by a call of its own on its group."""
@@ -175,6 +177,21 @@ class DistributedExecutor(Executor):
     def _workers_of(self, group: int) -> list[WorkerClient]:
         """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
+
+    def _step_parts(self, step: StepSchedulerOutput) -> list[StepSchedulerOutput]:
+        """The part of a step that each group runs."""
+        by_group: dict[int, list[str]] = {}
+        for key in step.request_ids:
+            by_group.setdefault(self._router.assign(key), []).append(key)
+        return [
+            dataclasses.replace(
+                step,
+                requests=[one for one in step.requests if one.request_id in keys],
+                cached_request_ids=[key for key in step.cached_request_ids if key in keys],
+                aborted_request_ids=[key for key in step.aborted_request_ids if key in keys],
+            )
+            for keys in by_group.values()
+        ]
 
     def _run_whole(
         self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]

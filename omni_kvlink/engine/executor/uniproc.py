@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.executor.base import Executor
 from omni_kvlink.engine.ipc.rpc import set_result_of
+from omni_kvlink.engine.outputs import StepSchedulerOutput
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker, make_worker
 from omni_kvlink.errors import TransferTimeout
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 class UniprocExecutor(Executor):
     """Runs a stage of either kind on one worker in this process, its model loaded."""
 
+    supports_step_execution = True
     worker: GPUDiffusionWorker | GPUARWorker
 
     def _init_executor(self) -> None:
@@ -45,6 +47,8 @@ class UniprocExecutor(Executor):
         if isinstance(self.worker, GPUARWorker):
             assert isinstance(scheduler_output, ARSchedulerOutput)
             return self.worker.execute_model(scheduler_output)
+        if isinstance(scheduler_output, StepSchedulerOutput):
+            return self.worker.execute_stepwise(scheduler_output)
         run = self.execute_batch if self.supports_request_batch else self.execute_request
         return run(scheduler_output).as_model_output()
 

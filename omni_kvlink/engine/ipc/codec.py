@@ -40,6 +40,7 @@ _CLASSES: dict[str, type[Any]] = {
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
         outputs.RunnerOutput,
+        outputs.StepSchedulerOutput,
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}

@@ -13,6 +13,7 @@ from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
+from omni_kvlink.models.bagel.denoise import DenoiseState
 from omni_kvlink.models.bagel.pipeline import BagelPipeline
 from omni_kvlink.models.bagel.sampling import DenoiseParams
 
@@ -47,6 +48,19 @@ class _PreparedRequest:
         return self.request.request_id
 
 
+@dataclass
+class BagelStepState:
+    """A request between two denoising steps: its images, which are at the same step."""
+
+    request: OmniDiffusionRequest
+    images: list[DenoiseState]
+
+    @property
+    def denoise_completed(self) -> bool:
+        """Whether all steps are done."""
+        return all(image.is_done for image in self.images)
+
+
 def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
     """Set the params that are None to the published defaults for the kind of prompt."""
     edit = not isinstance(prompt, str) and any(not isinstance(item, str) for item in prompt)
@@ -79,6 +93,7 @@ class OmniBagelPipeline(BagelPipeline):
     """A `BagelPipeline` that is a `DiffusionPipeline`."""
 
     supports_request_batch = True
+    supports_step_execution = True
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Generate the images of a request, or of a batch; those of one size are denoised together.
@@ -104,6 +119,34 @@ class OmniBagelPipeline(BagelPipeline):
             outputs.update(denoised)
         self._last = jobs[-1].contexts if jobs else None
         return [outputs[request_id] for request_id in batch.request_ids]
+
+    def prepare_encode(self, request: OmniDiffusionRequest) -> BagelStepState:
+        """A request's state before its first step; reads its prompt, if its KV did not come."""
+        params = denoise_params(request.sampling_params)
+        job = self._prepare(request, params)
+        images = [self.begin_denoise(job.contexts, noise, params) for noise in job.noise]
+        return BagelStepState(request, images)
+
+    def denoise_step(self, states: Sequence[BagelStepState]) -> list[list[Tensor]]:
+        """The flows of each request's images; images of one size are one pass."""
+        images = [image for state in states for image in state.images]
+        flows: dict[DenoiseState, Tensor] = {}
+        for grid in dict.fromkeys(image.grid for image in images):
+            group = [image for image in images if image.grid == grid]
+            flows.update(zip(group, self.guided_flows(group), strict=True))
+        return [[flows[image] for image in state.images] for state in states]
+
+    def step_scheduler(self, state: BagelStepState, noise_pred: Sequence[Tensor]) -> None:
+        """Take a request's next step."""
+        for image, flow in zip(state.images, noise_pred, strict=True):
+            image.integrate(flow)
+
+    def post_decode(self, state: BagelStepState) -> DiffusionOutput:
+        """Decode a request's images, on a group's leader alone."""
+        contexts = self._last = state.images[0].contexts
+        decoded = [self.decode(self.latent(image)) for image in state.images if self.hooks.decode]
+        output = torch.stack(decoded) if decoded else None
+        return DiffusionOutput(state.request.request_id, output, text=contexts.text)
 
     def _prepare(self, request: OmniDiffusionRequest, params: DenoiseParams) -> _PreparedRequest:
         contexts, own = request.past_key_values, request.sampling_params

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.kv.block_manager import BlockManager
-from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
+from omni_kvlink.engine.sched.stepwise import StepwiseScheduler
 from omni_kvlink.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.engine.config import OmniARConfig
-    from omni_kvlink.engine.outputs import DiffusionSchedulerOutput, ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.sched.scheduler import RequestState
 
 Blocks = dict[str, list[int]]
 
 
-class OmniARScheduler(Scheduler):
+class OmniARScheduler(StepwiseScheduler):
     """First come, first served; a request begins once there are blocks for its whole prompt.
 
     Requests run together, one step after the other; each ends when its own KV is sent.
@@ -71,21 +71,10 @@ class OmniARScheduler(Scheduler):
         self._block_counts[request.request_id] = needed
         return needed
 
-    def _can_start(self) -> bool:
-        return len(self._running) < self.max_num_seqs
-
-    def _has_work(self) -> bool:
-        return bool(self._running) or super()._has_work()
-
-    def _ended_ids(
-        self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
-    ) -> list[str]:
-        return model_output.req_ids
-
     def _output(self, requests: list[OmniDiffusionRequest]) -> ARSchedulerOutput:
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}
         cached = [key for key in self._running if key not in tables]
-        return ARSchedulerOutput(requests, tables, cached)
+        return ARSchedulerOutput(requests, tables, cached_request_ids=cached)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         self._block_counts.pop(request.request_id, None)

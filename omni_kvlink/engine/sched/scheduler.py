@@ -70,8 +70,9 @@ class Scheduler(ABC):
             for state in chosen:
                 self._running[state.request_id] = self._waiting.pop(state.request_id)
                 state.started_at = time.monotonic()
-            self._steps += bool(chosen)
-            return self._output([state.request for state in chosen])
+            output = self._output([state.request for state in chosen])
+            self._steps += not output.is_empty
+            return output
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput

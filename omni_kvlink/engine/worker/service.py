@@ -13,12 +13,13 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
 from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import (
-    BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
+    ModelRunnerOutput,
+    StepSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.engine.worker import make_worker
+from omni_kvlink.engine.worker import GPUARWorker, make_worker
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -163,10 +164,7 @@ class WorkerService:
         try:
             for request in work.requests:
                 request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
-            run: Any = self.worker.execute_model
-            output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
-            if isinstance(output, BatchRunnerOutput):
-                output = output.as_model_output()
+            output = self._execute(work)
             ended = output.req_ids  # the others go on
         finally:
             with self._lock:
@@ -179,6 +177,15 @@ class WorkerService:
             key: DiffusionOutput(key, error=result.error, kv_sent=result.kv_sent)
             for key, result in results.items()
         }
+
+    def _execute(self, work: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+        worker = self.worker
+        if isinstance(worker, GPUARWorker):
+            assert isinstance(work, ARSchedulerOutput)
+            return worker.execute_model(work)
+        if isinstance(work, StepSchedulerOutput):
+            return worker.execute_stepwise(work)
+        return worker.execute_model(work.requests).as_model_output()
 
     def _manager(self) -> DiffusionKVManager:
         manager = self.worker.runner.kv_manager
