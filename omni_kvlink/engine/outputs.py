@@ -92,6 +92,12 @@ class ModelRunnerOutput:
     pooler_output: list[torch.Tensor | None]
     results: dict[str, DiffusionOutput] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def failed(cls, request_ids: list[str], error: Exception) -> ModelRunnerOutput:
+        """The same error for each of some requests."""
+        results = {key: DiffusionOutput(key, error=error) for key in request_ids}
+        return cls(request_ids, [None] * len(results), results)
+
     @property
     def req_id_to_index(self) -> dict[str, int]:
         """The position of each request."""

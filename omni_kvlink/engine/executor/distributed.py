@@ -6,8 +6,9 @@ import dataclasses
 import threading
 import time
 from abc import abstractmethod
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
@@ -28,10 +29,12 @@ from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""
+Answers: TypeAlias = "Sequence[Future[dict[str, DiffusionOutput]]]"
+"""The results of a part of a batch, of each rank of its group."""
 _CLIENT_ERRORS = (EngineDeadError, ClosedError)
 """What calls of a worker fail with after it has died, or was shut down."""
 
@@ -59,6 +62,7 @@ class DistributedExecutor(Executor):
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
         self._closed = False
+        self._collectors = ThreadPoolExecutor(self.max_concurrent_batches, "collector")
         self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
             self._start_workers()
@@ -74,13 +78,28 @@ class DistributedExecutor(Executor):
                 self.config.kv, self._router, self._workers_of, self.workers
             )
 
-    def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+    @property
+    def max_concurrent_batches(self) -> int:
+        """As configured; a worker's next batch is in its queue while one runs."""
+        return getattr(self.config, "max_concurrent_batches", 1)
+
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
         """Run everything that was scheduled; see `Executor.execute_model`."""
-        if not isinstance(scheduler_output, StepSchedulerOutput):
+        if isinstance(scheduler_output, StepSchedulerOutput):
+            return self._run_step(scheduler_output)
+        if self.max_concurrent_batches == 1:
             return super().execute_model(scheduler_output)
+        divide = self._by_group if self.supports_request_batch else self._one_by_one
+        collect = self._begin(scheduler_output, divide(scheduler_output))
+        return self._collectors.submit(lambda: collect().as_model_output())
+
+    def _run_step(self, scheduler_output: StepSchedulerOutput) -> ModelRunnerOutput:
         ended = scheduler_output.request_ids
         try:
-            results = self._run(self._step_parts(scheduler_output))
+            work = self._step_parts(scheduler_output)
+            results = self._collect(work, self._send(work))
             ended = list(results)  # the others go on
         finally:
             for request_id in ended:
@@ -89,16 +108,11 @@ class DistributedExecutor(Executor):
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request by a call of its own on its group."""
-        work = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
-        return self._run_whole(scheduler_output, work)
+        return self._begin(scheduler_output, self._one_by_one(scheduler_output))()
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run all requests of a group by one call on that group."""
-        work: dict[int, DiffusionSchedulerOutput] = {}
-        for request in scheduler_output.requests:
-            group = self._router.assign(request.request_id)
-            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
-        return self._run_whole(scheduler_output, list(work.values()))
+        return self._begin(scheduler_output, self._by_group(scheduler_output))()
 
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Tell the next stage that a request's KV will not be sent; does not wait for workers."""
@@ -171,6 +185,7 @@ class DistributedExecutor(Executor):
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for worker in self.workers:
             worker.join(max(0.0, deadline - time.monotonic()))
+        self._collectors.shutdown(wait=False)  # no call is pending any more
         if isinstance(self.kv_manager, RemoteKVManager):
             self.kv_manager.close()
 
@@ -193,19 +208,48 @@ class DistributedExecutor(Executor):
             for keys in by_group.values()
         ]
 
-    def _run_whole(
-        self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
-    ) -> BatchRunnerOutput:
-        """Run a batch, a part of it on each group; return the outputs of all its requests."""
-        try:
-            return BatchRunnerOutput.of(batch.request_ids, self._run(work))
-        finally:
-            for request in batch.requests:
-                if not request.need_kv_receive:
-                    self._router.remove(request.request_id)
+    def _one_by_one(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
+        return [DiffusionSchedulerOutput([request]) for request in batch.requests]
 
-    def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> dict[str, DiffusionOutput]:
-        """Run parts of a batch, each on one group; a group runs its parts one after the other."""
+    def _by_group(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
+        """The part of a batch that each group runs."""
+        work: dict[int, DiffusionSchedulerOutput] = {}
+        for request in batch.requests:
+            group = self._router.assign(request.request_id)
+            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
+        return list(work.values())
+
+    def _begin(
+        self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
+    ) -> Callable[[], BatchRunnerOutput]:
+        """Send the parts of a batch; the call that is returned waits for its outputs."""
+        try:
+            pending = self._send(work)
+        except BaseException:
+            self._remove(batch)
+            raise
+        return partial(self._outputs, batch, work, pending)
+
+    def _outputs(
+        self,
+        batch: DiffusionSchedulerOutput,
+        work: Sequence[DiffusionSchedulerOutput],
+        pending: Sequence[Answers],
+    ) -> BatchRunnerOutput:
+        """The outputs of all requests of a batch."""
+        try:
+            return BatchRunnerOutput.of(batch.request_ids, self._collect(work, pending))
+        finally:
+            self._remove(batch)
+
+    def _remove(self, batch: DiffusionSchedulerOutput) -> None:
+        """Forget the groups of requests that have run; those with KV have theirs until it ends."""
+        for request in batch.requests:
+            if not request.need_kv_receive:
+                self._router.remove(request.request_id)
+
+    def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Answers]:
+        """Send parts of a batch, each to one group; a group runs its parts one after the other."""
         self._check_alive()
         pending = []
         for part in work:
@@ -214,14 +258,18 @@ class DistributedExecutor(Executor):
         for request in (request for part in work for request in part.requests):
             if request.is_cancelled():  # before its group was known, so no worker knows
                 self.abort(request.request_id)
+        return pending
+
+    def _collect(
+        self, work: Sequence[DiffusionSchedulerOutput], pending: Sequence[Answers]
+    ) -> dict[str, DiffusionOutput]:
+        """Wait for the results of the parts."""
         results: dict[str, DiffusionOutput] = {}
         for part, answers in zip(work, pending, strict=True):
             results |= self._results(part.request_ids, answers)
         return results
 
-    def _results(
-        self, request_ids: Sequence[str], answers: Sequence[Future[dict[str, DiffusionOutput]]]
-    ) -> dict[str, DiffusionOutput]:
+    def _results(self, request_ids: Sequence[str], answers: Answers) -> dict[str, DiffusionOutput]:
         """A group's results; a request that failed on one rank has failed."""
         if wait(answers, return_when=FIRST_EXCEPTION).not_done:
             wait(answers, _RESULT_TIMEOUT)

@@ -16,8 +16,8 @@ class StepwiseScheduler(Scheduler):
     def _can_start(self) -> bool:
         return len(self._running) < self.max_num_seqs
 
-    def _has_work(self) -> bool:
-        return bool(self._running) or super()._has_work()
+    def _has_work(self, *, start: bool) -> bool:
+        return bool(self._running) or super()._has_work(start=start)
 
     def _ended_ids(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
