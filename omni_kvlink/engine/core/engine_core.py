@@ -81,37 +81,32 @@ class EngineCore:
         ended = self._take_ended()
         if scheduled.is_empty:
             return ended
-        answer: Future[ModelRunnerOutput] = Future()
-        set_result_of(answer, partial(self.executor.execute_model, scheduled))
-        self._batches.append((scheduled, answer))
-        if not answer.done():
-            answer.add_done_callback(lambda _: self.scheduler.wake())
-        return ended + self._end_batches()
+        try:
+            result = self.executor.execute_model(scheduled)
+        except Exception as error:
+            result = _failed(scheduled, error)
+        if not isinstance(result, Future):
+            return ended + self._update(scheduled, result)
+        self._batches.append((scheduled, result))
+        result.add_done_callback(lambda _: self.scheduler.wake())
+        return ended
 
     def _end_batches(self) -> list[DiffusionOutput]:
-        """The outputs of all batches that have ended, in whatever order they did."""
+        """The outputs of the batches sent ahead that have ended, in whatever order they did."""
         batches, self._batches = self._batches, []
         outputs: list[DiffusionOutput] = []
         for scheduled, answer in batches:
-            if answer.done():
-                outputs += self._update(scheduled, answer)
-            else:
+            if not answer.done():
                 self._batches.append((scheduled, answer))
+                continue
+            error: Any = answer.exception()
+            results = answer.result() if error is None else _failed(scheduled, error)
+            outputs += self._update(scheduled, results)
         return outputs
 
     def _update(
-        self, scheduled: DiffusionSchedulerOutput, answer: Future[ModelRunnerOutput]
+        self, scheduled: DiffusionSchedulerOutput, results: ModelRunnerOutput
     ) -> list[DiffusionOutput]:
-        error = answer.exception()
-        if error is not None:
-            failure = error
-            if not isinstance(error, EngineError):
-                failure = EngineDeadError(f"the executor failed: {error!r}")
-                failure.__cause__ = error
-            return self.scheduler.update_from_output(
-                scheduled, ModelRunnerOutput.failed(scheduled.request_ids, failure)
-            )
-        results = answer.result()
         outputs = self.scheduler.update_from_output(scheduled, results)
         for output in outputs:
             if output.error and results.result_of(output.request_id).kv_sent:  # aborted too late
@@ -177,3 +172,12 @@ class EngineCore:
             raise ClosedError("the engine is closed")
         if self._dead is not None:
             raise EngineDeadError(f"{self._dead}: restart() first")
+
+
+def _failed(scheduled: DiffusionSchedulerOutput, error: Exception) -> ModelRunnerOutput:
+    """What an executor that raised an error would have returned."""
+    failure = error
+    if not isinstance(error, EngineError):
+        failure = EngineDeadError(f"the executor failed: {error!r}")
+        failure.__cause__ = error
+    return ModelRunnerOutput.failed(scheduled.request_ids, failure)

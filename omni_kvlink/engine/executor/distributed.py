@@ -251,7 +251,7 @@ class DistributedExecutor(Executor):
     def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Answers]:
         """Send parts of a batch, each to one group; a group runs its parts one after the other."""
         self._check_alive()
-        pending = []
+        pending: list[Answers] = []
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
             pending.append([worker.run_model(part) for worker in self._workers_of(group)])

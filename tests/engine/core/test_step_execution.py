@@ -43,7 +43,7 @@ def test_a_request_that_arrives_later_is_in_the_same_passes_and_leaves_first(soc
             ("long", {"num_inference_steps": LONG}),
             ("short", {"num_inference_steps": SHORT, "seed": 1, "timestep_shift": 1.0}),
         ):
-            expected = latent_of(request(name, **how))  # type: ignore[arg-type]
+            expected = latent_of(request(name, **how))
             assert is_close(made.latents[name][0], expected)
 
 
@@ -194,7 +194,12 @@ def test_calls_wait_until_no_request_runs(sockets: str) -> None:
 def test_closing_ends_requests_that_run(sockets: str) -> None:
     with step_engine(sockets) as made:
         entered, opened = threading.Event(), threading.Event()
-        made.at(2, lambda: (entered.set(), opened.wait(WAIT)))
+
+        def hold() -> None:
+            entered.set()
+            assert opened.wait(WAIT)
+
+        made.at(2, hold)
         future = made.submit("a", 10_000)
         assert entered.wait(WAIT)
         closing = threading.Thread(target=made.engine.close)

@@ -187,9 +187,10 @@ def test_an_executor_that_runs_one_batch_refuses_more() -> None:
     two = config(None, stage="all", max_concurrent_batches=2)
     with pytest.raises(EngineError, match=r"max_concurrent_batches 2: Uniproc.*'mp' or 'ray'"):
         Executor.get_class(two)(two)
-    for fields, text in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_concurrent_batches": 0}, "max_concurrent_batches 0: 1 or more"),
         ({"max_concurrent_batches": 2, "step_execution": True}, "2 with step_execution"),
-    ):
+    ]
+    for fields, text in wrong:
         with pytest.raises(ValueError, match=text):
             config(None, **fields)

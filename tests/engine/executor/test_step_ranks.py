@@ -15,6 +15,7 @@ from parallel_fixtures import RankProcesses
 from omni_kvlink.engine import (
     DiffusionEngine,
     DiffusionParallelConfig,
+    EngineCore,
     EngineDeadError,
     OmniDiffusionConfig,
     RequestAborted,
@@ -37,18 +38,17 @@ class Steps:
     `on_step` is called before each is sent, with its number from 1.
     """
 
-    def __init__(
-        self, engine: DiffusionEngine, on_step: Callable[[int], Any] = lambda number: None
-    ):
+    def __init__(self, engine: EngineCore, on_step: Callable[[int], Any] = lambda number: None):
         self.seen = list[tuple[list[str], list[str]]]()
-        executor, execute_model = engine.executor, engine.executor.execute_model
+        executor: Any = engine.executor
+        execute_model = executor.execute_model
 
         def recorded(step: Any) -> Any:
             self.seen.append((step.cached_request_ids, [one.request_id for one in step.requests]))
             on_step(len(self.seen))
             return execute_model(step)
 
-        executor.execute_model = recorded  # type: ignore[method-assign]
+        executor.execute_model = recorded
 
     @property
     def sizes(self) -> list[int]:
@@ -99,8 +99,7 @@ def test_aborts_in_other_processes(sockets: str) -> None:
 
         stage.send("a")
         stage.send("b", seed=1)
-        asleep = stage.engine.scheduler
-        with asleep._changed:  # both begin with the first step
+        with stage.engine.scheduler._changed:  # both begin with the first step
             futures = [stage.submit(name, num_inference_steps=10_000) for name in "ab"]
         steps = Steps(stage.engine, on_step)
         with pytest.raises(RequestAborted):
@@ -119,7 +118,12 @@ def test_aborts_in_other_processes(sockets: str) -> None:
 def test_a_worker_that_dies_ends_all_requests(sockets: str) -> None:
     with engine_with_ranks(sockets, 1, step_execution=True, max_num_seqs=2) as stage:
         pid = stage.workers[0].pid
-        Steps(stage.engine, lambda number: number == 3 and os.kill(pid, signal.SIGKILL))
+
+        def on_step(number: int) -> None:
+            if number == 3:
+                os.kill(pid, signal.SIGKILL)
+
+        Steps(stage.engine, on_step)
         stage.send("a")
         with pytest.raises(EngineDeadError):
             stage.submit("a", num_inference_steps=10_000).result(WAIT).result()

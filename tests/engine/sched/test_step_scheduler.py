@@ -8,8 +8,13 @@ import pytest
 import torch
 from engine_fixtures import request
 
-from omni_kvlink.engine import ModelRunnerOutput, OmniDiffusionConfig, RequestAborted
-from omni_kvlink.engine.sched.step_scheduler import StepScheduler
+from omni_kvlink.engine import (
+    ModelRunnerOutput,
+    OmniDiffusionConfig,
+    RequestAborted,
+    StepScheduler,
+    StepSchedulerOutput,
+)
 
 
 def scheduler(seqs: int = 3) -> StepScheduler:
@@ -21,9 +26,15 @@ def add(made: StepScheduler, *names: str, **fields: Any) -> None:
         made.add_request(request(name, need_kv_receive=False, **fields))
 
 
+def scheduled(made: StepScheduler, **fields: bool) -> StepSchedulerOutput:
+    output = made.schedule(**fields)
+    assert isinstance(output, StepSchedulerOutput)
+    return output
+
+
 def step(made: StepScheduler, *ended: str) -> tuple[list[str], list[str]]:
     """Run one step, with which some requests end; those that go on, and those that begin."""
-    output = made.schedule()
+    output = scheduled(made)
     images: list[Any] = [torch.zeros(1, 1, 1, 3, dtype=torch.uint8)] * len(ended)
     done = made.update_from_output(output, ModelRunnerOutput(list(ended), images))
     assert [one.request_id for one in done] == list(ended)
@@ -80,7 +91,7 @@ def test_an_aborted_request_gives_its_place_to_another_at_once() -> None:
     add(made, *"abc")
     step(made)
     assert made.abort_request("b")
-    output = made.schedule()
+    output = scheduled(made)
     assert (output.cached_request_ids, output.aborted_request_ids) == (["a", "b"], ["b"])
     assert [one.request_id for one in output.requests] == ["c"]
     (ended,) = made.update_from_output(output, ModelRunnerOutput(["b"], [None]))
@@ -94,7 +105,7 @@ def test_the_key_of_an_aborted_request_no_longer_counts() -> None:
     step(made)
     add(made, "odd", height=32)
     made.abort_request("a")
-    output = made.schedule()
+    output = scheduled(made)
     assert (output.aborted_request_ids, output.requests[0].request_id) == (["a"], "odd")
 
 
@@ -103,5 +114,5 @@ def test_while_calls_wait_nothing_begins_and_the_others_go_on() -> None:
     add(made, "a")
     step(made)
     add(made, "b")
-    output = made.schedule(start=False)
+    output = scheduled(made, start=False)
     assert (output.cached_request_ids, output.requests) == (["a"], [])
