@@ -21,6 +21,7 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
+from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 
 
@@ -230,6 +231,14 @@ def test_a_pipeline_that_runs_whole_requests_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(OmniBagelPipeline, "supports_step_execution", False)
     with pytest.raises(EngineError, match=r"OmniBagelPipeline has no supports_step_execution.*off"):
         DiffusionEngine(config(None, stage="all", step_execution=True))
+
+
+def test_an_executor_that_runs_whole_requests_is_refused() -> None:
+    class WholeRequests(UniprocExecutor):
+        supports_step_execution = False
+
+    with pytest.raises(EngineError, match="step_execution: WholeRequests runs whole requests"):
+        WholeRequests(config(None, stage="all", step_execution=True))
 
 
 @pytest.mark.parametrize(
