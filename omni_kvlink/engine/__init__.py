@@ -38,6 +38,7 @@ from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput
 from omni_kvlink.engine.outputs import ModelRunnerOutput as ModelRunnerOutput
 from omni_kvlink.engine.outputs import RunnerOutput as RunnerOutput
+from omni_kvlink.engine.outputs import StepSchedulerOutput as StepSchedulerOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor as StageActor
 from omni_kvlink.engine.request import DiffusionRequestBatch as DiffusionRequestBatch
 from omni_kvlink.engine.request import OmniDiffusionRequest as OmniDiffusionRequest
@@ -47,6 +48,7 @@ from omni_kvlink.engine.sampling import SamplingParamsKey as SamplingParamsKey
 from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler as OmniARScheduler
 from omni_kvlink.engine.sched.scheduler import Scheduler as Scheduler
 from omni_kvlink.engine.sched.scheduler import SyncScheduler as SyncScheduler
+from omni_kvlink.engine.sched.step_scheduler import StepScheduler as StepScheduler
 from omni_kvlink.engine.stage.remote_stage import RemoteStage as RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess as StageProcess
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend as CacheBackend
@@ -57,3 +59,4 @@ from omni_kvlink.engine.worker.model import DiffusionPipeline as DiffusionPipeli
 from omni_kvlink.engine.worker.model import ModelUtility as ModelUtility
 from omni_kvlink.engine.worker.model import model_utility as model_utility
 from omni_kvlink.engine.worker.model import register_model as register_model
+from omni_kvlink.engine.worker.step_execution import SupportsStepExecution as SupportsStepExecution

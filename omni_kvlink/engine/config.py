@@ -312,16 +312,26 @@ class OmniDiffusionConfig(StageConfig):
     """A diffusion stage."""
 
     request_batch_max_wait_ms: float = 0.0  # that a first request may wait for a full batch
-    step_execution: bool = False  # scheduling between denoising steps; not supported
+    step_execution: bool = False  # requests begin and end between denoising steps
+    max_concurrent_batches: int = 1  # sent to the workers before the first has ended
     cache_backend: str = "none"  # or the name of a `CacheBackend`
     cache_config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step_execution:
-            raise ValueError("step_execution: this engine batches whole requests; leave it off")
         if self.request_batch_max_wait_ms < 0:
             raise ValueError(f"request_batch_max_wait_ms {self.request_batch_max_wait_ms}")
+        if self.max_concurrent_batches < 1:
+            raise ValueError(f"max_concurrent_batches {self.max_concurrent_batches}: 1 or more")
+        if self.step_execution and self.max_concurrent_batches > 1:
+            text = f"max_concurrent_batches {self.max_concurrent_batches} with step_execution"
+            raise ValueError(f"{text}: a step begins when the one before has ended; set 1")
+        if self.step_execution and self.request_batch_max_wait_ms:
+            text = f"request_batch_max_wait_ms {self.request_batch_max_wait_ms} with step_execution"
+            raise ValueError(f"{text}: a request joins those that run at their next step; set 0")
+        if self.step_execution and self.cache_backend != "none":
+            text = f"cache_backend {self.cache_backend!r} with step_execution: it compares steps of"
+            raise ValueError(f'{text} one batch, from its first to its last; set "none"')
 
 
 @dataclasses.dataclass(frozen=True)

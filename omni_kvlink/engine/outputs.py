@@ -93,6 +93,12 @@ class ModelRunnerOutput(TokenOutputs):
     pooler_output: list[torch.Tensor | None]
     results: dict[str, DiffusionOutput] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def failed(cls, request_ids: list[str], error: Exception) -> ModelRunnerOutput:
+        """The same error for each of some requests."""
+        results = {key: DiffusionOutput(key, error=error) for key in request_ids}
+        return cls(request_ids, [None] * len(results), results)
+
     @property
     def req_id_to_index(self) -> dict[str, int]:
         """The position of each request."""
@@ -123,3 +129,19 @@ class DiffusionSchedulerOutput:
     def is_empty(self) -> bool:
         """Whether nothing can run now."""
         return not self.request_ids
+
+
+@dataclasses.dataclass
+class StepSchedulerOutput(DiffusionSchedulerOutput):
+    """A step: `requests` begin with it, `cached_request_ids` go on.
+
+    `aborted_request_ids` are those of the latter that a diffusion stage ends before the step.
+    """
+
+    cached_request_ids: list[str] = dataclasses.field(default_factory=list, kw_only=True)
+    aborted_request_ids: list[str] = dataclasses.field(default_factory=list, kw_only=True)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of all requests of the step, in the order of their arrival."""
+        return [*self.cached_request_ids, *super().request_ids]

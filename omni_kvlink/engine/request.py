@@ -10,7 +10,11 @@ from typing import Any, TypeAlias
 import torch
 
 from omni_kvlink.engine.lora.adapter import ActiveLoRA
-from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams, SamplingParamsKey
+from omni_kvlink.engine.sampling import (
+    STEP_KEY_FIELDS,
+    OmniDiffusionSamplingParams,
+    SamplingParamsKey,
+)
 
 Prompt: TypeAlias = str | torch.Tensor | Sequence[int | str | torch.Tensor | Sequence[int]]
 """A text, an image (uint8 [H, W, 3]), token ids, or several of them in order."""
@@ -53,6 +57,11 @@ class OmniDiffusionRequest:
     def key(self) -> SamplingParamsKey:
         """Requests with equal keys may share a batch."""
         return SamplingParamsKey.of(self.sampling_params)
+
+    @property
+    def step_key(self) -> SamplingParamsKey:
+        """Requests with equal keys may share a denoising step."""
+        return SamplingParamsKey.of(self.sampling_params, STEP_KEY_FIELDS)
 
 
 class DiffusionRequestBatch:

@@ -47,12 +47,17 @@ TEXT_PARAMS = frozenset(TEXT_DEFAULTS.keys() - {"modalities"})
 _NAMES = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
 KEY_FIELDS = tuple(one for one in _NAMES if one not in TEXT_PARAMS | {"seed", "generator"})
 """The params that requests of one batch have in common."""
+_OWN_STEPS = {"num_inference_steps", "timestep_shift", "num_outputs_per_prompt"}
+STEP_KEY_FIELDS = tuple(name for name in KEY_FIELDS if name not in _OWN_STEPS)
+"""The params that requests of one denoising step have in common."""
 
 
 class SamplingParamsKey(tuple[object, ...]):
     """The values of `KEY_FIELDS`; requests with equal keys may share a batch."""
 
     @classmethod
-    def of(cls, params: OmniDiffusionSamplingParams) -> SamplingParamsKey:
+    def of(
+        cls, params: OmniDiffusionSamplingParams, fields: tuple[str, ...] = KEY_FIELDS
+    ) -> SamplingParamsKey:
         """The key of sampling params."""
-        return cls(getattr(params, name) for name in KEY_FIELDS)
+        return cls(getattr(params, name) for name in fields)

@@ -6,6 +6,7 @@ from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.core.stage_engine import StageEngine
 from omni_kvlink.engine.executor import Executor
 from omni_kvlink.engine.sched.scheduler import SyncScheduler
+from omni_kvlink.engine.sched.step_scheduler import StepScheduler
 
 
 class DiffusionEngine(StageEngine[OmniDiffusionConfig]):
@@ -13,4 +14,5 @@ class DiffusionEngine(StageEngine[OmniDiffusionConfig]):
 
     def _make(self) -> tuple[SyncScheduler, Executor]:
         executor = Executor.get_class(self.config)(self.config)
-        return SyncScheduler(self.config, executor.kv_manager), executor
+        scheduler = StepScheduler if self.config.step_execution else SyncScheduler
+        return scheduler(self.config, executor.kv_manager), executor

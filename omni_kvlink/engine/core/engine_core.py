@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.ipc.rpc import set_result_of
+from omni_kvlink.engine.outputs import ModelRunnerOutput
 from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.engine.executor import Executor
-    from omni_kvlink.engine.outputs import DiffusionOutput
+    from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
 
@@ -41,6 +42,8 @@ class EngineCore:
         """Start the thread; a first request may wait `max_wait` seconds for a full batch."""
         self.scheduler, self.executor, self._max_wait = scheduler, executor, max_wait
         self._dead = None
+        self._batches: list[tuple[DiffusionSchedulerOutput, Future[ModelRunnerOutput]]] = []
+        scheduler.max_concurrent_batches = executor.max_concurrent_batches
         scheduler.listen(self._resolve_ended)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -66,26 +69,49 @@ class EngineCore:
         return future
 
     def step(self) -> list[DiffusionOutput]:
-        """Run one step, if one is ready; returns the outputs, or errors, of what has ended."""
-        if longest := self._max_wait:
+        """Begin a batch, if one is ready; returns the outputs, or errors, of what has ended.
+
+        Where the executor runs one batch at a time, the batch has ended, too.
+        """
+        if ended := self._end_batches():
+            return ended  # their callers do not wait for what comes next
+        if (longest := self._max_wait) and not self.scheduler.num_running:
             self.scheduler.wait_for_batch(timeout=longest, stable=longest * _STABLE)
         scheduled = self.scheduler.schedule(start=not self._calls)
         ended = self._take_ended()
         if scheduled.is_empty:
             return ended
         try:
-            results = self.executor.execute_model(scheduled)
-        except EngineError as error:
-            return ended + self.scheduler.fail_running(error)
+            result = self.executor.execute_model(scheduled)
         except Exception as error:
-            failure = EngineDeadError(f"the executor failed: {error!r}")
-            failure.__cause__ = error
-            return ended + self.scheduler.fail_running(failure)
+            result = _failed(scheduled, error)
+        if not isinstance(result, Future):
+            return ended + self._update(scheduled, result)
+        self._batches.append((scheduled, result))
+        result.add_done_callback(lambda _: self.scheduler.wake())
+        return ended
+
+    def _end_batches(self) -> list[DiffusionOutput]:
+        """The outputs of the batches sent ahead that have ended, in whatever order they did."""
+        batches, self._batches = self._batches, []
+        outputs: list[DiffusionOutput] = []
+        for scheduled, answer in batches:
+            if not answer.done():
+                self._batches.append((scheduled, answer))
+                continue
+            error: Any = answer.exception()
+            results = answer.result() if error is None else _failed(scheduled, error)
+            outputs += self._update(scheduled, results)
+        return outputs
+
+    def _update(
+        self, scheduled: DiffusionSchedulerOutput, results: ModelRunnerOutput
+    ) -> list[DiffusionOutput]:
         outputs = self.scheduler.update_from_output(scheduled, results)
         for output in outputs:
             if output.error and results.result_of(output.request_id).kv_sent:  # aborted too late
                 self.executor.fail_kv(output.request_id, str(output.error))
-        return ended + outputs
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """End a request, whether it waits or runs; unknown ids are ignored."""
@@ -111,10 +137,13 @@ class EngineCore:
     def _run(self) -> None:
         """Runs in the engine's thread."""
         while not self.scheduler.is_stopped:
-            if self.scheduler.wait(timeout=_IDLE):
+            if self.scheduler.wait(timeout=_IDLE, start=not self._calls):
                 self._resolve(self.step())
             if not self.scheduler.num_running:
                 self._run_calls()
+        while self._batches:  # their requests were aborted
+            wait([answer for _, answer in self._batches])
+            self._resolve(self._end_batches())
         self._run_calls()  # one that came while the loop stopped has a caller that waits
 
     def _run_calls(self) -> None:
@@ -143,3 +172,12 @@ class EngineCore:
             raise ClosedError("the engine is closed")
         if self._dead is not None:
             raise EngineDeadError(f"{self._dead}: restart() first")
+
+
+def _failed(scheduled: DiffusionSchedulerOutput, error: Exception) -> ModelRunnerOutput:
+    """What an executor that raised an error would have returned."""
+    failure = error
+    if not isinstance(error, EngineError):
+        failure = EngineDeadError(f"the executor failed: {error!r}")
+        failure.__cause__ = error
+    return ModelRunnerOutput.failed(scheduled.request_ids, failure)

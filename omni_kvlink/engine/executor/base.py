@@ -14,6 +14,8 @@ from omni_kvlink.engine.worker.model import model_utility
 from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from omni_kvlink.engine.kv.interface import KVManager
     from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import ModelRunnerOutput
@@ -37,11 +39,19 @@ class Executor(ABC):
     """
 
     supports_request_batch: bool = False  # whether the pipeline runs a batch in one pass
+    supports_step_execution: bool = False  # whether `execute_model` runs a `StepSchedulerOutput`
     kv_manager: KVManager | None = None  # the runner's, or a proxy; None: no KV is received
     _is_shut_down = False
 
     def __init__(self, config: StageConfig):
         self.config = config
+        if getattr(config, "step_execution", False) and not self.supports_step_execution:
+            text = f"step_execution: {type(self).__name__} runs whole requests"
+            raise EngineError(f"{text}; leave step_execution off")
+        batches = getattr(config, "max_concurrent_batches", 1)
+        if batches > self.max_concurrent_batches:
+            text = f"max_concurrent_batches {batches}: {type(self).__name__} runs one at a time"
+            raise EngineError(f"{text}; set 1, or distributed_executor_backend 'mp' or 'ray'")
         self.events = EventBuffer()  # of requests that are streamed
         self._init_executor()
 
@@ -59,12 +69,22 @@ class Executor(ABC):
     def _init_executor(self) -> None:
         """Start the workers and load their models; called once."""
 
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many batches `execute_model` takes before the first of them has ended."""
+        return 1
+
     def prepare(self, request: OmniDiffusionRequest) -> None:
         """Fill in the model's defaults before a request is queued; EngineError if it cannot run."""
         model_utility(self.config).prepare(request)
 
-    def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
-        """Run all requests; a request's error is in its output, EngineDeadError is of them all."""
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        """Run all requests; a request's error is in its output, EngineDeadError is of them all.
+
+        Blocks until they have run, or returns a Future if `max_concurrent_batches` is above 1.
+        """
         run = self.execute_batch if self.supports_request_batch else self.execute_request
         return run(scheduler_output).as_model_output()
 

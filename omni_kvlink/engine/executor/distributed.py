@@ -6,9 +6,9 @@ import dataclasses
 import threading
 import time
 from abc import abstractmethod
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniDiffusionConfig
@@ -23,6 +23,7 @@ from omni_kvlink.engine.outputs import (
     DiffusionOutput,
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
+    StepSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
 from omni_kvlink.engine.worker import worker_class
@@ -30,12 +31,14 @@ from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from omni_kvlink.engine.tokens.events import Event
 
 _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""
+Answers: TypeAlias = "Sequence[Future[ModelRunnerOutput]]"
+"""The outputs of a part of a batch, of each rank of its group."""
 _CLIENT_ERRORS = (EngineDeadError, ClosedError)
 """What calls of a worker fail with after it has died, or was shut down."""
 
@@ -47,6 +50,8 @@ class DistributedExecutor(Executor):
     the other ranks with errors only. When one worker dies all are killed, because the others may
     wait for it.
     """
+
+    supports_step_execution = True
 
     @abstractmethod
     def _start_workers(self) -> None:
@@ -63,6 +68,7 @@ class DistributedExecutor(Executor):
         self._closed = False
         worker_class(self.config)  # raises here, not in a process that dies of it
         self._taking: set[int] = set()  # leaders that are called for their events
+        self._collectors = ThreadPoolExecutor(self.max_concurrent_batches, "collector")
         self._router = DPRouter(self.config.parallel_config.data_parallel_size)
         try:
             self._start_workers()
@@ -78,31 +84,45 @@ class DistributedExecutor(Executor):
                 self.config.kv, self._router, self._workers_of, self.workers
             )
 
-    def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+    @property
+    def max_concurrent_batches(self) -> int:
+        """As configured; a worker's next batch is in its queue while one runs."""
+        return getattr(self.config, "max_concurrent_batches", 1)
+
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
         """Run everything that was scheduled; see `Executor.execute_model`."""
-        if not isinstance(scheduler_output, ARSchedulerOutput):
+        if isinstance(scheduler_output, StepSchedulerOutput):
+            return self._run_step(scheduler_output)
+        if self.max_concurrent_batches == 1:
             return super().execute_model(scheduler_output)
+        divide = self._by_group if self.supports_request_batch else self._one_by_one
+        collect = self._begin(scheduler_output, divide(scheduler_output))
+        return self._collectors.submit(lambda: collect().as_model_output())
+
+    def _run_step(self, scheduler_output: StepSchedulerOutput) -> ModelRunnerOutput:
         ended = scheduler_output.request_ids
         try:
-            (output,) = self._run([scheduler_output])
-            ended = list(output.results)  # the others go on
+            work = self._step_parts(scheduler_output)
+            outputs = self._collect(work, self._send(work))
+            results = _united(outputs)
+            ended = list(results)  # the others go on
         finally:
             for request_id in ended:
                 self._router.remove(request_id)
-        return output
+        if isinstance(scheduler_output, ARSchedulerOutput):
+            (output,) = outputs  # an AR stage has one group
+            return output
+        return ModelRunnerOutput(ended, [results[key].output for key in ended], results)
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request by a call of its own on its group."""
-        work = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
-        return self._run_whole(scheduler_output, work)
+        return self._begin(scheduler_output, self._one_by_one(scheduler_output))()
 
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run all requests of a group by one call on that group."""
-        work: dict[int, DiffusionSchedulerOutput] = {}
-        for request in scheduler_output.requests:
-            group = self._router.assign(request.request_id)
-            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
-        return self._run_whole(scheduler_output, list(work.values()))
+        return self._begin(scheduler_output, self._by_group(scheduler_output))()
 
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Tell the next stage that a request's KV will not be sent; does not wait for workers."""
@@ -175,6 +195,7 @@ class DistributedExecutor(Executor):
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for worker in self.workers:
             worker.join(max(0.0, deadline - time.monotonic()))
+        self._collectors.shutdown(wait=False)  # no call is pending any more
         if isinstance(self.kv_manager, RemoteKVManager):
             self.kv_manager.close()
 
@@ -182,24 +203,66 @@ class DistributedExecutor(Executor):
         """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
 
-    def _run_whole(
+    def _step_parts(self, step: StepSchedulerOutput) -> list[StepSchedulerOutput]:
+        """The part of a step that each group runs."""
+        by_group: dict[int, list[str]] = {}
+        for key in step.request_ids:
+            by_group.setdefault(self._router.assign(key), []).append(key)
+        return [
+            dataclasses.replace(
+                step,
+                requests=[one for one in step.requests if one.request_id in keys],
+                cached_request_ids=[key for key in step.cached_request_ids if key in keys],
+                aborted_request_ids=[key for key in step.aborted_request_ids if key in keys],
+            )
+            for keys in by_group.values()
+        ]
+
+    def _one_by_one(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
+        return [DiffusionSchedulerOutput([request]) for request in batch.requests]
+
+    def _by_group(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
+        """The part of a batch that each group runs."""
+        work: dict[int, DiffusionSchedulerOutput] = {}
+        for request in batch.requests:
+            group = self._router.assign(request.request_id)
+            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
+        return list(work.values())
+
+    def _begin(
         self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
-    ) -> BatchRunnerOutput:
-        """Run a batch, a part of it on each group; return the outputs of all its requests."""
+    ) -> Callable[[], BatchRunnerOutput]:
+        """Send the parts of a batch; the call that is returned waits for its outputs."""
         try:
-            results: dict[str, DiffusionOutput] = {}
-            for output in self._run(work):
-                results |= output.results
+            pending = self._send(work)
+        except BaseException:
+            self._remove(batch)
+            raise
+        return partial(self._outputs, batch, work, pending)
+
+    def _outputs(
+        self,
+        batch: DiffusionSchedulerOutput,
+        work: Sequence[DiffusionSchedulerOutput],
+        pending: Sequence[Answers],
+    ) -> BatchRunnerOutput:
+        """The outputs of all requests of a batch."""
+        try:
+            results = _united(self._collect(work, pending))
             return BatchRunnerOutput.of(batch.request_ids, results)
         finally:
-            for request in batch.requests:
-                if not request.need_kv_receive:
-                    self._router.remove(request.request_id)
+            self._remove(batch)
 
-    def _run(self, work: Sequence[DiffusionSchedulerOutput]) -> list[ModelRunnerOutput]:
-        """Run parts of a batch, each on one group; a group runs its parts one after the other."""
+    def _remove(self, batch: DiffusionSchedulerOutput) -> None:
+        """Forget the groups of requests that have run; those with KV have theirs until it ends."""
+        for request in batch.requests:
+            if not request.need_kv_receive:
+                self._router.remove(request.request_id)
+
+    def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Answers]:
+        """Send parts of a batch, each to one group; a group runs its parts one after the other."""
         self._check_alive()
-        pending = []
+        pending: list[Answers] = []
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
             pending.append([worker.run_model(part) for worker in self._workers_of(group)])
@@ -208,6 +271,12 @@ class DistributedExecutor(Executor):
         for request in (request for part in work for request in part.requests):
             if request.is_cancelled():  # before its group was known, so no worker knows
                 self.abort(request.request_id)
+        return pending
+
+    def _collect(
+        self, work: Sequence[DiffusionSchedulerOutput], pending: Sequence[Answers]
+    ) -> list[ModelRunnerOutput]:
+        """Wait for the outputs of the parts."""
         return [
             self._output(part.request_ids, answers)
             for part, answers in zip(work, pending, strict=True)
@@ -234,9 +303,7 @@ class DistributedExecutor(Executor):
         else:  # the leader is gone, or closes
             self._taking.discard(group)
 
-    def _output(
-        self, request_ids: Sequence[str], answers: Sequence[Future[ModelRunnerOutput]]
-    ) -> ModelRunnerOutput:
+    def _output(self, request_ids: Sequence[str], answers: Answers) -> ModelRunnerOutput:
         """A group's output; a request that failed on one rank has failed."""
         if wait(answers, return_when=FIRST_EXCEPTION).not_done:
             wait(answers, _RESULT_TIMEOUT)
@@ -252,8 +319,7 @@ class DistributedExecutor(Executor):
             failure = errors[0]
             if not isinstance(failure, EngineError):
                 failure = RequestFailed(f"a worker failed: {failure!r}")
-            failed = {key: DiffusionOutput(key, error=failure) for key in request_ids}
-            return ModelRunnerOutput(list(failed), [None] * len(failed), failed)
+            return ModelRunnerOutput.failed(list(request_ids), failure)
         outputs = [answer.result() for answer in answers]
         results = _merged([output.results for output in outputs])
         for result in results.values():
@@ -286,6 +352,11 @@ class DistributedExecutor(Executor):
             raise self._dead
         if self._closed:
             raise EngineDeadError("the executor was shut down")
+
+
+def _united(outputs: Sequence[ModelRunnerOutput]) -> dict[str, DiffusionOutput]:
+    """The results of all groups, by request id."""
+    return {key: result for output in outputs for key, result in output.results.items()}
 
 
 def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, DiffusionOutput]:

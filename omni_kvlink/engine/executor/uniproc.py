@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.executor.base import Executor
 from omni_kvlink.engine.ipc.rpc import set_result_of
+from omni_kvlink.engine.outputs import StepSchedulerOutput
 from omni_kvlink.engine.worker import WorkerBase, make_worker
 from omni_kvlink.errors import TransferTimeout
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 class UniprocExecutor(Executor):
     """Runs a stage of either kind on one worker in this process, its model loaded."""
 
+    supports_step_execution = True
     worker: WorkerBase[Any]
 
     def _init_executor(self) -> None:
@@ -46,6 +48,8 @@ class UniprocExecutor(Executor):
         if isinstance(scheduler_output, ARSchedulerOutput):
             ended: ModelRunnerOutput = self.worker.execute_model(scheduler_output)
             return ended
+        if isinstance(scheduler_output, StepSchedulerOutput):
+            return self.worker.execute_stepwise(scheduler_output)
         run = self.execute_batch if self.supports_request_batch else self.execute_request
         return run(scheduler_output).as_model_output()
 

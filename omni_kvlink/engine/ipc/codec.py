@@ -48,6 +48,7 @@ _CLASSES: dict[str, type[Any]] = {
         outputs.RunnerOutput,
         StepEvent,
         TokenEvent,
+        outputs.StepSchedulerOutput,
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}

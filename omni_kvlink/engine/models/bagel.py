@@ -46,6 +46,7 @@ from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load
 from omni_kvlink.models.bagel.lora import ROOTS, lora_layers
 from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
 from omni_kvlink.models.bagel.prefill_steps import PromptTokens
+from omni_kvlink.models.bagel.sampling import BRANCHES
 from omni_kvlink.models.bagel.sequence import SequenceSplit
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.topology import shard_of
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.models.bagel.model import Stage
-
-BRANCHES = ("gen", "cfg_text", "cfg_img")
 
 
 class BagelUtility(ModelUtility):

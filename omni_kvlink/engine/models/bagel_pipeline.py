@@ -15,6 +15,7 @@ from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
+from omni_kvlink.models.bagel.denoise import DenoiseState
 from omni_kvlink.models.bagel.pipeline import BagelPipeline
 from omni_kvlink.models.bagel.prompts import is_text, prompt_items
 from omni_kvlink.models.bagel.sampling import DenoiseParams
@@ -50,6 +51,19 @@ class _PreparedRequest:
         return self.request.request_id
 
 
+@dataclass
+class BagelStepState:
+    """A request between two denoising steps: its images, which are at the same step."""
+
+    request: OmniDiffusionRequest
+    images: list[DenoiseState]
+
+    @property
+    def denoise_completed(self) -> bool:
+        """Whether all steps are done."""
+        return all(image.is_done for image in self.images)
+
+
 def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
     """Set the params that are None to the published defaults for the kind of prompt."""
     edit = not all(map(is_text, prompt_items(prompt)))
@@ -81,6 +95,7 @@ class OmniBagelPipeline(BagelPipeline):
     """A `BagelPipeline` that is a `DiffusionPipeline`."""
 
     supports_request_batch = True
+    supports_step_execution = True
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Generate the images of a request, or of a batch; those of one size are denoised together.
@@ -112,6 +127,42 @@ class OmniBagelPipeline(BagelPipeline):
             outputs.update(denoised)
         self._last = jobs[-1].contexts if jobs else None
         return [outputs[request_id] for request_id in batch.request_ids]
+
+    def prepare_encode(self, request: OmniDiffusionRequest) -> BagelStepState:
+        """A request's state before its first step; reads its prompt, if its KV did not come."""
+        if request.sampling_params.is_text_only:
+            raise SchemaError("modalities ('text',): a stage with step_execution writes no texts")
+        params = denoise_params(request.sampling_params)
+        job = self._prepare(request, params)
+        images = [self.begin_denoise(job.contexts, noise, params) for noise in job.noise]
+        return BagelStepState(request, images)
+
+    def denoise_step(self, states: Sequence[BagelStepState]) -> list[list[Tensor]]:
+        """The flows of each request's images; images of one size are one pass."""
+        images = [image for state in states for image in state.images]
+        flows: dict[DenoiseState, Tensor] = {}
+        for grid in dict.fromkeys(image.grid for image in images):
+            group = [image for image in images if image.grid == grid]
+            flows.update(zip(group, self.guided_flows(group), strict=True))
+        return [[flows[image] for image in state.images] for state in states]
+
+    def step_scheduler(self, state: BagelStepState, noise_pred: Sequence[Tensor]) -> None:
+        """Take a request's next step."""
+        pairs = list(zip(state.images, noise_pred, strict=True))
+        steps = StepEmitter(self, [state.request], state.images[0].params.num_steps)
+        clean = [image.clean(flow) for image, flow in pairs] if steps.is_needed else []
+        for image, flow in pairs:
+            image.integrate(flow)
+        if steps.is_needed:
+            steps.on_clean(state.images[0].step, clean)
+
+    def post_decode(self, state: BagelStepState) -> DiffusionOutput:
+        """Decode a request's images, on a group's leader alone."""
+        contexts = self._last = state.images[0].contexts
+        decoded = [self.decode(self.latent(image)) for image in state.images if self.hooks.decode]
+        output = torch.stack(decoded) if decoded else None
+        fields = self._text_fields(state.request, contexts)
+        return DiffusionOutput(state.request.request_id, output, **fields)
 
     def _prepare(self, request: OmniDiffusionRequest, params: DenoiseParams) -> _PreparedRequest:
         contexts, own = request.past_key_values, request.sampling_params
@@ -164,16 +215,20 @@ class OmniBagelPipeline(BagelPipeline):
         return {
             job.key: _failed(job.key, RequestAborted("aborted while its batch ran"))
             if job.request.is_cancelled()
-            else DiffusionOutput(job.key, images.get(job.key), **self._text_fields(job))
+            else DiffusionOutput(
+                job.key, images.get(job.key), **self._text_fields(job.request, job.contexts)
+            )
             for job in jobs
         }
 
-    def _text_fields(self, job: _PreparedRequest) -> dict[str, Any]:
+    def _text_fields(
+        self, request: OmniDiffusionRequest, contexts: BagelContexts
+    ) -> dict[str, Any]:
         """The fields of an output that are read from a prompt that this pipeline has read."""
-        hidden = job.contexts.gen.hidden
+        hidden = contexts.gen.hidden
         return {
             "hidden_states": None if hidden is None else hidden.tensor().cpu(),
-            **text_fields(job.request, self.special_tokens.eos, job.contexts.text),
+            **text_fields(request, self.special_tokens.eos, contexts.text),
         }
 
     def _settle(self, outputs: dict[str, DiffusionOutput]) -> None:

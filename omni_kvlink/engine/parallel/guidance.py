@@ -26,11 +26,14 @@ class SharedBranches:
         self._process_group, self._sync = process_group, sync
 
     def __call__(
-        self, branches: Sequence[str], compute: Callable[[str], Tensor], like: Tensor
+        self,
+        branches: Sequence[str],
+        compute: Callable[[str], Tensor],
+        empty: Callable[[str], Tensor],
     ) -> dict[str, Tensor]:
         """Flows of some branches by name; the same bits on ranks that are alike but for guidance.
 
-        `compute` computes one branch's flow, which has the shape and dtype of `like`. If it raises
+        `compute` computes one branch's flow, for which `empty` allocates the memory. If it raises
         on another rank, RankFailed is raised here.
         """
         group, own = self._process_group, dict[str, Tensor]()
@@ -47,6 +50,6 @@ class SharedBranches:
             self._sync.step(failure)
         flows = {}
         for branch in branches:
-            flow = own[branch] if branch in own else like.clone()
+            flow = own[branch] if branch in own else empty(branch)
             flows[branch] = group.broadcast_flow(flow, self._owners[branch])
         return flows

@@ -9,7 +9,8 @@ from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.block_manager import BlockManager
 from omni_kvlink.engine.sched.prefix_cache import Prefix, PrefixCache
-from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler
+from omni_kvlink.engine.sched.scheduler import RequestState
+from omni_kvlink.engine.sched.stepwise import StepwiseScheduler
 from omni_kvlink.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         ModelRunnerOutput,
     )
     from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.sched.scheduler import RequestState
 
 Blocks = dict[str, list[int]]
 
@@ -34,7 +36,7 @@ class _Needed:
     prefix: Prefix
 
 
-class OmniARScheduler(Scheduler):
+class OmniARScheduler(StepwiseScheduler):
     """First come, first served; a request begins once there are blocks for its whole prompt.
 
     Requests run together, one step after the other; each ends when its own KV is sent.
@@ -148,12 +150,6 @@ class OmniARScheduler(Scheduler):
         named = {state.request.sampling_params.lora_int_id for state in states} - {None}
         return len(named) <= self._max_loras
 
-    def _can_start(self) -> bool:
-        return len(self._running) < self.max_num_seqs
-
-    def _has_work(self) -> bool:
-        return bool(self._running) or super()._has_work()
-
     def _ended_ids(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
     ) -> list[str]:
@@ -166,7 +162,7 @@ class OmniARScheduler(Scheduler):
         tables = {key: self._tables[key] for key in (request.request_id for request in requests)}
         cached = [key for key in self._running if key not in tables]
         computed = {key: self._computed[key] for key in tables if self._computed[key]}
-        return ARSchedulerOutput(requests, tables, cached, computed)
+        return ARSchedulerOutput(requests, tables, computed, cached_request_ids=cached)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
         self._known.pop(request.request_id, None)

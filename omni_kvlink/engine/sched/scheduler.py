@@ -35,6 +35,7 @@ class RequestState:
     ready_at: float = 0.0
     started_at: float = 0.0
     aborted: bool = False
+    batch: int = 0  # the number of its batch
 
     @property
     def request_id(self) -> str:
@@ -49,7 +50,7 @@ class Scheduler(ABC):
     """
 
     def __init__(self, max_num_seqs: int):
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.max_concurrent_batches = max_num_seqs, 1
         self._changed = threading.Condition()
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
@@ -69,9 +70,10 @@ class Scheduler(ABC):
             chosen = self._choose() if start and self._can_start() else []
             for state in chosen:
                 self._running[state.request_id] = self._waiting.pop(state.request_id)
-                state.started_at = time.monotonic()
-            self._steps += bool(chosen)
-            return self._output([state.request for state in chosen])
+                state.started_at, state.batch = time.monotonic(), self._steps
+            output = self._output([state.request for state in chosen])
+            self._steps += not output.is_empty
+            return output
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
@@ -150,10 +152,13 @@ class Scheduler(ABC):
         """Call `callback`, from any thread, when requests may have ended without running."""
         self._listeners.append(callback)
 
-    def wait(self, *, timeout: float) -> bool:
-        """Block until there may be something to do; False after `timeout` seconds."""
+    def wait(self, *, timeout: float, start: bool = True) -> bool:
+        """Block until there may be something to do; False after `timeout` seconds.
+
+        With `start=False` requests that wait are nothing to do.
+        """
         with self._changed:
-            found = self._changed.wait_for(self._has_work, timeout)
+            found = self._changed.wait_for(lambda: self._has_work(start=start), timeout)
             self._is_woken = False
             return found
 
@@ -195,7 +200,7 @@ class Scheduler(ABC):
         """Begin what can be begun for waiting requests; called whenever that may have changed."""
 
     def _can_start(self) -> bool:
-        return not self._running
+        return len({one.batch for one in self._running.values()}) < self.max_concurrent_batches
 
     def _ended_ids(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
@@ -209,8 +214,10 @@ class Scheduler(ABC):
     def _num_ready(self) -> int:
         return sum(map(self._is_ready, self._waiting.values()))
 
-    def _has_work(self) -> bool:
-        return self.is_stopped or self._is_woken or bool(self._ended) or self._num_ready() > 0
+    def _has_work(self, *, start: bool) -> bool:
+        if self.is_stopped or self._is_woken or self._ended:
+            return True
+        return start and self._can_start() and self._num_ready() > 0
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> DiffusionSchedulerOutput:
         return DiffusionSchedulerOutput(requests)

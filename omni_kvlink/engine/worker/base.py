@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.lora.request import LoRARequest
+    from omni_kvlink.engine.outputs import ModelRunnerOutput, StepSchedulerOutput
     from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
     from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
@@ -56,6 +57,10 @@ class WorkerBase(ABC, Generic[R]):
         A diffusion stage gives requests that make one batch, and gets their `BatchRunnerOutput`; an
         AR stage gives an `ARSchedulerOutput`, and gets a `ModelRunnerOutput`.
         """
+
+    def execute_stepwise(self, scheduler_output: StepSchedulerOutput) -> ModelRunnerOutput:
+        """Run one denoising step, where a stage has `step_execution`; else EngineError."""
+        raise EngineError(f"{type(self).__name__} runs whole batches: leave step_execution off")
 
     @property
     def runner(self) -> R:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.guidance import SharedBranches
@@ -39,9 +39,7 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
 
     def _load_model(self) -> None:
         super()._load_model()
-        hooks, sync, group = self.pipeline.hooks, self._batch_sync, self.process_group
-        hooks.branches = SharedBranches(self.utility.branches, group, sync)
-        hooks.sync_errors, hooks.decode = sync.sync_errors, group.coords.is_leader
+        share_passes(self.pipeline, self.utility.branches, self.process_group, self._batch_sync)
 
     def _begin(self, requests: Sequence[OmniDiffusionRequest]) -> None:
         self._batch_sync.begin([request.request_id for request in requests])
@@ -63,3 +61,12 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
             key = request.request_id
             if key in errors and key not in own:
                 outputs[key] = self._failed(request, errors[key])
+
+
+def share_passes(
+    pipeline: Any, branches: Sequence[str], process_group: ProcessGroup, sync: BatchSync
+) -> None:
+    """Let a pipeline compute each pass with the other ranks; the leader decodes."""
+    hooks = pipeline.hooks
+    hooks.branches = SharedBranches(branches, process_group, sync)
+    hooks.sync_errors, hooks.decode = sync.sync_errors, process_group.coords.is_leader

@@ -6,7 +6,7 @@ import queue
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
@@ -17,10 +17,11 @@ from omni_kvlink.engine.outputs import (
     DiffusionOutput,
     DiffusionSchedulerOutput,
     ModelRunnerOutput,
+    StepSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.tokens.event_buffer import EventBuffer
-from omni_kvlink.engine.worker import make_worker
+from omni_kvlink.engine.worker import WorkerBase, make_worker
 from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -177,22 +178,31 @@ class WorkerService:
             for request in work.requests:
                 request.is_cancelled = partial(self._aborted.__contains__, request.request_id)
                 request.emit = self._events.put if self._is_leader else None
-            run: Any = self.worker.execute_model
-            output = run(work if isinstance(work, ARSchedulerOutput) else work.requests)
-            if isinstance(output, BatchRunnerOutput):  # the images are sent once, in `results`
-                results = {one.request_id: one.result for one in output.runner_outputs}
-                output = ModelRunnerOutput(list(results), [None] * len(results), results)
+            output = self._execute(work)
             ended = list(output.results)  # the others go on
         finally:
             with self._lock:
                 self._queued.difference_update(ended)
                 self._aborted.difference_update(ended)
         if self._is_leader:
-            return cast("ModelRunnerOutput", output)
+            return output
         results = {
             key: DiffusionOutput(key, error=result.error, kv_sent=result.kv_sent)
             for key, result in output.results.items()
         }
+        return ModelRunnerOutput(list(results), [None] * len(results), results)
+
+    def _execute(self, work: DiffusionSchedulerOutput) -> ModelRunnerOutput:
+        """What the worker returns; images are sent once, in `results`."""
+        worker: WorkerBase[Any] = self.worker
+        if isinstance(work, ARSchedulerOutput):
+            ended: ModelRunnerOutput = worker.execute_model(work)
+            return ended
+        if isinstance(work, StepSchedulerOutput):
+            results = worker.execute_stepwise(work).results
+        else:
+            output: BatchRunnerOutput = worker.execute_model(work.requests)
+            results = {one.request_id: one.result for one in output.runner_outputs}
         return ModelRunnerOutput(list(results), [None] * len(results), results)
 
     def _manager(self) -> DiffusionKVManager:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from omni_kvlink.models.bagel.sampling import DenoiseParams, guide, schedule
+from omni_kvlink.models.bagel.sampling import BRANCHES, DenoiseParams, guide, schedule
 
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.cache import BagelContexts
@@ -20,80 +20,149 @@ OnStep = Callable[[int, int], None]
 """Called after each step with (steps done, all steps)."""
 
 
+class DenoiseState:
+    """An image between two denoising steps, on the device of its noise.
+
+    Attributes:
+        contexts: only read.
+        grid: height and width in latent tokens.
+        rows: the latent's rows [h * w, patch_dim], float32.
+        step: number of steps done.
+    """
+
+    def __init__(
+        self,
+        contexts: BagelContexts,
+        noise: Tensor,
+        grid: tuple[int, int],
+        params: DenoiseParams,
+    ) -> None:
+        self.contexts, self.grid, self.params = contexts, grid, params
+        self.rows, self.step = noise.to(torch.float32), 0
+        self._times, self._spans = schedule(params)
+
+    @property
+    def time(self) -> Tensor:
+        """The time of the next step, 0-dim float32 on the CPU."""
+        return self._times[self.step]
+
+    @property
+    def branches(self) -> list[str]:
+        """The contexts that the next step reads."""
+        return self.params.branches(guided=self.params.guided_at(self.time))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.params.num_steps
+
+    def clean(self, flow: Tensor) -> Tensor:
+        """The rows that the latent would end at if the flow [h * w, patch_dim] went straight on."""
+        return self.rows - flow * self.time.to(flow.device)
+
+    def integrate(self, flow: Tensor) -> None:
+        """Take the next step, along a flow [h * w, patch_dim]."""
+        # The product has the flow's dtype, the rows stay float32.
+        self.rows = self.rows - flow * self._spans[self.step].to(flow.device)
+        self.step += 1
+
+
+def guided_flows(
+    model: BagelModel, states: Sequence[DenoiseState], markers: Tensor, *, hooks: DenoiseHooks
+) -> list[Tensor]:
+    """Return the guided flow [h * w, patch_dim] of each image at its own time; changes no state.
+
+    All images have one grid. A branch is one pass through the model over the images that read it.
+    `markers` are the rows [2, hidden] before and after the latent rows.
+    """
+    block = _block(model, states, markers)
+    readers: dict[str, list[int]] = {}
+    for branch in BRANCHES:
+        if found := [i for i, state in enumerate(states) if branch in state.branches]:
+            readers[branch] = found
+    flows = _flows(model, states, block, readers, hooks)
+    return [
+        _guided({branch: flows[branch, i] for branch in state.branches}, state.params)
+        for i, state in enumerate(states)
+    ]
+
+
 def denoise_rows(
     model: BagelModel,
-    contexts: Sequence[BagelContexts],
+    states: Sequence[DenoiseState],
     markers: Tensor,
-    noise: Sequence[Tensor],
-    grid: tuple[int, int],
-    params: DenoiseParams,
     on_step: OnStep | None = None,
     *,
     hooks: DenoiseHooks,
 ) -> list[Tensor]:
-    """Integrate the flow from noise [h * w, patch_dim] to each latent's rows, float32.
-
-    The caches are only read. Several requests run through the model in one batch. `markers` are the
-    rows [2, hidden] before and after the latent rows, `grid` is h and w.
-    """
-    alone = len(contexts) == 1
-    x = noise[0] if alone else torch.stack([own.to(model.device) for own in noise], dim=1)
-    x = x.to(model.device, torch.float32)
-    ends = markers if alone else markers[:, None].expand(-1, len(contexts), -1)
-    times, spans = schedule(params)
-    for step, (t, span) in enumerate(zip(times, spans, strict=True)):
-        rows = model.latent_rows(x, *grid, t[None].to(model.device))
-        block = torch.cat([ends[:1], rows, ends[1:]])
-        branches = params.branches(guided=params.guided_at(t))
-        flows = _flows(model, contexts, block, branches, step, hooks)
-        # The product has the flow's dtype, x stays float32.
-        flow = _guided(flows, params, alone=alone)
-        x = x - flow * span.to(model.device)
+    """Take all steps of images with one grid and one schedule; return the rows of each latent."""
+    while not states[0].is_done:
+        flows = guided_flows(model, states, markers, hooks=hooks)
+        clean = [state.clean(flow) for state, flow in zip(states, flows, strict=True)]
+        for state, flow in zip(states, flows, strict=True):
+            state.integrate(flow)
         if hooks.on_clean is not None:
-            clean = x - flow * (t - span).to(model.device)
-            hooks.on_clean(step + 1, [clean] if alone else list(clean.unbind(dim=1)))
+            hooks.on_clean(states[0].step, clean)
         if on_step is not None:
-            on_step(step + 1, params.num_steps)
-    return [x] if alone else list(x.unbind(dim=1))
+            on_step(states[0].step, states[0].params.num_steps)
+    return [state.rows for state in states]
+
+
+def _block(model: BagelModel, states: Sequence[DenoiseState], markers: Tensor) -> Tensor:
+    """Return the decoder's input: marker, latent rows and marker; several images at dim 1."""
+    alone = len(states) == 1
+    x = states[0].rows if alone else torch.stack([state.rows for state in states], dim=1)
+    times = torch.stack([state.time for state in states])
+    if bool((times == times[0]).all()):  # one embedding for all of them
+        times = times[:1]
+    rows = model.latent_rows(x, *states[0].grid, times.to(model.device))
+    ends = markers if alone else markers[:, None].expand(-1, len(states), -1)
+    return torch.cat([ends[:1], rows, ends[1:]])
 
 
 def _flows(
     model: BagelModel,
-    contexts: Sequence[BagelContexts],
+    states: Sequence[DenoiseState],
     block: Tensor,
-    branches: Sequence[str],
-    step: int,
+    readers: dict[str, list[int]],
     hooks: DenoiseHooks,
-) -> dict[str, Tensor]:
-    """Return the flow of every branch, computed or returned by a hook."""
+) -> dict[tuple[str, int], Tensor]:
+    """Return the flow of every branch and image, computed or returned by a hook."""
+
+    def rows_of(branch: str) -> Tensor:
+        own = readers[branch]
+        if len(own) == len(states):
+            return block
+        return block[:, own[0]] if len(own) == 1 else block[:, own]
 
     def whole_pass(branch: str) -> Tensor:
-        own = [getattr(one, branch) for one in contexts]
-        through = None if hooks.layers is None else partial(hooks.layers, branch, step)
-        return model.velocity(own, block, through)
+        contexts = [getattr(states[i].contexts, branch) for i in readers[branch]]
+        through = None if hooks.layers is None else partial(hooks.layers, branch, states[0].step)
+        return model.velocity(contexts, rows_of(branch), through)
 
     def compute(branch: str) -> Tensor:
         if hooks.velocity is None:
             return whole_pass(branch)
-        return hooks.velocity(branch, step, block, partial(whole_pass, branch))
+        rows, step = rows_of(branch), states[0].step
+        return hooks.velocity(branch, step, rows, partial(whole_pass, branch))
+
+    def empty(branch: str) -> Tensor:
+        batch = rows_of(branch).shape[1:-1]
+        shape = (len(block) - 2, *batch, model.config.patch_dim)
+        return torch.empty(shape, dtype=model.dtype, device=model.device)
 
     if hooks.branches is not None:
-        shape = (len(block) - 2, *block.shape[1:-1], model.config.patch_dim)
-        like = torch.empty(shape, dtype=model.dtype, device=model.device)
-        return hooks.branches(branches, compute, like)
-    return {branch: compute(branch) for branch in branches}
+        whole = hooks.branches(list(readers), compute, empty)
+    else:
+        whole = {branch: compute(branch) for branch in readers}
+    return {
+        (branch, i): whole[branch] if len(own) == 1 else whole[branch][:, at]
+        for branch, own in readers.items()
+        for at, i in enumerate(own)
+    }
 
 
-def _guided(flows: dict[str, Tensor], params: DenoiseParams, *, alone: bool) -> Tensor:
-    """Combine the flows of all branches; norms are computed per request."""
-    flow, text, image = (flows.get(branch) for branch in ("gen", "cfg_text", "cfg_img"))
-    assert flow is not None
-    if text is None:
-        return flow
-    if alone:
-        return guide(flow, text, image, params)
-    own = [
-        guide(flow[:, i], text[:, i], None if image is None else image[:, i], params)
-        for i in range(flow.shape[1])
-    ]
-    return torch.stack(own, dim=1)
+def _guided(flows: dict[str, Tensor], params: DenoiseParams) -> Tensor:
+    """Combine an image's flows [h * w, patch_dim] of all branches."""
+    flow, text, image = flows["gen"], flows.get("cfg_text"), flows.get("cfg_img")
+    return flow if text is None else guide(flow, text, image, params)

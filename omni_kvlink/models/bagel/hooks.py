@@ -26,10 +26,10 @@ LayersHook: TypeAlias = Callable[[str, int, Tensor, RunLayers, int], Tensor]
 them are run, or some reused."""
 
 BranchesHook: TypeAlias = Callable[
-    [Sequence[str], Callable[[str], Tensor], Tensor], dict[str, Tensor]
+    [Sequence[str], Callable[[str], Tensor], Callable[[str], Tensor]], dict[str, Tensor]
 ]
-"""`hook(branches, compute, like)` returns the flows of all branches, each computed here by
-`compute(branch)` or by another rank. `like` has the shape, dtype and device of a flow."""
+"""`hook(branches, compute, empty)` returns the flows of all branches, each computed here by
+`compute(branch)` or by another rank. `empty(branch)` allocates a branch's flow."""
 
 SyncErrorsHook: TypeAlias = Callable[[Mapping[str, Exception]], Mapping[str, Exception]]
 """Takes the errors of this rank by request id; returns those of all ranks."""

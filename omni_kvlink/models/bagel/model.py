@@ -110,7 +110,7 @@ class BagelModel(nn.Module):
     def latent_rows(self, tokens: Tensor, height: int, width: int, t: Tensor) -> Tensor:
         """Embed latent tokens [n, patch_dim] of a grid at time t [1] as rows [n, hidden].
 
-        In a batch, [n, batch, patch_dim] as [n, batch, hidden].
+        In a batch, [n, batch, patch_dim] as [n, batch, hidden], at one time or at t [batch].
         """
         rows: Tensor = self.vae2llm(tokens.to(self.dtype)) + self.time_embedder(t)
         position_rows = self.latent_pos_embed(height, width)

@@ -23,7 +23,7 @@ from omni_kvlink.models.bagel.cache import (
     NaiveCache,
 )
 from omni_kvlink.models.bagel.config import BagelConfig
-from omni_kvlink.models.bagel.denoise import OnStep, denoise_rows
+from omni_kvlink.models.bagel.denoise import DenoiseState, OnStep, denoise_rows, guided_flows
 from omni_kvlink.models.bagel.embeddings import unpatchify
 from omni_kvlink.models.bagel.hidden_states import HiddenStates, Keep
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
@@ -254,18 +254,39 @@ class BagelPipeline:
         Raises:
             SchemaError: as in `denoise`, or the images differ in size.
         """
+        states = [
+            self.begin_denoise(one, own, params) for one, own in zip(contexts, noise, strict=True)
+        ]
+        _check_grids(states)
+        denoise_rows(self.model, states, self._markers(), on_step, hooks=self.hooks)
+        return [self.latent(state) for state in states]
+
+    def begin_denoise(
+        self, contexts: BagelContexts, noise: Tensor, params: DenoiseParams
+    ) -> DenoiseState:
+        """Return the state of an image before its first step; raises as `denoise`."""
         self._require("flow head", self.stage != "ar")
-        grids = {self._grid(one.image_shape) for one in contexts}
-        if len(grids) != 1:
-            shapes = sorted({str(one.image_shape) for one in contexts})
-            raise SchemaError(f"one batch for images of {shapes}; they must have one size")
-        (grid,) = grids
-        for one, own in zip(contexts, noise, strict=True):
-            self.check_request(one, own, params)
-        rows = denoise_rows(
-            self.model, contexts, self._markers(), noise, grid, params, on_step, hooks=self.hooks
-        )
-        return [unpatchify(own, *grid, self.config.latent_patch_size) for own in rows]
+        self.check_request(contexts, noise, params)
+        noise = noise.to(self.device)
+        return DenoiseState(contexts, noise, self._grid(contexts.image_shape), params)
+
+    @torch.no_grad()
+    def guided_flows(self, states: Sequence[DenoiseState]) -> list[Tensor]:
+        """Return the flow [h * w, patch_dim] of each image's next step, in one pass of them all.
+
+        The images have one size; their steps, schedules and guidance may differ, which hooks for
+        reuse do not support. No state changes: `DenoiseState.integrate` takes the step. Tolerances
+        are those of `denoise_batch`; an image that is alone has the bits of `denoise`.
+
+        Raises:
+            SchemaError: the images differ in size.
+        """
+        _check_grids(states)
+        return guided_flows(self.model, states, self._markers(), hooks=self.hooks)
+
+    def latent(self, state: DenoiseState) -> Tensor:
+        """Return an image's latent [z, H / d, W / d] float32 after its steps so far."""
+        return unpatchify(state.rows, *state.grid, self.config.latent_patch_size)
 
     def check_request(self, contexts: BagelContexts, noise: Tensor, params: DenoiseParams) -> None:
         """Raise SchemaError unless `denoise` has all it needs for this request."""
@@ -651,3 +672,19 @@ class BagelPipeline:
 
 def _think_prompt(understanding: bool) -> str:
     return THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
+
+
+def _check_grids(states: Sequence[DenoiseState]) -> None:
+    if len({state.grid for state in states}) != 1:
+        shapes = sorted({str(state.contexts.image_shape) for state in states})
+        raise SchemaError(f"one batch for images of {shapes}; they must have one size")
+
+
+def _as_list(inputs: Prompt) -> list[str | ImageLike]:
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return list(inputs)
+    return [inputs]
+
+
+def _texts(inputs: Prompt) -> list[str]:
+    return [item for item in _as_list(inputs) if isinstance(item, str)]

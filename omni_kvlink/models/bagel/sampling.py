@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 RenormType = Literal["global", "channel", "text_channel"]
+BRANCHES = ("gen", "cfg_text", "cfg_img")
+"""The contexts of a request, in the order in which a step reads them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class DenoiseParams:
         """Return the contexts that a step with, or without, guidance reads."""
         if not (guided and self.needs_cfg_text):
             return ["gen"]
-        return ["gen", "cfg_text", "cfg_img"] if self.needs_cfg_img else ["gen", "cfg_text"]
+        return list(BRANCHES if self.needs_cfg_img else BRANCHES[:2])
 
     def guided_at(self, t: Tensor) -> bool:
         """Whether there is guidance at time t (0-dim float32)."""

@@ -186,12 +186,26 @@ def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> N
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"vae_dtype": "int8"}, "vae_dtype 'int8'; there are bfloat16, float16, float32, auto"),
         ({"step_execution": True}, "step_execution"),
+        ({"step_execution": True, "cache_backend": "tea_cache"}, "cache_backend 'tea_cache' with"),
+        ({"step_execution": 1}, "stage 1: Expected `bool`"),
     ],
 )
 def test_a_setting_of_another_kind_is_an_error(stage: dict[str, Any], fields: str) -> None:
     deploy = deployed({}, stage)
     with pytest.raises(SchemaError, match=fields):
         stage_configs(deploy, "model")
+
+
+def test_a_stage_runs_step_by_step_if_its_file_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "bagel.yaml"
+    file.write_text(
+        "pipeline: bagel\nstages:\n  - {stage_id: 0}\n"
+        "  - {stage_id: 1, step_execution: true, max_num_seqs: 8}\n"
+    )
+    ar, dit = stage_configs(DeployConfig.load(file), "model")
+    assert isinstance(dit, OmniDiffusionConfig)
+    assert (dit.step_execution, dit.max_num_seqs) == (True, 8)
+    assert not hasattr(ar, "step_execution")
 
 
 def test_an_unknown_connector_is_an_error() -> None:
