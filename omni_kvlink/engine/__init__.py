@@ -35,6 +35,7 @@ from omni_kvlink.engine.outputs import ModelRunnerOutput as ModelRunnerOutput
 from omni_kvlink.engine.outputs import RunnerOutput as RunnerOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor as StageActor
 from omni_kvlink.engine.request import DiffusionRequestBatch as DiffusionRequestBatch
+from omni_kvlink.engine.request import EmbedsPrompt as EmbedsPrompt
 from omni_kvlink.engine.request import OmniDiffusionRequest as OmniDiffusionRequest
 from omni_kvlink.engine.request import Prompt as Prompt
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams as OmniDiffusionSamplingParams

@@ -22,8 +22,9 @@ _log = logging.getLogger(__name__)
 class DiffusionOutput:
     """The result of one request: an output or an error, never both.
 
-    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU; `text` is what the
-    model wrote in think mode; `seconds` are by phase, such as "queued", "kv_wait", "execute".
+    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU, or videos, uint8
+    [num_outputs_per_prompt, frames, H, W, 3]; `text` is what the model wrote in think mode;
+    `seconds` are by phase, such as "queued", "kv_wait", "execute".
     """
 
     request_id: str = ""
@@ -35,7 +36,7 @@ class DiffusionOutput:
     stages: list[DiffusionOutput] = dataclasses.field(default_factory=list)  # each stage's
 
     def result(self) -> torch.Tensor:
-        """The images; raises the request's error if it has one."""
+        """The images or videos; raises the request's error if it has one."""
         if self.error is not None:
             raise self.error
         if self.output is None:

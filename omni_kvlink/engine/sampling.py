@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ class OmniDiffusionSamplingParams:
 
     height: int | None = None  # in pixels
     width: int | None = None
+    num_frames: int | None = None  # of a video
     num_inference_steps: int | None = None  # points of the denoising schedule
     guidance_scale: float | None = None  # by the text: BAGEL's cfg_text_scale
     guidance_scale_2: float | None = None  # by the images of the prompt: its cfg_img_scale
@@ -31,11 +34,21 @@ class OmniDiffusionSamplingParams:
     top_k: int = 0  # draws among so many likeliest tokens of that text; 0 and -1: among all
     top_p: float = 1.0  # and among the likeliest that have this probability together
     repetition_penalty: float = 1.0  # makes tokens of the prompt and the text less likely, above 1
+    extra_args: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the pipeline, JSON
+    latents: torch.Tensor | None = None  # the initial noise, [num_outputs_per_prompt, …]
     generator: torch.Generator | None = None  # once the prompt was read; stays in its process
 
     def __post_init__(self) -> None:
         if self.num_outputs_per_prompt < 1:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
+        if self.num_frames is not None and self.num_frames < 1:
+            raise ValueError(f"num_frames {self.num_frames}: 1 or more")
+        try:
+            json.dumps(self.extra_args, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"extra_args {self.extra_args!r:.60}: JSON values ({error})") from None
+        if self.latents is not None:
+            self._check_latents(self.latents)
         if type(self.top_k) is not int or self.top_k < -1:
             raise ValueError(f"top_k {self.top_k!r}: a number of tokens, or 0 for all")
         if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.repetition_penalty > 0):
@@ -44,9 +57,24 @@ class OmniDiffusionSamplingParams:
                 f"{self.repetition_penalty}: from 0, above 0 up to 1, and above 0"
             )
 
+    def _check_latents(self, latents: object) -> None:
+        if not isinstance(latents, torch.Tensor) or not latents.is_floating_point():
+            found = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
+            raise ValueError(f"latents: a tensor of floating-point numbers, not {found}")
+        if latents.ndim < 2 or latents.shape[0] != self.num_outputs_per_prompt:
+            raise ValueError(
+                f"latents of shape {[*latents.shape]} for num_outputs_per_prompt "
+                f"{self.num_outputs_per_prompt}: the first dimension is that number"
+            )
+
 
 TEXT_PARAMS = frozenset(("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty"))
 """The params of the text that think mode writes."""
+
+PIPELINE_PARAMS = frozenset(
+    ("true_cfg_scale", "negative_prompt", "num_frames", "extra_args", "latents")
+)
+"""The params of diffusers' pipelines, which an AR stage has no use for."""
 
 _OWN = {"seed", "generator", *TEXT_PARAMS}
 _ALL = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
@@ -55,9 +83,18 @@ KEY_FIELDS = tuple(name for name in _ALL if name not in _OWN)
 
 
 class SamplingParamsKey(tuple[object, ...]):
-    """The values of `KEY_FIELDS`; requests with equal keys may share a batch."""
+    """The values of `KEY_FIELDS`, of a tensor its shape and dtype.
+
+    Requests with equal keys may share a batch.
+    """
 
     @classmethod
     def of(cls, params: OmniDiffusionSamplingParams) -> SamplingParamsKey:
         """The key of sampling params."""
-        return cls(getattr(params, name) for name in KEY_FIELDS)
+        return cls(_comparable(getattr(params, name)) for name in KEY_FIELDS)
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value

@@ -30,7 +30,11 @@ from omni_kvlink.engine.config import (
 )
 from omni_kvlink.engine.entrypoints.deploy_fields import unused_fields, unused_sampling
 from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
-from omni_kvlink.engine.sampling import TEXT_PARAMS, OmniDiffusionSamplingParams
+from omni_kvlink.engine.sampling import (
+    PIPELINE_PARAMS,
+    TEXT_PARAMS,
+    OmniDiffusionSamplingParams,
+)
 from omni_kvlink.errors import SchemaError
 
 _OWN = {
@@ -281,7 +285,7 @@ def _sampling(given: Any, kind: str, where: str) -> tuple[dict[str, Any], tuple[
         raise SchemaError(f"{where}: default_sampling_params is a map, not {given!r:.100}")
     fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
     used = {name: value for name, value in given.items() if name in fields - {"generator"}}
-    others = ("true_cfg_scale", "negative_prompt") if kind == "ar" else TEXT_PARAMS
+    others = PIPELINE_PARAMS if kind == "ar" else TEXT_PARAMS
     used = {name: value for name, value in used.items() if name not in others}
     try:
         OmniDiffusionSamplingParams(**used)

@@ -18,7 +18,7 @@ from omni_kvlink.engine import outputs
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.kv_sent import KVSent
-from omni_kvlink.engine.request import OmniDiffusionRequest
+from omni_kvlink.engine.request import EmbedsPrompt, OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 
@@ -35,6 +35,7 @@ _CLASSES: dict[str, type[Any]] = {
         outputs.BatchRunnerOutput,
         outputs.DiffusionOutput,
         outputs.DiffusionSchedulerOutput,
+        EmbedsPrompt,
         KVSent,
         outputs.ModelRunnerOutput,
         OmniDiffusionRequest,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+from omni_kvlink.engine.request import DiffusionRequestBatch, EmbedsPrompt, OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
 from omni_kvlink.models.bagel.pipeline import BagelPipeline
@@ -48,7 +48,15 @@ class _PreparedRequest:
 
 
 def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
-    """Set the params that are None to the published defaults for the kind of prompt."""
+    """Set the params that are None to the published defaults for the kind of prompt.
+
+    Raises SchemaError if the prompt is not made of texts and images.
+    """
+    if isinstance(prompt, EmbedsPrompt):
+        raise SchemaError(
+            "prompt_embeds: BAGEL reads texts and images into its KV cache, and no embeddings; "
+            "give the text"
+        )
     edit = not isinstance(prompt, str) and any(not isinstance(item, str) for item in prompt)
     defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
     for name, own in _FIELDS.items():
@@ -57,6 +65,8 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
 
 
 _UNSUPPORTED = {
+    "num_frames": "BAGEL generates images, and no videos",
+    "extra_args": "BAGEL has no other params",
     "lora_int_id": "this pipeline holds no adapters",
     "true_cfg_scale": "BAGEL has guidance_scale for the text and guidance_scale_2 for images",
     "negative_prompt": "BAGEL is guided away from no prompt at all, not from another one",
@@ -66,7 +76,7 @@ _UNSUPPORTED = {
 def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
     """Sampling params in BAGEL's form; SchemaError if the model does not support one of them."""
     for name, reason in _UNSUPPORTED.items():
-        if (value := getattr(params, name)) is not None:
+        if (value := getattr(params, name)) not in (None, {}):
             raise SchemaError(f"{name} {value!r:.60}: {reason}")
     values = {own: getattr(params, name) for name, own in _FIELDS.items()}
     try:
@@ -118,10 +128,13 @@ class OmniBagelPipeline(BagelPipeline):
             raise SchemaError(f"past_key_values is a {type(contexts).__name__}, not BagelContexts")
         if own.generator is None:
             raise SchemaError(f"request {request.request_id!r}: its KV came without a generator")
-        noise = [
-            self.initial_noise(contexts.image_shape, own.generator)
-            for _ in range(own.num_outputs_per_prompt)
-        ]
+        if own.latents is None:
+            noise = [
+                self.initial_noise(contexts.image_shape, own.generator)
+                for _ in range(own.num_outputs_per_prompt)
+            ]
+        else:
+            noise = list(own.latents.float().unbind())
         self.check_request(contexts, noise[0], params)
         return _PreparedRequest(request, contexts, noise)
 
