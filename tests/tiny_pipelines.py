@@ -201,8 +201,8 @@ def _umt5() -> tuple[Any, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-    letters = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: at for at, token in enumerate(["<pad>", "</s>", "<unk>", *letters])}
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: at for at, token in enumerate(["<pad>", "</s>", "<unk>", *characters])}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(

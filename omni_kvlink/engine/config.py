@@ -167,6 +167,10 @@ class OmniDiffusionConfig(StageConfig):
     step_execution: bool = False  # scheduling between denoising steps; not supported
     cache_backend: str = "none"  # or the name of a `CacheBackend`
     cache_config: dict[str, Any] = field(default_factory=dict)
+    attention_backend: str = "auto"  # of diffusers' pipelines, as diffusers or vLLM-Omni names it
+    vae_use_slicing: bool = False  # the autoencoder decodes one image at a time; diffusers only,
+    vae_use_tiling: bool = False  # and an image in tiles,
+    enable_cpu_offload: bool = False  # and each network is on the GPU only while it computes
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import threading
 import time
 from functools import partial
@@ -13,7 +14,9 @@ import torch
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, NoWorkersError
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
+from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refuse_kv
+from omni_kvlink.engine.models.diffusers_settings import apply_settings
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput, RunnerOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
@@ -27,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class DiffusersPipelineExecutor(Executor):
-    """Generates images for requests that need no KV; one that needs KV ends in an error.
+    """Generates images or videos for requests that need no KV; one that needs it gets an error.
 
     `config.model` is a directory that `save_pretrained` of diffusers made; a subclass may load its
-    pipeline from elsewhere. `config.model_class_name` and `config.stage` are ignored; a setting
-    that has no meaning here raises EngineError.
+    pipeline from elsewhere. It must be of the class `config.model_class_name`, by diffusers' or
+    vLLM-Omni's name, unless that is "bagel", the default. `config.stage` is ignored; a setting that
+    has no meaning here raises EngineError.
     """
 
     config: OmniDiffusionConfig
@@ -43,8 +47,10 @@ class DiffusersPipelineExecutor(Executor):
         Reads safetensors alone, runs no code of the directory, and does not use the network.
         """
         directory = Path(self.config.model)
-        if not (directory / "model_index.json").is_file():
+        index = directory / "model_index.json"
+        if not index.is_file():
             raise FileNotFoundError(f"{directory}: no model_index.json; save_pretrained makes one")
+        self._check_class(str(json.loads(index.read_text()).get("_class_name")))
         try:
             diffusers = importlib.import_module("diffusers")
         except ImportError as error:
@@ -75,7 +81,17 @@ class DiffusersPipelineExecutor(Executor):
         )
 
     def _load(self) -> DiffusersPipeline:
-        return self.pipeline_class(self.load_pipeline().to(self.device))
+        pipe = self.load_pipeline()
+        self._check_class(type(pipe).__name__)
+        return self.pipeline_class(apply_settings(pipe, self.config, self.device))
+
+    def _check_class(self, found: str) -> None:
+        name = self.config.model_class_name
+        if name != "bagel" and found != PIPELINE_CLASSES.get(name, name):
+            raise EngineError(
+                f"{self.config.model} has a {found}, and model_class_name is {name}: name {found}, "
+                "or another directory"
+            )
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
         """Refuse a request that needs KV; params that it leaves open are the pipeline's choice."""

@@ -104,7 +104,7 @@ def test_the_second_transformer_of_wan_runs(checkpoints: dict[str, str]) -> None
     made.shutdown()
 
 
-def test_another_number_of_frames_than_asked_for_is_an_error(model: Any) -> None:
+def test_another_number_of_frames_than_requested_is_an_error(model: Any) -> None:
     name, _, made = model
     if name.startswith("wan"):  # rounds it, and warns
         with pytest.raises(RequestFailed, match=r"makes \(5, 32, 48\), not \(4, 32, 48\)"):
@@ -194,14 +194,14 @@ def test_an_image_in_the_prompt(edit: Any) -> None:
 def test_several_images_in_one_prompt(edit: Any) -> None:
     name, pipe, made = edit
     photos = [picture(seed) for seed in (0, 1)]
-    asked = request("a", [*photos, "put them together"])
+    given = request("a", [*photos, "put them together"])
     if name == "Edit":  # takes a list as the images of several prompts
         with pytest.raises(RequestFailed):
-            result(made, asked)
+            result(made, given)
         return
     images = [Image.fromarray(photo.numpy()) for photo in photos]
     expected = own(pipe, "put them together", image=images)
-    assert torch.equal(result(made, asked), expected)
+    assert torch.equal(result(made, given), expected)
     assert not torch.equal(expected, own(pipe, "put them together", image=images[::-1]))
 
 
@@ -224,9 +224,9 @@ def test_edits_of_an_engine(edit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_images(monkeypatch)
     how = {"max_num_seqs": 4, "distributed_executor_backend": f"{__name__}:{type(made).__name__}"}
     photos = [picture(seed) for seed in (0, 1, 2)]
-    asked = [request(str(n), [photo, "make it night"], n) for n, photo in enumerate(photos)]
+    given = [request(str(n), [photo, "make it night"], n) for n, photo in enumerate(photos)]
     with DiffusionEngine(config(made.config.model, **how)) as engine:
-        outputs = engine.generate(asked, timeout=WAIT)
+        outputs = engine.generate(given, timeout=WAIT)
     for seed, (photo, output) in enumerate(zip(photos, outputs, strict=True)):
         expected = own(pipe, "make it night", seed, image=Image.fromarray(photo.numpy()))
         assert torch.equal(output.result()[0], expected)

@@ -132,14 +132,14 @@ def test_a_batch_has_each_requests_tensors(plain: Any, pipe: Any) -> None:
 def test_other_layouts_are_other_batches(checkpoint: str, pipe: Any) -> None:
     prompts: list[Any] = ["a fox", *(EmbedsPrompt(one) for one in (embeds(1), embeds(2, 9), BOTH))]
     noise = [None, None, None, latents(1)]
-    asked = [
+    given = [
         request(str(n), prompt, latents=one)
         for n, (prompt, one) in enumerate(zip(prompts, noise, strict=True))
     ]
-    assert len({one.key for one in asked}) == 4
-    assert request("a", EmbedsPrompt(embeds(3))).key == asked[1].key
+    assert len({one.key for one in given}) == 4
+    assert request("a", EmbedsPrompt(embeds(3))).key == given[1].key
     with DiffusionEngine(config(checkpoint, max_num_seqs=4)) as engine:
-        outputs = engine.generate(asked, timeout=WAIT)
+        outputs = engine.generate(given, timeout=WAIT)
     expected = [
         own(pipe, prompt="a fox"),
         own(pipe, **embeds(1)),
