@@ -19,6 +19,7 @@ from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refu
 from omni_kvlink.engine.models.diffusers_settings import apply_settings
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput, RunnerOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
 from omni_kvlink.engine.worker.profiler import Profiler
 from omni_kvlink.errors import UnavailableError
@@ -83,7 +84,14 @@ class DiffusersPipelineExecutor(Executor):
     def _load(self) -> DiffusersPipeline:
         pipe = self.load_pipeline()
         self._check_class(type(pipe).__name__)
-        return self.pipeline_class(apply_settings(pipe, self.config, self.device))
+        pipeline = self.pipeline_class(apply_settings(pipe, self.config, self.device))
+        try:
+            pipeline.use_cache(
+                make_cache_backend(self.config.cache_backend, self.config.cache_config)
+            )
+        except ValueError as error:
+            raise EngineError(f"cache_backend {self.config.cache_backend!r}: {error}") from error
+        return pipeline
 
     def _check_class(self, found: str) -> None:
         name = self.config.model_class_name
@@ -194,7 +202,6 @@ def _check(config: OmniDiffusionConfig) -> None:
     useless = {
         "kv.sources": config.kv.sources,
         "kv.sinks": config.kv.sinks,
-        "cache_backend": config.cache_backend != "none",
         "parallel_config": config.parallel_config.world_size > 1,
     }
     names = ", ".join(name for name, value in useless.items() if value)

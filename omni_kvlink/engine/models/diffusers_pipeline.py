@@ -17,6 +17,8 @@ from omni_kvlink.errors import KVLinkError, SchemaError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from omni_kvlink.engine.step_cache.cache_backend import CacheBackend
+
 _NEED_IMAGES = {"LongCatImageEditPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"}
 """Pipelines whose `image` has a default, None, with which they fail."""
 
@@ -51,7 +53,14 @@ class DiffusersPipeline:
         self.supports_request_batch = lists and not self._takes_images
         kind = "videos" if "num_videos_per_prompt" in self._parameters else "images"
         self._names = {"num_outputs_per_prompt": f"num_{kind}_per_prompt"}
+        self._cache: CacheBackend | None = None
         pipe.set_progress_bar_config(disable=True)
+
+    def use_cache(self, backend: CacheBackend | None) -> None:
+        """Refresh a backend before each call; called once. Raises ValueError as its `enable`."""
+        if backend is not None:
+            backend.enable(self.pipe)
+        self._cache = backend
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """The networks by name."""
@@ -94,7 +103,11 @@ class DiffusersPipeline:
                 cause, error = error, RequestFailed(f"{self.name} failed: {error!r}")
                 error.__cause__ = cause
             return [DiffusionOutput(request.request_id, error=error) for request in requests]
-        return [self._output(*pair) for pair in zip(requests, made, strict=True)]
+        outputs = [self._output(*pair) for pair in zip(requests, made, strict=True)]
+        if self._cache is not None:
+            for output in outputs:
+                output.cached_steps = self._cache.cached_steps(self.pipe)
+        return outputs
 
     def _run(self, requests: Sequence[OmniDiffusionRequest]) -> tuple[torch.Tensor, ...]:
         """Each request's images or videos, float [num_outputs_per_prompt, …, H, W, 3], 0 to 1."""
@@ -118,6 +131,8 @@ class DiffusersPipeline:
             how["negative_prompt"] = [how["negative_prompt"]] * len(requests)
         if "callback_on_step_end" in self._parameters:
             how["callback_on_step_end"] = on_step_end
+        if self._cache is not None:
+            self._cache.refresh(self.pipe, self._steps(how))
         made = self._made_by(self.pipe(**how))
         if len(made) != each * len(requests):
             raise EngineError(f"{self.name} gave {len(made)} images, not {each * len(requests)}")
@@ -133,6 +148,13 @@ class DiffusersPipeline:
             elif name == "prompt" and self.supports_request_batch:
                 how[name] = [prompt[name] for prompt in prompts]
         return how
+
+    def _steps(self, how: Mapping[str, Any]) -> int:
+        """The number of denoising steps of a call with these arguments."""
+        if how.get("sigmas") is not None:
+            return len(how["sigmas"])
+        default = self._parameters.get("num_inference_steps")
+        return int(how.get("num_inference_steps", 0 if default is None else default.default))
 
     def _made_by(self, output: Any) -> torch.Tensor:
         """The images [n, H, W, 3] or videos [n, frames, H, W, 3] of a pipeline's output, float."""

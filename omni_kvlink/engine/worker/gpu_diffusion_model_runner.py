@@ -149,6 +149,9 @@ class GPUDiffusionModelRunner:
             return [DiffusionOutput(key, error=failure) for key in batch.request_ids]
         if [output.request_id for output in outputs] != batch.request_ids:
             raise EngineError(f"the pipeline gave {len(outputs)} outputs for {batch!r}")
+        if self.cache_backend is not None:
+            for output in outputs:
+                output.cached_steps = self.cache_backend.cached_steps(self.pipeline)
         return outputs
 
     def _handle_kv_transfer(
