@@ -40,6 +40,7 @@ LAYERS = (
     "__init__",
     "lowlevel",
     "aio lookup models",
+    "engine.inputs",
     "engine.errors engine.sampling engine.config",
     "engine.request",
     "engine.kv_sent",

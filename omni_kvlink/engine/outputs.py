@@ -24,8 +24,7 @@ class DiffusionOutput:
 
     `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU, or videos, uint8
     [num_outputs_per_prompt, frames, H, W, 3]; `text` is what the model wrote in think mode;
-    `seconds` are by phase, such as "queued", "kv_wait", "execute"; `cached_steps` are passes of its
-    batch in which a cache backend reused something.
+    `seconds` are by phase, such as "queued", "kv_wait", "execute".
     """
 
     request_id: str = ""
@@ -35,7 +34,7 @@ class DiffusionOutput:
     kv_sent: KVSent | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     stages: list[DiffusionOutput] = dataclasses.field(default_factory=list)  # each stage's
-    cached_steps: int | None = None
+    cached_steps: int | None = None  # passes of its batch in which a cache backend reused anything
 
     def result(self) -> torch.Tensor:
         """The images or videos; raises the request's error if it has one."""

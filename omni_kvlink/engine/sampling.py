@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import torch
+
+from omni_kvlink.engine.inputs.values import check_values, comparable
 
 
 @dataclasses.dataclass
@@ -34,7 +35,7 @@ class OmniDiffusionSamplingParams:
     top_k: int = 0  # draws among so many likeliest tokens of that text; 0 and -1: among all
     top_p: float = 1.0  # and among the likeliest that have this probability together
     repetition_penalty: float = 1.0  # makes tokens of the prompt and the text less likely, above 1
-    extra_args: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the pipeline, JSON
+    extra_args: dict[str, Any] | None = None  # other arguments of the pipeline, JSON values
     latents: torch.Tensor | None = None  # the initial noise, [num_outputs_per_prompt, …]
     generator: torch.Generator | None = None  # once the prompt was read; stays in its process
 
@@ -43,28 +44,14 @@ class OmniDiffusionSamplingParams:
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
         if self.num_frames is not None and self.num_frames < 1:
             raise ValueError(f"num_frames {self.num_frames}: 1 or more")
-        try:
-            json.dumps(self.extra_args, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"extra_args {self.extra_args!r:.60}: JSON values ({error})") from None
-        if self.latents is not None:
-            self._check_latents(self.latents)
+        if self.latents is not None or self.extra_args is not None:
+            check_values(self.latents, self.extra_args, self.num_outputs_per_prompt)
         if type(self.top_k) is not int or self.top_k < -1:
             raise ValueError(f"top_k {self.top_k!r}: a number of tokens, or 0 for all")
         if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.repetition_penalty > 0):
             raise ValueError(
                 f"temperature {self.temperature}, top_p {self.top_p}, repetition_penalty "
                 f"{self.repetition_penalty}: from 0, above 0 up to 1, and above 0"
-            )
-
-    def _check_latents(self, latents: object) -> None:
-        if not isinstance(latents, torch.Tensor) or not latents.is_floating_point():
-            found = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
-            raise ValueError(f"latents: a tensor of floating-point numbers, not {found}")
-        if latents.ndim < 2 or latents.shape[0] != self.num_outputs_per_prompt:
-            raise ValueError(
-                f"latents of shape {[*latents.shape]} for num_outputs_per_prompt "
-                f"{self.num_outputs_per_prompt}: the first dimension is that number"
             )
 
 
@@ -91,10 +78,7 @@ class SamplingParamsKey(tuple[object, ...]):
     @classmethod
     def of(cls, params: OmniDiffusionSamplingParams) -> SamplingParamsKey:
         """The key of sampling params."""
-        return cls(_comparable(getattr(params, name)) for name in KEY_FIELDS)
-
-
-def _comparable(value: object) -> object:
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True)
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+        values = [getattr(params, name) for name in KEY_FIELDS]
+        return cls(
+            comparable(one) if isinstance(one, (dict, torch.Tensor)) else one for one in values
+        )

@@ -17,8 +17,9 @@ from omni_kvlink.engine import errors as engine_errors
 from omni_kvlink.engine import outputs
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.kv_sent import KVSent
-from omni_kvlink.engine.request import EmbedsPrompt, OmniDiffusionRequest
+from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import DiffusionRequestBatch, EmbedsPrompt, OmniDiffusionRequest
+from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.models.bagel.cache import BagelContexts
 from omni_kvlink.models.bagel.pipeline import BagelPipeline
@@ -19,7 +20,7 @@ from omni_kvlink.models.bagel.sampling import DenoiseParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.engine.request import Prompt
+    from omni_kvlink.engine.inputs.prompt import Prompt
     from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 
 _FIELDS = {
@@ -76,7 +77,7 @@ _UNSUPPORTED = {
 def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
     """Sampling params in BAGEL's form; SchemaError if the model does not support one of them."""
     for name, reason in _UNSUPPORTED.items():
-        if (value := getattr(params, name)) not in (None, {}):
+        if (value := getattr(params, name)) is not None:
             raise SchemaError(f"{name} {value!r:.60}: {reason}")
     values = {own: getattr(params, name) for name, own in _FIELDS.items()}
     try:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.models.images import as_pil
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.request import DiffusionRequestBatch, EmbedsPrompt, OmniDiffusionRequest
+from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.sampling import KEY_FIELDS, OmniDiffusionSamplingParams
 from omni_kvlink.errors import KVLinkError, SchemaError
 
@@ -192,6 +193,7 @@ class DiffusersPipeline:
                 take, or none where it needs one; or it has embeddings of an unknown name.
         """
         prompt, where = request.prompt, f"request {request.request_id!r}"
+        found: dict[str, Any]
         if isinstance(prompt, EmbedsPrompt):
             images, found = list(prompt.images), dict(prompt.tensors)
             if unknown := sorted(found.keys() - self._parameters.keys()):
@@ -217,7 +219,7 @@ class DiffusersPipeline:
         """The text that the pipeline reads; SchemaError unless the prompt has just one."""
         prompt = request.prompt
         alone = isinstance(prompt, (str, torch.Tensor, EmbedsPrompt))
-        items = [prompt] if alone else list(prompt)
+        items: Sequence[Any] = [prompt] if alone else prompt  # type: ignore[assignment]
         texts = [item for item in items if isinstance(item, str)]
         if len(texts) == 1:
             return texts[0]
@@ -257,12 +259,12 @@ class DiffusersPipeline:
         self, params: OmniDiffusionSamplingParams, found: Mapping[str, Any]
     ) -> dict[str, Any]:
         """`extra_args`; raises EngineError if one is not the pipeline's, or the engine sets it."""
-        own = _SET_HERE | found.keys()
-        if wrong := sorted(params.extra_args.keys() & own):
+        given, own = params.extra_args or {}, _SET_HERE | found.keys()
+        if wrong := sorted(given.keys() & own):
             raise EngineError(f"extra_args {', '.join(wrong)}: set by the engine or another param")
-        if wrong := sorted(params.extra_args.keys() - self._parameters.keys()):
+        if wrong := sorted(given.keys() - self._parameters.keys()):
             raise EngineError(f"{self.name} takes no {', '.join(wrong)}: take it out of extra_args")
-        return dict(params.extra_args)
+        return dict(given)
 
     def _takes_list(self, name: str) -> bool:
         return "list[" in str(self._parameters[name].annotation).lower()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine.request import EmbedsPrompt
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:
-    from omni_kvlink.engine.request import Prompt
+    from omni_kvlink.engine.inputs.prompt import Prompt
 
 
 def as_tensors(prompt: Any) -> Prompt:

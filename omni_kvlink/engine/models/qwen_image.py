@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecutor
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline
-from omni_kvlink.engine.request import EmbedsPrompt
 from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
-from omni_kvlink.engine.worker.model import model_utility
+from omni_kvlink.engine.worker.model import model_utility, refuse_pipeline_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class GPUDiffusionModelRunner:
 
     def _load_model(self) -> None:
         config = self.config
-        _check(config)
+        refuse_pipeline_settings(config)
         self.utility = model_utility(config)(config, self.device, self.process_group)
         self.pipeline = self.utility.pipeline
         self.cache_backend = make_cache_backend(config.cache_backend, config.cache_config)
@@ -192,14 +192,3 @@ class GPUDiffusionModelRunner:
             self.kv_manager.free(request)
         if hasattr(self.pipeline, "release_caches"):
             self.pipeline.release_caches()
-
-
-def _check(config: OmniDiffusionConfig) -> None:
-    """Raises ValueError if a setting of diffusers' pipelines is used, which has no effect here."""
-    used = {
-        "attention_backend": config.attention_backend not in ("", "auto", "TORCH_SDPA", "SDPA"),
-        "vae_use_tiling": config.vae_use_tiling,
-        "enable_cpu_offload": config.enable_cpu_offload,
-    }
-    if names := ", ".join(name for name, value in used.items() if value):
-        raise ValueError(f"{names}: for pipelines of diffusers alone; leave it out")

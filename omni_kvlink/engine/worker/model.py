@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from omni_kvlink.engine.config import StageConfig, load_class
+from omni_kvlink.engine.config import OmniDiffusionConfig, StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -125,3 +125,14 @@ def model_utility(config: StageConfig) -> type[ModelUtility]:
 def register_model(name: str, target: str) -> None:
     """Add a model: `target` is "module:Class" of a `ModelUtility`."""
     _MODELS[name] = target
+
+
+def refuse_pipeline_settings(config: OmniDiffusionConfig) -> None:
+    """Raises ValueError if a setting of diffusers' pipelines is used, which has no effect here."""
+    used = {
+        "attention_backend": config.attention_backend not in ("", "auto", "TORCH_SDPA", "SDPA"),
+        "vae_use_tiling": config.vae_use_tiling,
+        "enable_cpu_offload": config.enable_cpu_offload,
+    }
+    if names := ", ".join(name for name, value in used.items() if value):
+        raise ValueError(f"{names}: for pipelines of diffusers alone; leave it out")
