@@ -9,7 +9,12 @@ import torch
 from engine_fixtures import WAIT, checkpoint, pipeline
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import OmniDiffusion
+from omni_kvlink.engine import (
+    EmbedsPrompt,
+    OmniDiffusion,
+    OmniDiffusionRequest,
+    OmniDiffusionSamplingParams,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,3 +87,26 @@ def test_what_bagel_does_not_take(omni: OmniDiffusion, wrong: dict[str, Any], wo
     output = omni.submit("a fox", {**RIGHT, **wrong}, request_id="a").result(WAIT)
     with pytest.raises(SchemaError, match=word):
         output.result()
+
+
+def key(prompt: Any = "a fox", **params: Any) -> object:
+    return OmniDiffusionRequest(prompt, OmniDiffusionSamplingParams(seed=0, **params), "a").key
+
+
+def test_tensors_and_maps_decide_what_shares_a_batch() -> None:
+    """By their shapes, dtypes and values; a tensor's values do not."""
+    assert key(latents=noise(1)) == key(latents=noise(2))
+    embeds = [EmbedsPrompt({"prompt_embeds": torch.ones(1, size, 4)}) for size in (2, 2, 3)]
+    assert key(embeds[0]) == key(embeds[1])
+    apart = [
+        key(),
+        key(latents=noise(1)),
+        key(latents=noise(1)[:, :2]),
+        key(latents=noise(1).bfloat16()),
+        key(extra_args={"sigmas": [1.0]}),
+        key(extra_args={"sigmas": [0.5]}),
+        key(num_frames=5),
+        key(embeds[0]),
+        key(embeds[2]),
+    ]
+    assert len(set(apart)) == len(apart)
