@@ -19,7 +19,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
-from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
+from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params, readable
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
@@ -126,7 +126,8 @@ class BagelUtility(ModelUtility):
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each context."""
         most = request.sampling_params.max_tokens
-        return self._pipeline.count_tokens(request.prompt, think=self._think, max_think_tokens=most)
+        prompt = readable(request.prompt)
+        return self._pipeline.count_tokens(prompt, think=self._think, max_think_tokens=most)
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers, and `(heads of this rank, head_dim)`."""
@@ -144,7 +145,7 @@ class BagelUtility(ModelUtility):
         params = request.sampling_params
         generator = torch.Generator().manual_seed(params.seed or 0)
         contexts = yield from self._pipeline.prefill_steps(
-            request.prompt,
+            readable(request.prompt),
             think=self._think,
             image_shape=_shape(params.height, params.width),
             generator=generator,

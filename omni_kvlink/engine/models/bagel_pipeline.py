@@ -53,16 +53,22 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
 
     Raises SchemaError if the prompt is not made of texts and images.
     """
+    items = readable(prompt)
+    edit = not isinstance(items, str) and any(not isinstance(item, str) for item in items)
+    defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
+    for name, own in _FIELDS.items():
+        if getattr(params, name) is None:
+            setattr(params, name, getattr(defaults, own))
+
+
+def readable(prompt: Prompt) -> str | Tensor | Sequence[str | Tensor]:
+    """The prompt's texts and images; raises SchemaError if it has embeddings."""
     if isinstance(prompt, EmbedsPrompt):
         raise SchemaError(
             "prompt_embeds: BAGEL reads texts and images into its KV cache, and no embeddings; "
             "give the text"
         )
-    edit = not isinstance(prompt, str) and any(not isinstance(item, str) for item in prompt)
-    defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
-    for name, own in _FIELDS.items():
-        if getattr(params, name) is None:
-            setattr(params, name, getattr(defaults, own))
+    return prompt
 
 
 _UNSUPPORTED = {
@@ -123,7 +129,8 @@ class OmniBagelPipeline(BagelPipeline):
                 raise SchemaError(f"request {request.request_id!r} came without its KV cache")
             own.generator = torch.Generator().manual_seed(own.seed or 0)
             shape = None if own.height is None else (own.height, own.width or own.height)
-            contexts = self.prefill(request.prompt, image_shape=shape, generator=own.generator)
+            prompt = readable(request.prompt)
+            contexts = self.prefill(prompt, image_shape=shape, generator=own.generator)
             request.past_key_values = contexts
         if not isinstance(contexts, BagelContexts):
             raise SchemaError(f"past_key_values is a {type(contexts).__name__}, not BagelContexts")

@@ -517,7 +517,7 @@ def test_a_file_of_wan(tmp_path: Path) -> None:
     deploy = DeployConfig.load(written(tmp_path, WAN, "wan2_2_ti2v.yaml"))
     assert (deploy.pipeline, deploy.kinds()) == ("wan2_2_ti2v", ["diffusers"])
     assert deploy.stages[0].settings["own_process"] is True  # what mp says
-    (made,) = stage_configs(deploy, "model")
+    made: Any = stage_configs(deploy, "model")[0]
     assert (made.model_class_name, made.distributed_executor_backend) == (
         "WanPipeline",
         "diffusers",

@@ -53,7 +53,11 @@ def noise(seed: int, count: int = 1) -> torch.Tensor:
 def test_latents_are_bagels_noise(omni: OmniDiffusion) -> None:
     """The seed's own noise gives the seed's image, and another noise another one."""
     params = {**RIGHT, "seed": 1, "num_outputs_per_prompt": 2}
-    given = [params, {**params, "latents": noise(1, 2)}, {**params, "latents": noise(2, 2)}]
+    given: list[dict[str, Any]] = [
+        params,
+        {**params, "latents": noise(1, 2)},
+        {**params, "latents": noise(2, 2)},
+    ]
     drawn, same, other = omni.generate(["a fox"] * 3, given, timeout=WAIT, output_type="pt")
     assert torch.equal(drawn, same)
     assert not torch.equal(drawn, other)

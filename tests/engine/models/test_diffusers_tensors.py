@@ -52,7 +52,7 @@ def own(pipe: Any, seed: int = 0, **how: Any) -> torch.Tensor:
     return levels(pipe(generator=random, output_type="np", **{**size, **how}))[0]
 
 
-def embeds(seed: int, tokens: int = 6, prefix: str = "") -> dict[str, torch.Tensor]:
+def embeds(seed: int, tokens: int = 6, prefix: str = "") -> dict[str, Any]:
     random = torch.Generator().manual_seed(seed)
     mask = torch.ones(1, tokens, dtype=torch.long)
     mask[:, -1] = 0  # another image than without it
@@ -73,7 +73,7 @@ def test_embeddings_are_the_prompt(plain: Any, pipe: Any) -> None:
     for tensors in (embeds(1), BOTH):
         image = result(plain, request("a", EmbedsPrompt(tensors)))
         assert torch.equal(image, own(pipe, **tensors))
-    without_mask = {"prompt_embeds": BOTH["prompt_embeds"]}
+    without_mask: dict[str, Any] = {"prompt_embeds": BOTH["prompt_embeds"]}
     images = [own(pipe, **each) for each in (embeds(1), BOTH, embeds(3), without_mask)]
     assert all(not torch.equal(images[0], other) for other in images[1:])
 
@@ -88,7 +88,7 @@ def test_embeddings_of_a_text_are_that_text(plain: Any, pipe: Any) -> None:
 
 
 def test_a_negative_text_may_go_with_embeddings(plain: Any, pipe: Any) -> None:
-    guided = {"negative_prompt": "blur", "true_cfg_scale": 3.0}
+    guided: dict[str, Any] = {"negative_prompt": "blur", "true_cfg_scale": 3.0}
     image = result(plain, request("a", EmbedsPrompt(embeds(1)), **guided))
     assert torch.equal(image, own(pipe, **embeds(1), **guided))
     image = result(plain, request("b", EmbedsPrompt(BOTH), true_cfg_scale=3.0))
@@ -97,7 +97,8 @@ def test_a_negative_text_may_go_with_embeddings(plain: Any, pipe: Any) -> None:
 
 def test_the_recipe_guides_embeddings(checkpoint: str, pipe: Any) -> None:
     made = executor(checkpoint, distributed_executor_backend=RECIPE)
-    for tensors, own_how in ((embeds(1), {"negative_prompt": " "}), (BOTH, {})):
+    each: list[tuple[Any, dict[str, Any]]] = [(embeds(1), {"negative_prompt": " "}), (BOTH, {})]
+    for tensors, own_how in each:
         expected = own(pipe, **tensors, **own_how, true_cfg_scale=4.0)
         assert torch.equal(result(made, request("a", EmbedsPrompt(tensors))), expected)
     made.shutdown()
