@@ -34,6 +34,12 @@ def alone(pipe: Any, prompt: str, seed: int, steps: int = 3) -> torch.Tensor:
     return torch.from_numpy(images[0]).mul(255).round().to(torch.uint8)
 
 
+def levels(output: Any) -> torch.Tensor:
+    """What a pipeline made with `output_type="np"`, as uint8 [n, …, H, W, 3]."""
+    made = output.images if hasattr(output, "images") else output.frames
+    return torch.from_numpy(made).mul(255).round().to(torch.uint8)
+
+
 def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
     """In a batch, float32 sums may differ in their last bits: a level of 255, at most."""
     return bool((image.int() - expected.int()).abs().max() <= 1)

@@ -42,6 +42,7 @@ LAYERS = (
     "aio lookup models",
     "engine.lora.request",
     "engine.tokens",
+    "engine.inputs",
     "engine.errors engine.sampling engine.config",
     "engine.lora",
     "engine.request",

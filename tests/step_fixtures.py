@@ -11,6 +11,7 @@ from mp_fixtures import until
 
 from omni_kvlink.engine import DiffusionEngine, KVState
 from omni_kvlink.engine.models.bagel_pipeline import denoise_params, fill_params
+from omni_kvlink.engine.models.bagel_text import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,7 +101,7 @@ def latent_of(one: OmniDiffusionRequest, shape: tuple[int, int] = SHAPE) -> torc
     fill_params(one.sampling_params, one.prompt)
     model, seed = pipeline(), one.sampling_params.seed or 0
     generator = torch.Generator().manual_seed(seed)
-    contexts = model.prefill(one.prompt, image_shape=shape, generator=generator)
+    contexts = model.prefill(readable(one.prompt), image_shape=shape, generator=generator)
     noise = model.initial_noise(contexts.image_shape, generator)
     model.release_caches()
     return model.denoise(contexts, noise, denoise_params(one.sampling_params))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
 def make_tiny_qwen_image(directory: Path) -> str:
@@ -44,12 +47,21 @@ def make_tiny_qwen_image(directory: Path) -> str:
     return str(directory)
 
 
-def _qwen_vl() -> tuple[object, object]:
+def qwen_tokenizer() -> Any:
+    """A token for each byte, and the special ones."""
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+    from transformers import Qwen2Tokenizer
 
-    ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = [*sorted(ByteLevel.alphabet()), *ends]
+    tokens = [*sorted(ByteLevel.alphabet()), *_VISION, *_ENDS]
+    tokenizer = Qwen2Tokenizer(vocab={name: n for n, name in enumerate(tokens)}, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_VISION)})
+    return tokenizer
+
+
+def _qwen_vl() -> tuple[Any, Any]:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = qwen_tokenizer()
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
     sizes = {"hidden_size": 16, "intermediate_size": 16}
     text = {
@@ -57,12 +69,18 @@ def _qwen_vl() -> tuple[object, object]:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "vocab_size": len(vocabulary),
+        "vocab_size": len(tokenizer),
         "rope_parameters": rope,
-        "bos_token_id": len(vocabulary) - 3,
-        "eos_token_id": len(vocabulary) - 1,
+        "bos_token_id": len(tokenizer) - 3,
+        "eos_token_id": len(tokenizer) - 1,
     }
     vision = {**sizes, "depth": 1, "num_heads": 2, "out_hidden_size": 16}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    tokenizer = Qwen2Tokenizer(vocab={name: n for n, name in enumerate(vocabulary)}, merges=[])
+    seen = dict(
+        zip(
+            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+            tokenizer.convert_tokens_to_ids(list(_VISION)),
+            strict=True,
+        )
+    )
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **seen)
     return Qwen2_5_VLForConditionalGeneration(config), tokenizer

@@ -28,6 +28,8 @@ from omni_kvlink.engine.errors import RequestAborted as RequestAborted
 from omni_kvlink.engine.errors import RequestFailed as RequestFailed
 from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt as EmbedsPrompt
+from omni_kvlink.engine.inputs.prompt import Prompt as Prompt
 from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
 from omni_kvlink.engine.kv.kv_manager import KVState as KVState
@@ -42,7 +44,6 @@ from omni_kvlink.engine.outputs import StepSchedulerOutput as StepSchedulerOutpu
 from omni_kvlink.engine.ray.stage_actor import StageActor as StageActor
 from omni_kvlink.engine.request import DiffusionRequestBatch as DiffusionRequestBatch
 from omni_kvlink.engine.request import OmniDiffusionRequest as OmniDiffusionRequest
-from omni_kvlink.engine.request import Prompt as Prompt
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams as OmniDiffusionSamplingParams
 from omni_kvlink.engine.sampling import SamplingParamsKey as SamplingParamsKey
 from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler as OmniARScheduler

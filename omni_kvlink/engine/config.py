@@ -316,6 +316,8 @@ class OmniDiffusionConfig(StageConfig):
     max_concurrent_batches: int = 1  # sent to the workers before the first has ended
     cache_backend: str = "none"  # or the name of a `CacheBackend`
     cache_config: dict[str, Any] = field(default_factory=dict)
+    attention_backend: str = "auto"  # of diffusers' pipelines, as diffusers or vLLM-Omni names it
+    vae_use_slicing: bool = False  # the autoencoder decodes one image at a time; diffusers only
 
     def __post_init__(self) -> None:
         super().__post_init__()

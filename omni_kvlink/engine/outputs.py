@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 class DiffusionOutput(TextResult):
     """The result of one request: an output or an error, never both.
 
-    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU; `text` is the answer,
-    or what the model wrote in think mode; `seconds` are by phase, such as "queued", "execute".
+    `output` has images, uint8 [num_outputs_per_prompt, H, W, 3] on the CPU, or videos, uint8
+    [num_outputs_per_prompt, frames, H, W, 3]; `text` is the answer, or what the model wrote in
+    think mode; `seconds` are by phase, such as "queued", "execute".
     """
 
     request_id: str = ""
@@ -34,9 +35,10 @@ class DiffusionOutput(TextResult):
     kv_sent: KVSent | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     stages: list[DiffusionOutput] = dataclasses.field(default_factory=list)  # each stage's
+    cached_steps: int | None = None  # passes of its batch in which a cache backend reused anything
 
     def result(self) -> torch.Tensor:
-        """The images; raises the request's error if it has one."""
+        """The images or videos; raises the request's error if it has one."""
         if self.error is not None:
             raise self.error
         if self.output is None:

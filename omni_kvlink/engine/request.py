@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt, Prompt
 from omni_kvlink.engine.lora.adapter import ActiveLoRA
 from omni_kvlink.engine.sampling import (
     STEP_KEY_FIELDS,
@@ -16,8 +15,8 @@ from omni_kvlink.engine.sampling import (
     SamplingParamsKey,
 )
 
-Prompt: TypeAlias = str | torch.Tensor | Sequence[int | str | torch.Tensor | Sequence[int]]
-"""A text, an image (uint8 [H, W, 3]), token ids, or several of them in order."""
+if TYPE_CHECKING:
+    import torch
 
 
 def never() -> bool:
@@ -56,7 +55,8 @@ class OmniDiffusionRequest:
     @property
     def key(self) -> SamplingParamsKey:
         """Requests with equal keys may share a batch."""
-        return SamplingParamsKey.of(self.sampling_params)
+        own = self.prompt.layout if isinstance(self.prompt, EmbedsPrompt) else ()
+        return SamplingParamsKey((*SamplingParamsKey.of(self.sampling_params), *own))
 
     @property
     def step_key(self) -> SamplingParamsKey:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
+from omni_kvlink.engine.inputs.values import check_values, comparable
 from omni_kvlink.engine.lora.request import LoRARequest, checked_id
 from omni_kvlink.engine.tokens.sampling import TEXT_DEFAULTS, TextSamplingParams, check_text_params
 
@@ -16,6 +18,7 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
 
     height: int | None = None  # in pixels
     width: int | None = None
+    num_frames: int | None = None  # of a video
     num_inference_steps: int | None = None  # points of the denoising schedule
     guidance_scale: float | None = None  # by the text: BAGEL's cfg_text_scale
     guidance_scale_2: float | None = None  # by the images of the prompt: its cfg_img_scale
@@ -30,6 +33,8 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
     lora_request: LoRARequest | None = None  # an adapter, which is loaded if it is not yet
     lora_int_id: int | None = None  # its number; alone, of an adapter that was added before
     lora_scale: float = 1.0  # how strongly the adapter acts; 0 for not at all
+    extra_args: dict[str, Any] | None = None  # other arguments of the pipeline, JSON values
+    latents: torch.Tensor | None = None  # the initial noise, [num_outputs_per_prompt, …]
     generator: torch.Generator | None = None  # once the prompt was read; stays in its process
 
     def __post_init__(self) -> None:
@@ -39,25 +44,40 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
             raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
         if self.lora_request is not None or self.lora_scale != 1.0:
             self.lora_int_id = checked_id(self.lora_request, self.lora_int_id, self.lora_scale)
+        if self.num_frames is not None and self.num_frames < 1:
+            raise ValueError(f"num_frames {self.num_frames}: 1 or more")
+        if self.latents is not None or self.extra_args is not None:
+            check_values(self.latents, self.extra_args, self.num_outputs_per_prompt)
 
 
 TEXT_PARAMS = frozenset(TEXT_DEFAULTS.keys() - {"modalities"})
 """The params of a request's text, which may differ within a batch."""
 
+PIPELINE_PARAMS = frozenset(
+    ("true_cfg_scale", "negative_prompt", "num_frames", "extra_args", "latents")
+)
+"""The params of diffusers' pipelines, which an AR stage has no use for."""
+
 _NAMES = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
 KEY_FIELDS = tuple(one for one in _NAMES if one not in TEXT_PARAMS | {"seed", "generator"})
 """The params that requests of one batch have in common."""
-_OWN_STEPS = {"num_inference_steps", "timestep_shift", "num_outputs_per_prompt"}
+_OWN_STEPS = {"num_inference_steps", "timestep_shift", "num_outputs_per_prompt", "latents"}
 STEP_KEY_FIELDS = tuple(name for name in KEY_FIELDS if name not in _OWN_STEPS)
 """The params that requests of one denoising step have in common."""
 
 
 class SamplingParamsKey(tuple[object, ...]):
-    """The values of `KEY_FIELDS`; requests with equal keys may share a batch."""
+    """The values of `KEY_FIELDS`, of a tensor its shape and dtype.
+
+    Requests with equal keys may share a batch.
+    """
 
     @classmethod
     def of(
         cls, params: OmniDiffusionSamplingParams, fields: tuple[str, ...] = KEY_FIELDS
     ) -> SamplingParamsKey:
         """The key of sampling params."""
-        return cls(getattr(params, name) for name in fields)
+        values = [getattr(params, name) for name in fields]
+        return cls(
+            comparable(one) if isinstance(one, (dict, torch.Tensor)) else one for one in values
+        )

@@ -35,8 +35,13 @@ from omni_kvlink.engine.entrypoints.deploy_fields import (
     unused_sampling,
 )
 from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
+from omni_kvlink.engine.entrypoints.deploy_pipelines import pipeline_of_class, with_pipeline
 from omni_kvlink.engine.lora.request import LoRARequest
-from omni_kvlink.engine.sampling import TEXT_PARAMS, OmniDiffusionSamplingParams
+from omni_kvlink.engine.sampling import (
+    PIPELINE_PARAMS,
+    TEXT_PARAMS,
+    OmniDiffusionSamplingParams,
+)
 from omni_kvlink.errors import SchemaError
 
 _OWN = {
@@ -59,6 +64,8 @@ _SETTINGS = {
     "dit": _fields(OmniDiffusionConfig, *_NESTED) | {"static_lora_scale"},
 }
 _SETTINGS = {kind: (names | {"own_process"}) - _NO_FIELDS for kind, names in _SETTINGS.items()}
+_SETTINGS["diffusers"] = _SETTINGS["dit"]
+_SETTINGS["dit"] -= {"attention_backend", "vae_use_slicing"}
 _SETTINGS["all"] = _SETTINGS["dit"]
 """Fields of a stage that are settings of this engine, by the stage's kind."""
 
@@ -84,9 +91,9 @@ class ConnectorSpec:
 class StageDeploy:
     """One entry under `stages:`.
 
-    `kind` is "ar", "dit" or "all"; `devices` are such as "0,1"; `connector` brings its KV, and is
-    None for the first stage; `sampling` has defaults of the sampling params, `settings` the other
-    fields in use here, `environment` variables of the stage's process.
+    `kind` is "ar", "dit", "all" or "diffusers"; `devices` are such as "0,1"; `connector` brings its
+    KV, and is None for the first stage; `sampling` has defaults of the sampling params, `settings`
+    the other fields in use here, `environment` variables of the stage's process.
     """
 
     stage_id: int
@@ -115,7 +122,7 @@ class DeployConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> DeployConfig:
         """Check what a YAML parser returned; raises SchemaError as `load`."""
         values = flat(values)
-        pipeline = values.get("pipeline")
+        pipeline = values.get("pipeline", pipeline_of_class(values))
         if pipeline not in PIPELINES:
             found = f"pipeline {pipeline!r}" if "pipeline" in values else "no pipeline is named"
             raise SchemaError(f"{found}; this engine runs {', '.join(PIPELINES)}")
@@ -132,24 +139,26 @@ class DeployConfig:
         _check_edges(values.get("edges") or [], len(entries))
         every = {name: values[name] for name in values.keys() & _EVERY_STAGE}
         kinds, stages = PIPELINES[pipeline].split(", "), list[StageDeploy]()
-        if len(entries) > 1 and kinds == ["all"]:
+        if len(entries) > 1 and kinds in (["all"], ["diffusers"]):
             raise SchemaError(f"{pipeline} has one stage, not {len(entries)}")
-        for number, entry in enumerate(entries):
-            kind = kinds[min(number, len(kinds) - 1)]
+        for number, given in enumerate(entries):
+            entry, kind = given, kinds[min(number, len(kinds) - 1)]
             before = entries[number - 1] if number else None
             is_last = number == len(entries) - 1
             connector = _connector(entry, before, connectors, is_last=is_last)
-            stages.append(_stage({**every, **entry}, kind, connector, is_last=is_last))
+            entry, kind = with_pipeline({**every, **entry}, kind, pipeline)
+            stages.append(_stage(entry, kind, connector, is_last=is_last))
         return cls(pipeline, tuple(stages))
 
     def overridden(self, overrides: Mapping[str, Any]) -> DeployConfig:
         """Return the deployment with fields that replace those of every stage that has them.
 
-        Raises SchemaError if no kind of stage has a field.
+        Raises SchemaError if no stage has a field.
         """
-        unknown = sorted(overrides.keys() - _SETTINGS["ar"] - _SETTINGS["dit"])
+        settings = set[str]().union(*(_SETTINGS[kind] for kind in self.kinds()))
+        unknown = sorted(overrides.keys() - settings)
         if unknown:
-            known = ", ".join(sorted(_SETTINGS["ar"] | _SETTINGS["dit"]))
+            known = ", ".join(sorted(settings))
             raise SchemaError(f"no stage has {', '.join(unknown)}; there are {known}")
         stages = [
             dataclasses.replace(
@@ -164,7 +173,7 @@ class DeployConfig:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def kinds(self) -> list[str]:
-        """The kind of each stage: "ar", "dit" or "all"."""
+        """The kind of each stage: "ar", "dit", "all" or "diffusers"."""
         return [stage.kind for stage in self.stages]
 
 
@@ -288,7 +297,8 @@ def _sampling(given: Any, kind: str, where: str) -> tuple[dict[str, Any], tuple[
         raise SchemaError(f"{where}: default_sampling_params is a map, not {given!r:.100}")
     fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
     used = {name: value for name, value in given.items() if name in fields - {"generator"}}
-    others = {"ar": {"true_cfg_scale", "negative_prompt"}, "dit": {"modalities", *TEXT_PARAMS}}
+    of_texts = {"modalities", *TEXT_PARAMS}
+    others = {"ar": PIPELINE_PARAMS, "dit": of_texts, "diffusers": of_texts}
     used = {name: value for name, value in used.items() if name not in others.get(kind, ())}
     try:
         if isinstance(used.get("lora_request"), Mapping):

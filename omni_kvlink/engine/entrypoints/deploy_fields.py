@@ -11,6 +11,7 @@ from typing import Any
 
 from omni_kvlink.engine.config import CompilationConfig
 from omni_kvlink.engine.entrypoints.deploy_files import BAGEL_ARCHITECTURES
+from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.errors import SchemaError
 
 _COMPILATION = {field.name for field in dataclasses.fields(CompilationConfig)}
@@ -77,6 +78,13 @@ _SAME_BY_KIND: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 _SAME_BY_KIND["all"] = _SAME_BY_KIND["dit"]
+_SAME_BY_KIND["diffusers"] = {
+    **_SAME_BY_KIND["dit"],
+    "model_arch": tuple(PIPELINE_CLASSES),
+    "model_stage": ("dit", "diffusion"),
+    "engine_output_type": ("image", "video"),
+    "final_output_type": ("image", "video"),
+}
 
 _SAME_SAMPLING: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),

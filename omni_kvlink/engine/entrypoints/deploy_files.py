@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.errors import SchemaError, UnavailableError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PIPELINES = {"bagel": "ar, dit", "bagel_think": "ar, dit", "bagel_single_stage": "all"}
+DIFFUSERS_PIPELINES = {**PIPELINE_CLASSES, "wan2_2_ti2v": "WanPipeline"}
+"""Pipelines of one stage that diffusers runs, and their classes there."""
+
+PIPELINES = {
+    "bagel": "ar, dit",
+    "bagel_think": "ar, dit",
+    "bagel_single_stage": "all",
+    **dict.fromkeys(DIFFUSERS_PIPELINES, "diffusers"),
+}
 """Pipelines, and the kinds of their stages; further stages are of the last kind."""
 
 BAGEL_ARCHITECTURES = ("BagelForConditionalGeneration", "OmniBagelForConditionalGeneration")

@@ -107,11 +107,14 @@ class OmniDiffusion:
             prompts: one, or a list of them; each a text, an image, or a list of texts, token ids
                 and images (a tuple or list inside the list of prompts), or a map as `read_prompt`
                 takes it. Images are PIL's, or uint8 [H, W, 3].
+                For diffusers' pipelines also a map of `prompt_embeds` and the pipeline's other
+                arguments of that kind, [1, …], and `image`; see `EmbedsPrompt`.
             sampling_params: for all prompts, or one for each.
             timeout: seconds for all prompts; those that are not done then are aborted.
             progress: show a bar, or call this with (done, total).
             output_type: "pil" gives a list of PIL images a prompt (one of `num_outputs_per_prompt`
-                is one image), "pt" the uint8 tensor [num_outputs_per_prompt, H, W, 3].
+                is one image; a video is a list of images), "pt" the uint8 tensor
+                [num_outputs_per_prompt, H, W, 3] or [num_outputs_per_prompt, frames, H, W, 3].
             on_error: "raise" the first prompt's error when all have ended; or "return" a
                 `DiffusionOutput` for each, whose `result()` raises its own.
             request_ids: for `abort`; generated if None.

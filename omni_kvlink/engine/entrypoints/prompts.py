@@ -16,9 +16,9 @@ def read_prompt(given: Any) -> tuple[Any, dict[str, Any]]:
 
     A map has `prompt` (a text, or a list of items), or `prompt_token_ids`, which follows the images
     of `multi_modal_data`: `image` or `img2img`, one or a list; and `modalities`. Raises SchemaError
-    for other fields. What is no map is returned as it is.
+    for other fields. What is no map, or a map of `prompt_embeds`, is returned as it is.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or "prompt_embeds" in given:
         return given, {}
     if unknown := sorted(map(str, given.keys() - set(_FIELDS))):
         raise SchemaError(f"a prompt has no {', '.join(unknown)}; there are {', '.join(_FIELDS)}")

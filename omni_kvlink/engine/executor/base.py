@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
+from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput
 from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.worker.model import model_utility
@@ -57,9 +58,14 @@ class Executor(ABC):
 
     @staticmethod
     def get_class(config: StageConfig) -> type[Executor]:
-        """The executor class that a configuration names; "uni" for one rank, "mp" for more."""
+        """The executor class that a configuration names; "uni" for one rank, "mp" for more.
+
+        A `model_class_name` that is a pipeline of diffusers has "diffusers".
+        """
         ranks = config.parallel_config.world_size
-        name = config.distributed_executor_backend or ("uni" if ranks == 1 else "mp")
+        usual = "uni" if ranks == 1 else "mp"
+        usual = "diffusers" if config.model_class_name in PIPELINE_CLASSES else usual
+        name = config.distributed_executor_backend or usual
         found = load_class("executor", name, _EXECUTORS)
         if not (isinstance(found, type) and issubclass(found, Executor)):
             raise ValueError(f"{name} is no Executor")

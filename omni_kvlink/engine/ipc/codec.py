@@ -17,6 +17,7 @@ from omni_kvlink.engine import errors as engine_errors
 from omni_kvlink.engine import outputs
 from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.request import OmniDiffusionRequest
@@ -38,6 +39,7 @@ _CLASSES: dict[str, type[Any]] = {
         outputs.BatchRunnerOutput,
         outputs.DiffusionOutput,
         outputs.DiffusionSchedulerOutput,
+        EmbedsPrompt,
         KVConnectorOutput,
         KVSent,
         LoRARequest,

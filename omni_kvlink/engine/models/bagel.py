@@ -32,6 +32,7 @@ from omni_kvlink.engine.models.bagel_text import (
     count_options,
     keep_hidden,
     plan_options,
+    readable,
     text_fields,
 )
 from omni_kvlink.engine.models.bagel_warm_up import warm_up
@@ -192,7 +193,7 @@ class BagelUtility(ModelUtility):
         if self._reads_prefixes:
             return {"gen": len(self.prefix_tokens(request))}
         options = count_options(request.sampling_params, think=self._think)
-        return self._pipeline.count_tokens(request.prompt, **options)
+        return self._pipeline.count_tokens(readable(request.prompt), **options)
 
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers, and `(heads of this rank, head_dim)`."""
@@ -222,7 +223,7 @@ class BagelUtility(ModelUtility):
             return (yield from answer_steps(pipeline, request, think=self._think, caches=caches))
         generator = torch.Generator().manual_seed(params.seed or 0)
         contexts = yield from pipeline.prefill_steps(
-            request.prompt,
+            readable(request.prompt),
             image_shape=_shape(params.height, params.width),
             generator=generator,
             caches=caches,
@@ -248,7 +249,7 @@ class BagelUtility(ModelUtility):
             return []
         options = count_options(params, think=self._think)
         del options["max_think_tokens"]
-        return self._pipeline.prefix_tokens(request.prompt, **options)
+        return self._pipeline.prefix_tokens(readable(request.prompt), **options)
 
     def prefix_steps(
         self,

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from omni_kvlink.engine.errors import RequestAborted, RequestFailed
-from omni_kvlink.engine.models.bagel_text import plan_options, text_fields, write_answers
+from omni_kvlink.engine.models.bagel_text import (
+    plan_options,
+    readable,
+    text_fields,
+    write_answers,
+)
 from omni_kvlink.engine.models.step_emitter import StepEmitter
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
@@ -23,7 +28,7 @@ from omni_kvlink.models.bagel.sampling import DenoiseParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.engine.request import Prompt
+    from omni_kvlink.engine.inputs.prompt import Prompt
     from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 
 _FIELDS = {
@@ -65,8 +70,11 @@ class BagelStepState:
 
 
 def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
-    """Set the params that are None to the published defaults for the kind of prompt."""
-    edit = not all(map(is_text, prompt_items(prompt)))
+    """Set the params that are None to the published defaults for the kind of prompt.
+
+    Raises SchemaError if the prompt is not made of texts and images.
+    """
+    edit = not all(map(is_text, prompt_items(readable(prompt))))
     defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
     for name, own in _FIELDS.items():
         if getattr(params, name) is None:
@@ -74,6 +82,8 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
 
 
 _UNSUPPORTED = {
+    "num_frames": "BAGEL generates images, and no videos",
+    "extra_args": "BAGEL has no other params",
     "true_cfg_scale": "BAGEL has guidance_scale for the text and guidance_scale_2 for images",
     "negative_prompt": "BAGEL is guided away from no prompt at all, not from another one",
 }
@@ -174,7 +184,7 @@ class OmniBagelPipeline(BagelPipeline):
             own.generator = torch.Generator().manual_seed(own.seed or 0)
             shape = None if own.height is None else (own.height, own.width or own.height)
             contexts = self.prefill(
-                request.prompt,
+                readable(request.prompt),
                 image_shape=shape,
                 generator=own.generator,
                 **plan_options(self, request, think=False),
@@ -184,10 +194,13 @@ class OmniBagelPipeline(BagelPipeline):
             raise SchemaError(f"past_key_values is a {type(contexts).__name__}, not BagelContexts")
         if own.generator is None:
             raise SchemaError(f"request {request.request_id!r}: its KV came without a generator")
-        noise = [
-            self.initial_noise(contexts.image_shape, own.generator)
-            for _ in range(own.num_outputs_per_prompt)
-        ]
+        if own.latents is None:
+            noise = [
+                self.initial_noise(contexts.image_shape, own.generator)
+                for _ in range(own.num_outputs_per_prompt)
+            ]
+        else:
+            noise = list(own.latents.float().unbind())
         self.check_request(contexts, noise[0], params)
         return _PreparedRequest(request, contexts, noise)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.engine.errors import RequestAborted, as_engine_error
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.models.token_emitter import TokenEmitter, log_of
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.errors import SchemaError
@@ -16,16 +17,27 @@ from omni_kvlink.models.bagel.prompts import is_text, prompt_items
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.engine.inputs.prompt import Prompt, PromptItems
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
     from omni_kvlink.models.bagel.hidden_states import Keep
     from omni_kvlink.models.bagel.pipeline import BagelPipeline
-    from omni_kvlink.models.bagel.prefill_steps import NextToken, Steps
+    from omni_kvlink.models.bagel.prefill_steps import Steps, TextPass
+
+
+def readable(prompt: Prompt) -> PromptItems:
+    """The prompt's texts, images and token ids; raises SchemaError if it has embeddings."""
+    if isinstance(prompt, EmbedsPrompt):
+        raise SchemaError(
+            "prompt_embeds: BAGEL reads texts and images into its KV cache, and no embeddings; "
+            "give the text"
+        )
+    return prompt
 
 
 def check_modalities(request: OmniDiffusionRequest) -> None:
     """Raise SchemaError if the prompt is not one for what the request wants."""
-    params, items = request.sampling_params, prompt_items(request.prompt)
+    params, items = request.sampling_params, prompt_items(readable(request.prompt))
     if not params.modalities:
         return
     if "img2img" in params.modalities and all(map(is_text, items)):
@@ -97,9 +109,9 @@ def answer_steps(
     `think` is the stage's setting; `prefill` has further options of `prefill_steps`.
     """
     params = request.sampling_params
-    thinks = params.thinks(think)
+    thinks, prompt = params.thinks(think), readable(request.prompt)
     contexts = yield from pipeline.prefill_steps(
-        request.prompt,
+        prompt,
         think=thinks,
         understanding=True,
         system_prompt=params.system_prompt,
@@ -111,7 +123,7 @@ def answer_steps(
     found = yield from pipeline.text_steps(
         contexts.gen,
         max_length=params.max_tokens,
-        prompt_ids=pipeline.text_ids(request.prompt, first),
+        prompt_ids=pipeline.text_ids(prompt, first),
         generator=torch.Generator().manual_seed(params.seed or 0),
         **text_options(pipeline, request),
     )
@@ -132,7 +144,7 @@ def write_answers(
     outputs: dict[str, DiffusionOutput] = {}
     answers: dict[str, Any] = dict.fromkeys(steps)
     while answers:
-        passes: dict[str, NextToken] = {}
+        passes: dict[str, TextPass] = {}
         for key, answer in list(answers.items()):
             answers[key] = None
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import threading
 import time
 from functools import partial
@@ -13,8 +14,10 @@ import torch
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, NoWorkersError
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
+from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refuse_kv
+from omni_kvlink.engine.models.diffusers_settings import apply_settings
 from omni_kvlink.engine.outputs import (
     BatchRunnerOutput,
     DiffusionOutput,
@@ -22,6 +25,7 @@ from omni_kvlink.engine.outputs import (
     RunnerOutput,
 )
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, trim_memory
 from omni_kvlink.engine.worker.profiler import Profiler
 from omni_kvlink.errors import KVLinkError, UnavailableError
@@ -35,11 +39,12 @@ if TYPE_CHECKING:
 
 
 class DiffusersPipelineExecutor(Executor):
-    """Generates images for requests that need no KV; one that needs KV ends in an error.
+    """Generates images or videos for requests that need no KV; one that needs it gets an error.
 
     `config.model` is a directory that `save_pretrained` of diffusers made; a subclass may load its
-    pipeline from elsewhere. `config.model_class_name` and `config.stage` are ignored; a setting
-    that has no meaning here raises EngineError.
+    pipeline from elsewhere. It must be of the class `config.model_class_name`, by diffusers' or
+    vLLM-Omni's name, unless that is "bagel", the default. `config.stage` is ignored; a setting that
+    has no meaning here raises EngineError.
     """
 
     config: OmniDiffusionConfig
@@ -51,8 +56,10 @@ class DiffusersPipelineExecutor(Executor):
         Reads safetensors alone, runs no code of the directory, and does not use the network.
         """
         directory = Path(self.config.model)
-        if not (directory / "model_index.json").is_file():
+        index = directory / "model_index.json"
+        if not index.is_file():
             raise FileNotFoundError(f"{directory}: no model_index.json; save_pretrained makes one")
+        self._check_class(str(json.loads(index.read_text()).get("_class_name")))
         try:
             diffusers = importlib.import_module("diffusers")
         except ImportError as error:
@@ -84,7 +91,24 @@ class DiffusersPipelineExecutor(Executor):
         )
 
     def _load(self) -> DiffusersPipeline:
-        return self.pipeline_class(self.load_pipeline().to(self.device))
+        pipe = self.load_pipeline()
+        self._check_class(type(pipe).__name__)
+        pipeline = self.pipeline_class(apply_settings(pipe, self.config, self.device))
+        try:
+            pipeline.use_cache(
+                make_cache_backend(self.config.cache_backend, self.config.cache_config)
+            )
+        except ValueError as error:
+            raise EngineError(f"cache_backend {self.config.cache_backend!r}: {error}") from error
+        return pipeline
+
+    def _check_class(self, found: str) -> None:
+        name = self.config.model_class_name
+        if name != "bagel" and found != PIPELINE_CLASSES.get(name, name):
+            raise EngineError(
+                f"{self.config.model} has a {found}, and model_class_name is {name}: name {found}, "
+                "or another directory"
+            )
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
         """Refuse a request that needs KV; params that it leaves open are the pipeline's choice."""
@@ -223,13 +247,10 @@ def _check(config: OmniDiffusionConfig) -> None:
     useless = {
         "kv.sources": config.kv.sources,
         "kv.sinks": config.kv.sinks,
-        "cache_backend": config.cache_backend != "none",
         "worker_cls": config.worker_cls,
         "vae_dtype": config.vae_dtype != "auto",
         "enforce_eager: false": not config.enforce_eager,
         "warmup_sizes": config.warmup_sizes,
-        "vae_use_tiling": config.vae_use_tiling,
-        "enable_cpu_offload": config.enable_cpu_offload,
         "enable_layerwise_offload": config.enable_layerwise_offload,
         "parallel_config": config.parallel_config.world_size > 1,
     }

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted, RequestFailed
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.lora.adapter import LoRATarget, LoRATargets
 from omni_kvlink.engine.lora.request import LORA_PARAMS
+from omni_kvlink.engine.models.images import as_pil
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.sampling import KEY_FIELDS, TEXT_PARAMS, OmniDiffusionSamplingParams
@@ -18,15 +20,28 @@ from omni_kvlink.errors import KVLinkError, SchemaError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_NAMES = {"num_outputs_per_prompt": "num_images_per_prompt"}
-"""Sampling params that diffusers calls by another name."""
+    from omni_kvlink.engine.step_cache.cache_backend import CacheBackend
+
+_NEED_IMAGES = {"LongCatImageEditPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"}
+"""Pipelines whose `image` has a default, None, with which they fail."""
+
+_SET_HERE = frozenset(
+    (
+        *("self", "prompt", "image", "generator", "latents", "output_type", "return_dict"),
+        *("num_images_per_prompt", "num_videos_per_prompt", "callback_on_step_end"),
+    )
+)
+"""Arguments of a pipeline that no request may set by `extra_args`."""
 
 
 class DiffusersPipeline:
-    """Generates images for texts; all noise of a request comes from a generator with its seed.
+    """Generates images or videos for texts, or for images with a text, or for embeddings.
 
-    The pipeline of diffusers takes a `prompt` and a `generator`, and returns `images`.
-    `supports_request_batch` says whether it takes lists of prompts and generators.
+    The pipeline of diffusers takes a `prompt` and a `generator`, and returns `images` or `frames`.
+    All noise of a request comes from a generator with its seed, if it brings no `latents`.
+    `supports_request_batch` says whether the pipeline takes lists of prompts and generators; one
+    that takes an `image` runs each request by itself, because diffusers' pipelines differ in what
+    a list of images means.
     """
 
     def __init__(self, pipe: Any):
@@ -36,8 +51,19 @@ class DiffusersPipeline:
         lacking = {"prompt", "generator", "output_type"} - self._parameters.keys()
         if lacking:
             raise EngineError(f"{self.name} takes no {', '.join(sorted(lacking))}: choose another")
-        self.supports_request_batch = self._takes_list("prompt") and self._takes_list("generator")
+        self._takes_images = "image" in self._parameters
+        lists = self._takes_list("prompt") and self._takes_list("generator")
+        self.supports_request_batch = lists and not self._takes_images
+        kind = "videos" if "num_videos_per_prompt" in self._parameters else "images"
+        self._names = {"num_outputs_per_prompt": f"num_{kind}_per_prompt"}
+        self._cache: CacheBackend | None = None
         pipe.set_progress_bar_config(disable=True)
+
+    def use_cache(self, backend: CacheBackend | None) -> None:
+        """Refresh a backend before each call; called once. Raises ValueError as its `enable`."""
+        if backend is not None:
+            backend.enable(self.pipe)
+        self._cache = backend
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """The networks by name."""
@@ -77,8 +103,8 @@ class DiffusersPipeline:
             refuse_kv(request)
             if request.lora is None and request.sampling_params.lora_int_id is not None:
                 raise EngineError("lora_int_id: the executor must activate the adapter")
-            self.text_of(request)
-            self.arguments_of(request.sampling_params)
+            self.prompt_of(request)
+            self.arguments_of(request)
         except KVLinkError as error:
             return error
         return _aborted(request) if request.is_cancelled() else None
@@ -87,7 +113,7 @@ class DiffusersPipeline:
         if not requests:
             return []
         try:
-            images = list(self._run(requests))
+            made = list(self._run(requests))
         except Exception as error:
             if len(requests) > 1 and not isinstance(error, RequestAborted):
                 return [output for request in requests for output in self.forward(request)]
@@ -95,47 +121,77 @@ class DiffusersPipeline:
                 cause, error = error, RequestFailed(f"{self.name} failed: {error!r}")
                 error.__cause__ = cause
             return [DiffusionOutput(request.request_id, error=error) for request in requests]
-        return [self._output(*pair) for pair in zip(requests, images, strict=True)]
+        outputs = [self._output(*pair) for pair in zip(requests, made, strict=True)]
+        if self._cache is not None:
+            for output in outputs:
+                output.cached_steps = self._cache.cached_steps(self.pipe)
+        return outputs
 
     def _run(self, requests: Sequence[OmniDiffusionRequest]) -> tuple[torch.Tensor, ...]:
-        """Each request's images, float [num_outputs_per_prompt, H, W, 3] from 0 to 1."""
+        """Each request's images or videos, float [num_outputs_per_prompt, …, H, W, 3], 0 to 1."""
 
         def on_step_end(pipe: Any, step: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:
             if all(request.is_cancelled() for request in requests):
                 raise RequestAborted(f"aborted after step {step + 1}")
             return kept
 
-        params = requests[0].sampling_params
-        each = params.num_outputs_per_prompt
-        texts = [self.text_of(request) for request in requests]
+        each = requests[0].sampling_params.num_outputs_per_prompt
         # A request's images draw from one generator in turn, whatever else is in the batch.
         noise = [random for request in requests for random in [_generator(request)] * each]
-        many = self.supports_request_batch
         how: dict[str, Any] = {
-            "prompt": texts if many else texts[0],
-            "generator": noise if many else noise[0],
+            **self._prompts(requests),
+            "generator": noise if self.supports_request_batch else noise[0],
             "output_type": "np",
-            **self.arguments_of(params),
         }
-        if many and "negative_prompt" in how:
-            how["negative_prompt"] = [how["negative_prompt"]] * len(texts)
+        if "latents" in how:
+            how["latents"] = torch.cat([_latents(request) for request in requests])
+        if self.supports_request_batch and "negative_prompt" in how:
+            how["negative_prompt"] = [how["negative_prompt"]] * len(requests)
         if "callback_on_step_end" in self._parameters:
             how["callback_on_step_end"] = on_step_end
-        found = getattr(self.pipe(**how), "images", None)
-        if found is None:
-            raise EngineError(f"{self.name} gives no images")
-        images = torch.as_tensor(found).float().cpu()
-        if len(images) != each * len(requests):
-            raise EngineError(f"{self.name} gave {len(images)} images, not {each * len(requests)}")
-        return images.reshape(-1, each, *images.shape[1:]).unbind()
+        if self._cache is not None:
+            self._cache.refresh(self.pipe, self._steps(how))
+        made = self._made_by(self.pipe(**how))
+        if len(made) != each * len(requests):
+            raise EngineError(f"{self.name} gave {len(made)} images, not {each * len(requests)}")
+        return made.reshape(-1, each, *made.shape[1:]).unbind()
 
-    def _output(self, request: OmniDiffusionRequest, images: torch.Tensor) -> DiffusionOutput:
-        params, size = request.sampling_params, images.shape[1:3]
-        expected = params.height or size[0], params.width or size[1]
+    def _prompts(self, requests: Sequence[OmniDiffusionRequest]) -> dict[str, Any]:
+        """The arguments of the call that requests of one key share, and their prompts."""
+        prompts = [self.prompt_of(request) for request in requests]
+        how = {**prompts[0], **self.arguments_of(requests[0])}
+        for name, value in prompts[0].items():
+            if isinstance(value, torch.Tensor):
+                how[name] = torch.cat([prompt[name] for prompt in prompts])
+            elif name == "prompt" and self.supports_request_batch:
+                how[name] = [prompt[name] for prompt in prompts]
+        return how
+
+    def _steps(self, how: Mapping[str, Any]) -> int:
+        """The number of denoising steps of a call with these arguments."""
+        if how.get("sigmas") is not None:
+            return len(how["sigmas"])
+        default = self._parameters.get("num_inference_steps")
+        return int(how.get("num_inference_steps", 0 if default is None else default.default))
+
+    def _made_by(self, output: Any) -> torch.Tensor:
+        """The images [n, H, W, 3] or videos [n, frames, H, W, 3] of a pipeline's output, float."""
+        found = getattr(output, "images", None)
+        found = getattr(output, "frames", None) if found is None else found
+        if found is None:
+            raise EngineError(f"{self.name} gives no images and no frames")
+        if getattr(output, "audio", None) is not None:
+            raise EngineError(f"{self.name} gives audio, too, which has no place in an output")
+        return torch.as_tensor(found).float().cpu()
+
+    def _output(self, request: OmniDiffusionRequest, made: torch.Tensor) -> DiffusionOutput:
+        params, size = request.sampling_params, made.shape[1:-1]
+        given = {-3: params.num_frames, -2: params.height, -1: params.width}
+        expected = tuple(given[at - len(size)] or size[at] for at in range(len(size)))
         error: EngineError | None = None
         if request.is_cancelled():
             error = _aborted(request)
-        elif not images.isfinite().all():
+        elif not made.isfinite().all():
             error = RequestFailed(f"{self.name} computed NaN or infinity: try dtype float32")
         elif tuple(size) != expected:
             error = RequestFailed(
@@ -143,43 +199,93 @@ class DiffusersPipeline:
             )
         if error is not None:
             return DiffusionOutput(request.request_id, error=error)
-        levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
+        levels = made.clamp(0, 1).mul(255).round().to(torch.uint8)
         return DiffusionOutput(request.request_id, levels)
 
+    def prompt_of(self, request: OmniDiffusionRequest) -> dict[str, Any]:
+        """The prompt as arguments of the pipeline: `prompt` or embeddings, and `image`.
+
+        Raises:
+            SchemaError: the prompt has not just one text, or images that the pipeline does not
+                take, or none where it needs one; or it has embeddings of an unknown name.
+        """
+        prompt, where = request.prompt, f"request {request.request_id!r}"
+        found: dict[str, Any]
+        if isinstance(prompt, EmbedsPrompt):
+            images, found = list(prompt.images), dict(prompt.tensors)
+            if unknown := sorted(found.keys() - self._parameters.keys()):
+                raise SchemaError(f"{where}: {self.name} takes no {', '.join(unknown)}")
+        else:
+            items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
+            images = [item for item in items if isinstance(item, torch.Tensor)]
+            found = {"prompt": self.text_of(request)}
+        if images and not self._takes_images:
+            raise SchemaError(f"{where}: {self.name} takes no images: give one text alone")
+        if images:
+            pictures = [as_pil(image) for image in images]
+            found["image"] = pictures[0] if len(pictures) == 1 else pictures
+        elif self._needs_images():
+            raise SchemaError(f"{where}: {self.name} reads an image: give [image, text]")
+        return found
+
+    def _needs_images(self) -> bool:
+        has_default = self._parameters["image"].default if self._takes_images else None
+        return has_default is inspect.Parameter.empty or self.name in _NEED_IMAGES
+
     def text_of(self, request: OmniDiffusionRequest) -> str:
-        """The text that the pipeline reads; raises SchemaError unless the prompt is just one."""
+        """The text that the pipeline reads; SchemaError unless the prompt has just one."""
         prompt = request.prompt
-        items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
-        if len(items) == 1 and isinstance(items[0], str):
-            return items[0]
+        alone = isinstance(prompt, (str, torch.Tensor, EmbedsPrompt))
+        items: Sequence[Any] = [prompt] if alone else prompt  # type: ignore[assignment]
+        texts = [item for item in items if isinstance(item, str)]
+        others = [item for item in items if not isinstance(item, (str, torch.Tensor))]
+        if len(texts) == 1 and not others:
+            return texts[0]
         raise SchemaError(f"request {request.request_id!r}: a pipeline of diffusers reads one text")
 
-    def arguments_of(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+    def arguments_of(self, request: OmniDiffusionRequest) -> dict[str, Any]:
         """The sampling params that are set, as arguments of the pipeline.
 
         Raises:
             EngineError: the pipeline takes no such argument.
             SchemaError: one of `true_cfg_scale` and `negative_prompt` would have no effect.
         """
+        params = request.sampling_params
         default, found = OmniDiffusionSamplingParams(), {}
         for field in sorted(TEXT_PARAMS - {"stream"}):
             if getattr(params, field) != getattr(default, field):
                 raise EngineError(f"{self.name} writes no text: leave {field} as it is")
-        for field in [name for name in KEY_FIELDS if name not in LORA_PARAMS]:
-            value, name = getattr(params, field), _NAMES.get(field, field)
+        for field in [one for one in KEY_FIELDS if one not in {*LORA_PARAMS, "extra_args"}]:
+            value, name = getattr(params, field), self._names.get(field, field)
             if value == getattr(default, field):
                 continue
             if name not in self._parameters:
                 raise EngineError(f"{self.name} takes no {name}: leave {field} as it is")
             found[name] = value
-        scale = found.get("true_cfg_scale")
-        if scale is not None and scale > 1 and "negative_prompt" not in found:
+        found |= self._extra_args(params, found)
+        prompt, scale = request.prompt, found.get("true_cfg_scale")
+        embeds = isinstance(prompt, EmbedsPrompt) and "negative_prompt_embeds" in prompt.tensors
+        if embeds and "negative_prompt" in found:
+            raise SchemaError("negative_prompt and negative_prompt_embeds: give one of them")
+        is_led = embeds or "negative_prompt" in found
+        if scale is not None and scale > 1 and not is_led:
             raise SchemaError("true_cfg_scale has no effect without a negative_prompt: give ' '")
-        if scale is not None and scale <= 1 and "negative_prompt" in found:
+        if scale is not None and scale <= 1 and is_led:
             raise SchemaError(
                 f"negative_prompt has no effect with true_cfg_scale {scale:g}: give more than 1"
             )
         return found
+
+    def _extra_args(
+        self, params: OmniDiffusionSamplingParams, found: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """`extra_args`; raises EngineError if one is not the pipeline's, or the engine sets it."""
+        given, own = params.extra_args or {}, _SET_HERE | found.keys()
+        if wrong := sorted(given.keys() & own):
+            raise EngineError(f"extra_args {', '.join(wrong)}: set by the engine or another param")
+        if wrong := sorted(given.keys() - self._parameters.keys()):
+            raise EngineError(f"{self.name} takes no {', '.join(wrong)}: take it out of extra_args")
+        return dict(given)
 
     def _takes_list(self, name: str) -> bool:
         return "list[" in str(self._parameters[name].annotation).lower()
@@ -201,6 +307,12 @@ def _generator(request: OmniDiffusionRequest) -> torch.Generator:
         return params.generator.clone_state()
     assert params.seed is not None  # OmniDiffusionRequest draws one
     return torch.Generator().manual_seed(params.seed)
+
+
+def _latents(request: OmniDiffusionRequest) -> torch.Tensor:
+    latents = request.sampling_params.latents
+    assert latents is not None  # requests of one key have them, or none has
+    return latents
 
 
 def _aborted(request: OmniDiffusionRequest) -> RequestAborted:

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.prompts import is_text, prompt_items
 
 if TYPE_CHECKING:
-    from omni_kvlink.engine.request import Prompt
+    from omni_kvlink.engine.inputs.prompt import Prompt
 
 
 def as_tensors(prompt: Any) -> Prompt:
-    """A prompt whose images are uint8 [H, W, 3]; transparency becomes white."""
-    if isinstance(prompt, str):
+    """A prompt whose images are uint8 [H, W, 3]; transparency becomes white.
+
+    A map of embeddings, with its images under "image", becomes an `EmbedsPrompt`.
+    """
+    if isinstance(prompt, (str, EmbedsPrompt)):
         return prompt
+    if isinstance(prompt, Mapping):
+        images = prompt.get("image", ())
+        images = images if isinstance(images, (list, tuple)) else [images]
+        tensors = {name: value for name, value in prompt.items() if name != "image"}
+        return EmbedsPrompt(tensors, [_as_tensor(image) for image in images])
     return [item if is_text(item) else _as_tensor(item) for item in prompt_items(prompt)]
 
 
 def from_tensor(images: torch.Tensor) -> Any:
-    """PIL images of uint8 [n, H, W, 3]: one image, or a list if n is not 1."""
+    """PIL images of uint8 [n, H, W, 3]: one image, or a list if n is not 1.
+
+    A video of uint8 [n, frames, H, W, 3] becomes a list of its frames.
+    """
+    made = [as_pil(image) if image.ndim == 3 else list(map(as_pil, image)) for image in images]
+    return made[0] if len(made) == 1 else made
+
+
+def as_pil(image: torch.Tensor) -> Any:
+    """The PIL image of uint8 [H, W, 3]."""
     from PIL import Image
 
-    made = [Image.fromarray(image.numpy()) for image in images]
-    return made[0] if len(made) == 1 else made
+    return Image.fromarray(image.numpy())
 
 
 def _as_tensor(image: Any) -> torch.Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecutor
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline
 from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
-    from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 
 POSITIVE_MAGIC = {
     "en": ", Ultra HD, 4K, cinematic composition.",
@@ -51,13 +51,16 @@ class QwenImage(DiffusersPipeline):
         is_chinese = any("\u4e00" <= character <= "\u9fff" for character in text)
         return text + POSITIVE_MAGIC["zh" if is_chinese else "en"]
 
-    def arguments_of(self, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+    def arguments_of(self, request: OmniDiffusionRequest) -> dict[str, Any]:
         """The sampling params that are set, and the card's for the others."""
+        params, prompt = request.sampling_params, request.prompt
         scale = 4.0 if params.true_cfg_scale is None else params.true_cfg_scale
-        blank = " " if scale > 1 else None  # up to 1 there is no guidance
+        embeds = isinstance(prompt, EmbedsPrompt) and "negative_prompt_embeds" in prompt.tensors
+        blank = " " if scale > 1 and not embeds else None  # up to 1 there is no guidance
         negative = blank if params.negative_prompt is None else params.negative_prompt
         params = dataclasses.replace(params, true_cfg_scale=scale, negative_prompt=negative)
-        return {"num_inference_steps": 50, **super().arguments_of(params)}
+        request = dataclasses.replace(request, sampling_params=params)
+        return {"num_inference_steps": 50, **super().arguments_of(request)}
 
 
 class QwenImageExecutor(DiffusersPipelineExecutor):

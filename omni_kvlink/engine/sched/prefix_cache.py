@@ -32,7 +32,7 @@ class Prefix:
 
 
 @dataclasses.dataclass(eq=False)
-class _Running:
+class _RequestBlocks:
     """A running request: its whole blocks, and how many of them can be found by their hash."""
 
     blocks: list[int]
@@ -49,7 +49,7 @@ class PrefixCache:
 
     def __init__(self, blocks: BlockManager, count_computed: Callable[[], Mapping[str, int]]):
         self._blocks, self._count_computed = blocks, count_computed
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RequestBlocks] = {}
         self._pending: dict[bytes, int] = {}  # how many running requests compute a block
         self._queries = self._hits = self._requests = 0
 
@@ -70,7 +70,7 @@ class PrefixCache:
     def begin(self, request_id: str, prefix: Prefix, blocks: Sequence[int], found: int) -> None:
         """A request runs in these blocks, of which the first `found` are from `find`."""
         whole = prefix.hashes
-        self._running[request_id] = _Running(list(blocks[: len(whole)]), whole, found)
+        self._running[request_id] = _RequestBlocks(list(blocks[: len(whole)]), whole, found)
         for block_hash in whole[found:]:
             self._pending[block_hash] = self._pending.get(block_hash, 0) + 1
         self._requests += 1

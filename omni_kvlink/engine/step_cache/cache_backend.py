@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _BACKENDS: dict[str, str] = {
     "tea_cache": "omni_kvlink.engine.step_cache.tea_cache:TeaCache",
+    "cache_dit": "omni_kvlink.engine.step_cache.cache_dit:CacheDiT",
     "block_cache": "omni_kvlink.engine.step_cache.block_cache:BlockCache",
 }
 """Backends by name, as "module:Class"; imported when a configuration names them."""
@@ -20,8 +21,8 @@ class CacheBackend(ABC):
     """One acceleration. It changes outputs, so it is off unless a configuration names it.
 
     The runner calls `enable` once after loading, and `refresh` before every generation. The
-    pipeline provides the hooks: BAGEL's are `pipeline.hooks`, a `DenoiseHooks`. `config` holds the
-    backend's own settings.
+    pipeline provides the hooks: BAGEL's are `pipeline.hooks`, a `DenoiseHooks`; a pipeline of
+    diffusers is given as it is. `config` holds the backend's own settings.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -35,6 +36,10 @@ class CacheBackend(ABC):
     @abstractmethod
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
         """Clear what the last generation left; a new one begins."""
+
+    def cached_steps(self, pipeline: Any) -> int | None:
+        """Passes of the last generation that reused something; None if they are not counted."""
+        return None
 
     def is_enabled(self) -> bool:
         """Whether `enable` was called."""

@@ -106,6 +106,10 @@ class StepCache(CacheBackend):
         """Clear the memory; see `CacheBackend.refresh`."""
         self.memory.forget()
 
+    def cached_steps(self, pipeline: Any) -> int:
+        """Passes that reused something, of all branches; see `CacheBackend.cached_steps`."""
+        return sum(self.memory.reused.values())
+
     @abstractmethod
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
         """How far each request is from the kept step: float32 [] or [batch]."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
 
@@ -17,13 +20,19 @@ class TeaCache(StepCache):
 
     The input is that of the first layer: the latent rows with the time step's embedding. Its
     relative L1 changes are summed since the last computed pass. After Tong Liu et al., "Timestep
-    Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024, but without their fitted
-    polynomial, and with the flow kept instead of what the layers added.
+    Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024, with the flow kept instead
+    of what the layers added. `coefficients` are their fitted polynomial, the highest power first as
+    `numpy.poly1d` has them: the size of its value is summed instead of the change itself.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"rel_l1_thresh": 0.2}
+    defaults: ClassVar[Mapping[str, Any]] = {"rel_l1_thresh": 0.2, "coefficients": None}
     threshold = "rel_l1_thresh"
     hook = "velocity"
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        given: Any = self.config["coefficients"]
+        self._coefficients = None if given is None else _numbers(given)
 
     def velocity(
         self, branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]
@@ -32,7 +41,22 @@ class TeaCache(StepCache):
         return self._reuse(branch, step, rows[1:-1], compute)  # the markers never change
 
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
-        return last.drift + change(probe, last.probe)
+        apart = change(probe, last.probe)
+        if self._coefficients is None:
+            return last.drift + apart
+        powers, value = apart.double(), torch.zeros_like(apart, dtype=torch.float64)
+        for coefficient in self._coefficients:
+            value = value * powers + coefficient
+        return last.drift + value.abs().float()
 
     def _anchor(self, last: Kept, probe: Tensor, same: Tensor) -> Tensor:
         return probe
+
+
+def _numbers(given: Any) -> list[float]:
+    """The coefficients; raises ValueError unless they are finite numbers, at least one."""
+    numbers = list(given) if isinstance(given, (list, tuple)) else []
+    known = [isinstance(one, int | float) and not isinstance(one, bool) for one in numbers]
+    if not numbers or not all(known) or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"coefficients {given!r:.60}: a list of numbers, the highest power first")
+    return [float(one) for one in numbers]

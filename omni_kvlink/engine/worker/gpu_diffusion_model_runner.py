@@ -18,7 +18,7 @@ from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
-from omni_kvlink.engine.worker.model import model_utility
+from omni_kvlink.engine.worker.model import model_utility, refuse_pipeline_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +54,7 @@ class GPUDiffusionModelRunner:
 
     def _load_model(self) -> None:
         config = self.config
+        refuse_pipeline_settings(config)
         self.utility = model_utility(config)(config, self.device, self.process_group)
         self.pipeline = self.utility.pipeline
         self.lora_manager = LoRAManager(config.lora_config, self.utility.lora_targets)
@@ -160,6 +161,9 @@ class GPUDiffusionModelRunner:
             return [DiffusionOutput(key, error=failure) for key in batch.request_ids]
         if [output.request_id for output in outputs] != batch.request_ids:
             raise EngineError(f"the pipeline gave {len(outputs)} outputs for {batch!r}")
+        if self.cache_backend is not None:
+            for output in outputs:
+                output.cached_steps = self.cache_backend.cached_steps(self.pipeline)
         return outputs
 
     def _handle_kv_transfer(

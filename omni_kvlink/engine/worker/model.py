@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from omni_kvlink.engine.config import StageConfig, load_class
+from omni_kvlink.engine.config import OmniDiffusionConfig, StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -200,3 +200,11 @@ def model_utility(config: StageConfig) -> type[ModelUtility]:
 def register_model(name: str, target: str) -> None:
     """Add a model: `target` is "module:Class" of a `ModelUtility`."""
     _MODELS[name] = target
+
+
+def refuse_pipeline_settings(config: OmniDiffusionConfig) -> None:
+    """Raises ValueError if an attention backend is set, which has no effect here."""
+    if (name := config.attention_backend) not in ("", "auto", "TORCH_SDPA", "SDPA"):
+        raise ValueError(
+            f"attention_backend {name!r}: for pipelines of diffusers alone; leave it out"
+        )

@@ -98,10 +98,11 @@ def denoise_rows(
     """Take all steps of images with one grid and one schedule; return the rows of each latent."""
     while not states[0].is_done:
         flows = guided_flows(model, states, markers, hooks=hooks)
-        clean = [state.clean(flow) for state, flow in zip(states, flows, strict=True)]
-        for state, flow in zip(states, flows, strict=True):
+        pairs = list(zip(states, flows, strict=True))
+        clean = None if hooks.on_clean is None else [state.clean(flow) for state, flow in pairs]
+        for state, flow in pairs:
             state.integrate(flow)
-        if hooks.on_clean is not None:
+        if hooks.on_clean is not None and clean is not None:
             hooks.on_clean(states[0].step, clean)
         if on_step is not None:
             on_step(states[0].step, states[0].params.num_steps)

@@ -678,13 +678,3 @@ def _check_grids(states: Sequence[DenoiseState]) -> None:
     if len({state.grid for state in states}) != 1:
         shapes = sorted({str(state.contexts.image_shape) for state in states})
         raise SchemaError(f"one batch for images of {shapes}; they must have one size")
-
-
-def _as_list(inputs: Prompt) -> list[str | ImageLike]:
-    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
-        return list(inputs)
-    return [inputs]
-
-
-def _texts(inputs: Prompt) -> list[str]:
-    return [item for item in _as_list(inputs) if isinstance(item, str)]

@@ -152,6 +152,7 @@ def deployed(first: dict[str, Any], *others: dict[str, Any], **top: Any) -> Depl
         ({"stages": [{"stage_id": 1}]}, "must be 0, 1"),
         ({"pipeline": None, "stages": [{"stage_id": 0}]}, "pipeline None"),
         ({"pipeline": "wan", "stages": [{"stage_id": 0}]}, "pipeline 'wan'"),
+        ({"pipeline": "WanPipeline", "stages": [{"stage_id": 0}, {"stage_id": 1}]}, "one stage"),
         (
             {
                 "stages": [
@@ -635,3 +636,90 @@ def test_the_size_of_the_pool(stage: dict[str, Any], blocks: int) -> None:
     ar: Any = stage_configs(deployed(stage, {}), "model")[0]
     assert ar.num_blocks == blocks
     assert ar.enable_chunked_prefill is stage.get("enable_chunked_prefill", True)
+
+
+# ---- pipelines of diffusers, by name
+
+WAN = """
+async_chunk: false
+trust_remote_code: true
+distributed_executor_backend: mp
+
+stages:
+  - stage_id: 0
+    devices: "0"
+    max_num_seqs: 4
+    tensor_parallel_size: 1
+    enforce_eager: true
+    vae_use_tiling: true
+    default_sampling_params:
+      seed: 42
+"""
+"""The values of vLLM-Omni's `wan2_2_ti2v.yaml`."""
+
+
+def by_diffusers(pipeline: str | None = None, **stage: Any) -> Any:
+    top = {"pipeline": pipeline} if pipeline else {}
+    (made,) = stage_configs(
+        DeployConfig.from_dict({**top, "stages": [{"stage_id": 0, **stage}]}), "m"
+    )
+    return made
+
+
+def test_a_file_of_wan(tmp_path: Path) -> None:
+    deploy = DeployConfig.load(written(tmp_path, WAN, "wan2_2_ti2v.yaml"))
+    assert (deploy.pipeline, deploy.kinds()) == ("wan2_2_ti2v", ["diffusers"])
+    assert deploy.stages[0].settings["own_process"] is True  # what mp says
+    made: Any = stage_configs(deploy, "model")[0]
+    assert (made.model_class_name, made.distributed_executor_backend) == (
+        "WanPipeline",
+        "diffusers",
+    )
+    assert (made.max_num_seqs, made.vae_use_tiling) == (4, True)
+    assert deploy.stages[0].sampling == {"seed": 42}
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("QwenImagePipeline", "QwenImagePipeline"),
+        ("QwenImageEditPipeline", "QwenImageEditPipeline"),
+        ("OvisImagePipeline", "OvisImagePipeline"),
+        ("LongCatImagePipeline", "LongCatImagePipeline"),
+        ("Wan22Pipeline", "WanPipeline"),
+    ],
+)
+def test_a_pipeline_of_diffusers_by_its_name(name: str, made: str) -> None:
+    found = by_diffusers(name, vae_use_slicing=True, attention_backend="SAGE_ATTN")
+    assert (found.model_class_name, found.distributed_executor_backend) == (made, "diffusers")
+    assert (found.vae_use_slicing, found.attention_backend) == (True, "SAGE_ATTN")
+    assert by_diffusers(model_class_name=name).model_class_name == made
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stage", "word"),
+    [
+        ("WanPipeline", {"model_class_name": "FluxPipeline"}, "'FluxPipeline' in the pipeline Wan"),
+        ("WanPipeline", {"final_output_type": "image"}, "WanPipeline generates videos"),
+        ("QwenImagePipeline", {"engine_output_type": "video"}, "generates images"),
+        ("QwenImagePipeline", {"model_arch": "WanPipeline"}, "model_arch 'WanPipeline' with"),
+        ("QwenImagePipeline", {"distributed_executor_backend": "ray"}, "own_process: ray"),
+        ("QwenImagePipeline", {"ulysses_degree": 2}, "ulysses_degree 2: only 1"),
+        ("QwenImagePipeline", {"quantization": "fp8"}, "quantization 'fp8'"),
+        ("QwenImagePipeline", {"default_sampling_params": {"latents": 5}}, "latents: a tensor"),
+        ("QwenImagePipeline", {"enable_layerwise_offload": True}, "enable_layerwise_offload"),
+        (None, {"model_class_name": "DreamZeroPipeline"}, "no pipeline is named"),
+        ("DreamZeroPipeline", {}, "pipeline 'DreamZeroPipeline'; this engine runs bagel"),
+        ("bagel_single_stage", {"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE"),
+    ],
+)
+def test_what_a_pipeline_of_diffusers_may_not_say(
+    pipeline: str | None, stage: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(SchemaError, match=word):
+        by_diffusers(pipeline, **stage)
+
+
+def test_an_override_that_no_stage_of_the_deployment_has() -> None:
+    with pytest.raises(SchemaError, match="no stage has vae_use_tiling; there are"):
+        deployed({}, {}).overridden({"vae_use_tiling": True})

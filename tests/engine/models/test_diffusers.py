@@ -378,11 +378,13 @@ def test_a_pipeline_of_ones_own_that_takes_no_lists(checkpoint: str, pipe: Any) 
 
 
 class Video(StableDiffusion3Pipeline):  # type: ignore[misc] # diffusers may be absent
+    gives = "latents"
+
     def __call__(self, prompt: str, generator: torch.Generator, output_type: str) -> Any:
         made = super().__call__(
             prompt, generator=generator, output_type=output_type, height=32, num_inference_steps=1
         )
-        return SimpleNamespace(frames=made.images)
+        return SimpleNamespace(**{self.gives: made.images}, audio=made.images)
 
 
 class VideoExecutor(DiffusersPipelineExecutor):
@@ -393,7 +395,10 @@ class VideoExecutor(DiffusersPipelineExecutor):
 def test_a_pipeline_that_makes_no_images(checkpoint: str) -> None:
     made = executor(checkpoint, distributed_executor_backend=f"{__name__}:VideoExecutor")
     open_sizes: dict[str, Any] = {"height": None, "width": None, "num_inference_steps": None}
-    with pytest.raises(EngineError, match="Video gives no images"):
+    with pytest.raises(EngineError, match="Video gives no images and no frames"):
+        run(made, request("a", **open_sizes))[0].result()
+    made.pipeline.pipe.gives = "frames"
+    with pytest.raises(EngineError, match="Video gives audio, too"):
         run(made, request("a", **open_sizes))[0].result()
     made.shutdown()
 

@@ -97,7 +97,7 @@ def test_a_model_of_ones_own_runs(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [int(output.result().unique()) for output in outputs] == [3, 200]
 
 
-@pytest.mark.parametrize("name", ["QwenImagePipeline", "gray"])
+@pytest.mark.parametrize("name", ["DreamZeroPipeline", "gray"])
 def test_a_model_that_is_not_registered(name: str) -> None:
     with pytest.raises(ValueError, match=f"no model '{name}'; there are bagel, or 'module:Class'"):
         DiffusionEngine(config(name))

@@ -41,7 +41,7 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
-from omni_kvlink.engine.models.bagel_pipeline import denoise_params
+from omni_kvlink.engine.models.bagel_pipeline import denoise_params, readable
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed
@@ -133,7 +133,7 @@ def reference(dtype: torch.dtype, names: str, **fields: Any) -> list[torch.Tenso
         generator = torch.Generator().manual_seed(one.sampling_params.seed or 0)
         height, width = one.sampling_params.height, one.sampling_params.width
         shape = None if height is None or width is None else (height, width)
-        contexts = model.prefill(one.prompt, image_shape=shape, generator=generator)
+        contexts = model.prefill(readable(one.prompt), image_shape=shape, generator=generator)
         noise = model.initial_noise(contexts.image_shape, generator)
         found.append(model.denoise(contexts, noise, denoise_params(one.sampling_params)))
     return found
@@ -339,7 +339,8 @@ def test_keys_and_values_are_those_of_one_process_but_for_rounding(stages: dict[
     assert receive(single, batch) == ["ready"]
     got = single.runner.kv_manager.get_kv_cache("k")
     model = pipeline()
-    right: Any = model.prefill(batch.prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
+    prompt: Any = batch.prompt
+    right: Any = model.prefill(prompt, think=True, max_think_tokens=12, image_shape=(16, 24))
     assert text == right.text
     for layer, (key, value_) in enumerate(zip(*got["gen"].layer_blocks.values(), strict=True)):
         for ours, theirs in (

@@ -40,7 +40,7 @@ class Stage:
         )
         self.scheduler = OmniARScheduler(
             config,
-            lambda one: {"gen": len(one.prompt), "cfg_img": 1},
+            lambda one: {"gen": len(str(one.prompt)), "cfg_img": 1},
             prefix_tokens=lambda one: [ord(each) for each in str(one.prompt).rstrip("?")],
             count_computed=count_computed,
         )

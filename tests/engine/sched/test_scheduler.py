@@ -335,7 +335,7 @@ def test_wait_sleeps_until_there_is_something_to_do() -> None:
 
 def ar(blocks: int = 8, seqs: int = 4) -> OmniARScheduler:
     how = OmniARConfig("nowhere", num_blocks=blocks, block_size=4, max_num_seqs=seqs)
-    return OmniARScheduler(how, lambda one: {"gen": len(one.prompt), "cfg_img": 0})
+    return OmniARScheduler(how, lambda one: {"gen": len(str(one.prompt)), "cfg_img": 0})
 
 
 def test_prompts_get_blocks_in_order_and_give_them_back() -> None:

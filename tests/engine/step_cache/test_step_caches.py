@@ -161,6 +161,34 @@ def test_tea_cache_sums_changes_up() -> None:
     assert run_step(4, 4.0, 14) == 13  # from 0 again
 
 
+def test_tea_cache_sums_a_polynomial_up() -> None:
+    """2·x² - 3·x + 0.5, and its size where it is below 0."""
+    import numpy as np
+
+    polynomial = np.poly1d([2.0, -3.0, 0.5])
+    changes = [0.5, 0.4, 0.3]
+    assert [round(float(polynomial(each)), 4) for each in changes] == [-0.5, -0.38, -0.22]
+    _, run_step = hook(1.0, coefficients=[2.0, -3.0, 0.5])
+    assert run_step(0, 1.0, 10) == 10
+    assert run_step(1, 1.5, 11) == 10  # 0.5
+    assert run_step(2, 2.1, 12) == 10  # and 0.38
+    assert run_step(3, 2.73, 13) == 13  # and 0.22: 1.1 in all
+    assert run_step(4, 2.73 * 1.3, 14) == 13  # from 0 again
+    _, other = hook(1.0, coefficients=[0.5, -3.0, 2.0])  # the other way round
+    assert [other(0, 1.0, 10), other(1, 1.5, 11), other(2, 2.1, 12)] == [10, 10, 12]
+
+
+def test_coefficients_decide_what_is_saved() -> None:
+    """The polynomial x is no polynomial at all, and twice as much saves less."""
+    saved = []
+    for coefficients in (None, [1.0, 0.0], [2.0, 0.0]):
+        watched = Watched("tea_cache", {**LOOSE["tea_cache"], "coefficients": coefficients})
+        watched.latents([job("a fox"), job("a fox " * 2, 1)])
+        saved.append(dict(watched.backend.memory.computed))
+    assert saved[0] == saved[1]
+    assert sum(saved[2].values()) > sum(saved[0].values())
+
+
 def test_the_block_cache_compares_with_what_was_computed() -> None:
     backend, layers_run = BlockCache({"residual_diff_threshold": 0.5}), []
 
@@ -240,6 +268,14 @@ def test_k_and_v_stay_as_they_are(name: str) -> None:
         ("tea_cache", {"rel_l1_thresh": -0.1}, "rel_l1_thresh -0.1"),
         ("tea_cache", {"rel_l1_thresh": float("nan")}, "rel_l1_thresh nan"),
         ("tea_cache", {"rel_l1_thresh": "0.1"}, "rel_l1_thresh '0.1'"),
+        ("tea_cache", {"coefficients": []}, r"coefficients \[\]: a list of numbers"),
+        ("tea_cache", {"coefficients": [1.0, float("nan")]}, r"coefficients \[1.0, nan\]"),
+        ("tea_cache", {"coefficients": "1"}, "coefficients '1'"),
+        ("tea_cache", {"max_warmup_steps": 4}, "no setting max_warmup_steps"),
+        ("block_cache", {"max_warmup_steps": 4}, "no setting max_warmup_steps"),
+        ("block_cache", {"enable_taylorseer": True}, "no setting enable_taylorseer"),
+        ("block_cache", {"scm_steps_mask_policy": "fast"}, "no setting scm_steps_mask_policy"),
+        ("cache_dit", {}, "one transformer, and OmniBagelPipeline has no"),
         ("block_cache", {"Fn_compute_blocks": 0}, "Fn_compute_blocks 0"),
         ("block_cache", {"Bn_compute_blocks": 0.5}, "Bn_compute_blocks 0.5"),
         ("block_cache", {"residual_diff_threshold": True}, "residual_diff_threshold True"),
@@ -282,6 +318,7 @@ def test_an_engines_second_image_is_a_fresh_engines(name: str, sockets: str) -> 
                 executor: Any = engine.executor
                 memory = executor.worker.model_runner.cache_backend.memory
                 assert memory.reused["gen"] > 0
+                assert done.cached_steps == memory.reused.total()
                 assert executor.kv_manager.stats()["charged"] == 0
     assert torch.equal(images[2, "second"], images[1, "second"])
     assert not torch.equal(images[2, "second"], alone(seed=len("second"), **options))

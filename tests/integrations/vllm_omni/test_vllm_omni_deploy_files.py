@@ -22,6 +22,7 @@ BAGEL = {
     "bagel_think": ("bagel_think", ["ar", "dit"]),
     "bagel_single_stage": ("bagel_single_stage", ["all"]),
 }
+DIFFUSERS = {"wan2_2_ti2v": "WanPipeline"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name in BAGEL])
@@ -31,7 +32,17 @@ def test_a_file_of_bagel_is_read(name: str) -> None:
     assert len(stage_configs(deploy, "model")) == len(deploy.stages)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in BAGEL])
+@pytest.mark.parametrize("name", [name for name in FILES if name in DIFFUSERS])
+def test_a_file_of_a_pipeline_of_diffusers_is_read(name: str) -> None:
+    deploy = DeployConfig.load(FILES[name])
+    assert (deploy.pipeline, deploy.kinds()) == (name, ["diffusers"])
+    (made,) = stage_configs(deploy, "model")
+    assert (made.model_class_name, made.distributed_executor_backend) == (
+        *(DIFFUSERS[name], "diffusers"),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in BAGEL | DIFFUSERS])
 def test_a_file_of_another_model_is_refused(name: str) -> None:
     with pytest.raises(SchemaError, match=r"^(no pipeline is named|pipeline '\w+'); this engine"):
         DeployConfig.load(FILES[name])
@@ -39,6 +50,7 @@ def test_a_file_of_another_model_is_refused(name: str) -> None:
 
 def test_the_page_counts_them() -> None:
     page = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
-    named = sum("pipeline" in read_deploy_file(file) for file in FILES.values()) - len(BAGEL)
+    others = [file for name, file in FILES.items() if name not in BAGEL | DIFFUSERS]
+    named = sum("pipeline" in read_deploy_file(file) for file in others)
     assert f"Of the {len(FILES)} files" in page
-    assert f"{len(FILES) - len(BAGEL) - named} have no `pipeline`, {named} one" in page
+    assert f"{len(others) - named} have no `pipeline`, {named} one" in page

@@ -1,0 +1,1 @@
+"""What a request brings: its prompt, and the tensors and values of its sampling params."""

@@ -1,0 +1,100 @@
+"""Settings of a stage that become calls of diffusers on its loaded pipeline."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.errors import UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+    from omni_kvlink.engine.config import OmniDiffusionConfig
+
+_BACKENDS = {
+    "TORCH_SDPA": "native",
+    "SDPA": "native",
+    "FLASH_ATTN": "flash",
+    "SAGE_ATTN": "sage",
+}
+"""vLLM-Omni's names of attention backends, and diffusers' names."""
+
+_PACKAGES = {"flash": "flash-attn", "sage": "sageattention", "xformers": "xformers"}
+
+
+def apply_settings(pipe: Any, config: OmniDiffusionConfig, device: torch.device) -> Any:
+    """Move a pipeline to its device and apply what the configuration says of it.
+
+    Raises:
+        EngineError: the pipeline, or the device, does not have what a setting needs.
+        UnavailableError: a package that a setting needs is missing; the text names it.
+    """
+    if config.enable_cpu_offload:
+        _offload(pipe, device)
+    else:
+        pipe = pipe.to(device)
+    for name in ("slicing", "tiling"):
+        if getattr(config, f"vae_use_{name}"):
+            _enable(pipe, name)
+    if config.attention_backend not in ("", "auto"):
+        _set_attention(pipe, config.attention_backend)
+    return pipe
+
+
+def transformers_of(pipe: Any) -> list[Any]:
+    """The networks that denoise: one, or Wan2.2's two."""
+    names = ("transformer", "transformer_2", "unet")
+    return [one for name in names if (one := getattr(pipe, name, None)) is not None]
+
+
+def _offload(pipe: Any, device: torch.device) -> None:
+    if device.type == "cpu":
+        raise EngineError(
+            "enable_cpu_offload: the stage runs on the CPU, where all networks are anyway; "
+            "leave it off, or use a GPU"
+        )
+    try:
+        pipe.enable_model_cpu_offload(device=device)
+    except ImportError as error:
+        raise UnavailableError(f"enable_cpu_offload: {error}: pip install accelerate") from error
+
+
+def _enable(pipe: Any, name: str) -> None:
+    """Call `enable_slicing` or `enable_tiling` of the pipeline's autoencoder."""
+    vae = getattr(pipe, "vae", None)
+    try:
+        getattr(vae, f"enable_{name}")()
+    except (AttributeError, NotImplementedError) as error:
+        text = f"vae_use_{name}: the autoencoder of {type(pipe).__name__} has none ({error})"
+        raise EngineError(f"{text}: leave it off") from error
+
+
+def _set_attention(pipe: Any, given: str) -> None:
+    """Set diffusers' attention backend of all networks that denoise, and of no other pipeline."""
+    name, where = _BACKENDS.get(given, given), f"attention_backend {given!r}"
+    if name.endswith("_hub"):
+        raise EngineError(f"{where}: diffusers downloads it, and nothing is fetched here: another")
+    dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    known = [one.value for one in dispatch.AttentionBackendName]
+    if name not in known:
+        raise EngineError(f"{where}: there are auto, {', '.join([*_BACKENDS, *known])}")
+    for network in transformers_of(pipe):
+        try:
+            with dispatch.attention_backend("native"):  # restores the process's own backend
+                network.set_attention_backend(name)
+        except RuntimeError as error:
+            package = _PACKAGES.get(name.strip("_").split("_")[0])
+            cure = f": pip install {package}" if package else ""
+            raise UnavailableError(f"{where}: {error}{cure}") from error
+        if not any(_backend_of(module) == name for module in network.modules()):
+            raise EngineError(
+                f"{where}: the attention of {type(network).__name__} does not go through "
+                "diffusers' dispatcher: leave it 'auto'"
+            )
+
+
+def _backend_of(module: Any) -> str | None:
+    backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
+    return getattr(backend, "value", backend)
