@@ -235,9 +235,7 @@ class Nameless(BagelUtility):
 def test_a_model_without_prefix_tokens_is_refused() -> None:
     name = f"{__name__}:Nameless"
     config = OmniARConfig(checkpoint(), name, dtype="float32", enable_prefix_caching=True)
-    with pytest.raises(
-        ValueError, match=r"kv_transfer: Nameless has no prefix_tokens; leave it off"
-    ):
+    with pytest.raises(ValueError, match=r"Nameless has no prefix_tokens; leave it off"):
         AREngine(config)
 
 
