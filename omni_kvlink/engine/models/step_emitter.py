@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from omni_kvlink.engine.tokens.events import StepEvent
-from omni_kvlink.models.bagel.embeddings import unpatchify
+from omni_kvlink.models.bagel.previews import decode_preview
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.models.bagel.pipeline import BagelPipeline
-
-PREVIEW_SIDE = 256
-"""Pixels that the longest side of a preview may have; a larger latent is averaged down first."""
 
 
 class StepEmitter:
@@ -49,17 +45,9 @@ class StepEmitter:
             every = request.sampling_params.preview_interval
             is_shown = every and (done % every == 0 or done == self._total)
             shape = request.past_key_values.image_shape
-            preview = torch.stack([self._preview(one, shape) for one in own]) if is_shown else None
+            shown = [decode_preview(self._pipeline, one, shape) for one in own] if is_shown else []
+            preview = torch.stack(shown) if shown else None
             request.emit(StepEvent(request.request_id, done, self._total, preview))
-
-    def _preview(self, rows: Tensor, image_shape: tuple[int, int]) -> Tensor:
-        """Decode rows [h * w, patch_dim] to a small image."""
-        config = self._pipeline.config
-        height, width = (side // config.latent_stride for side in image_shape)
-        latent = unpatchify(rows, height, width, config.latent_patch_size)
-        factor = -(-max(image_shape) // PREVIEW_SIDE)
-        small = latent if factor == 1 else F.avg_pool2d(latent[None], factor)[0]
-        return self._pipeline.decode(small)
 
 
 def _is_streamed(request: OmniDiffusionRequest) -> bool:

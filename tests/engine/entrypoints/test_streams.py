@@ -12,11 +12,11 @@ from engine_fixtures import WAIT, checkpoint
 
 from omni_kvlink.engine import OmniDiffusion, RequestAborted
 from omni_kvlink.engine.entrypoints.streams import OutputEvent, RequestStream
-from omni_kvlink.engine.models import step_emitter
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel import previews
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,7 +157,7 @@ def test_steps_of_all_images_of_a_prompt() -> None:
 
 
 def test_a_large_preview_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_emitter, "PREVIEW_SIDE", 16)
+    monkeypatch.setattr(previews, "PREVIEW_SIDE", 16)
     with OmniDiffusion(checkpoint(), DEPLOYMENTS["one stage"], dtype="float32") as omni:
         how = {**PLAN, "modalities": [], "height": 64, "width": 32}
         shown = [one.preview for one in omni.stream("a fox", how) if isinstance(one, StepEvent)]
