@@ -147,8 +147,8 @@ class ProcessGroup:
 
         The returned call waits for it; `shape` is that of the block that it returns.
         """
-        ring = self.coords.along("ring", parallel=self.parallel)
-        after, before = (ring[(self.coords.ring + to) % len(ring)] for to in (1, -1))
+        own, degree = self.coords.ring, self.parallel.ring_degree
+        after, before = (self._rank_at(ring=(own + to) % degree) for to in (1, -1))
         received, sent = block.new_empty(shape), block.contiguous()
         with self._abort_on_error():
             group = self._along["ring",]
