@@ -119,7 +119,7 @@ def test_another_device(device: FakeDevice) -> None:
 def test_targets_in_the_payload_itself(device: FakeDevice) -> None:
     manifest, region = gathered([tensor_of((40, 2, 8), torch.bfloat16, 1)])
     start = manifest.header_nbytes + manifest.tensors[0].start
-    inside = torch.frombuffer(region.span, dtype=torch.bfloat16)  # type: ignore[call-overload]
+    inside = torch.frombuffer(region.span, dtype=torch.bfloat16)  # type: ignore[call-overload, unused-ignore]
     target = inside[start // 2 :][: 40 * 16].view(40, 2, 8)
     with pytest.raises(SchemaError, match="the target lies in the payload itself"):
         PinnedCopier().scatter(manifest, region, [target])
