@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt, Prompt
 from omni_kvlink.engine.lora.adapter import ActiveLoRA
@@ -14,9 +16,6 @@ from omni_kvlink.engine.sampling import (
     OmniDiffusionSamplingParams,
     SamplingParamsKey,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 
 def never() -> bool:

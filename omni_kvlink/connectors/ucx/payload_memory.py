@@ -43,7 +43,7 @@ class PayloadMemory(NamedTuple):
             text = f"{options.quota} bytes of {options.device}: {error}; set a lower quota="
             return cls(host_reason=text)
         made = [mapping]  # taken by the pool, which drops it when it is closed
-        return cls(lambda nbytes, is_wanted: made[0], options.device)
+        return cls(lambda nbytes, is_wanted: made.pop(), options.device)
 
 
 def _refusal(settings: UcxSettings) -> str:

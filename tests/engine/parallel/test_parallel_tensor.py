@@ -41,7 +41,8 @@ from omni_kvlink.engine import (
     RequestAborted,
     RequestFailed,
 )
-from omni_kvlink.engine.models.bagel_pipeline import denoise_params, readable
+from omni_kvlink.engine.models.bagel_pipeline import denoise_params
+from omni_kvlink.engine.models.bagel_text import readable
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed
