@@ -33,6 +33,8 @@ Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
 """Takes new rows of a layer's K and V, returns all rows of both."""
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes q, k, v [n, …, heads, dim] of new rows, returns their attention [n, …, heads * dim]."""
+Regions: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
+"""What a layer does before and after attention."""
 Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
 """Runs all or some of the layers: `through(x, run, count)`."""
 
@@ -157,6 +159,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self._total = split.total
+        self._compiled: Regions | None = None
         self.self_attn = Attention(config, split)
         self.mlp = MLP(config, split)
         self.mlp_moe_gen = MLP(config, split)
@@ -167,8 +170,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
         """Map rows [n, hidden], or in a batch [n, batch, hidden], to rows of the same shape."""
-        q, k, v = self.before_attention(x, rotary, mode)
-        return self.after_attention(x, attend(q, k, v), mode)
+        before, after = self._regions()
+        q, k, v = before(x, rotary, mode)
+        return after(x, attend(q, k, v), mode)
 
     def before_attention(
         self, x: Tensor, rotary: Rotary, mode: Mode
@@ -185,12 +189,20 @@ class DecoderLayer(nn.Module):
     def compile_regions(self, **options: Any) -> None:
         """Compile what is before and after attention with `torch.compile(..., **options)`.
 
-        The cache, whose tensors come from elsewhere, and sums over ranks stay outside.
+        The cache, whose tensors come from elsewhere, and sums over ranks stay outside. While a part
+        of the layer has forward hooks, such as those of a LoRA adapter, the layer runs uncompiled:
+        compiled code would leave them out.
         """
         if self._total is not WHOLE.total:
             self._total = torch.compiler.disable(self._total)
-        self.before_attention = torch.compile(self.before_attention, **options)  # type: ignore[method-assign]
-        self.after_attention = torch.compile(self.after_attention, **options)  # type: ignore[method-assign]
+        before = torch.compile(self.before_attention, **options)
+        self._compiled = before, torch.compile(self.after_attention, **options)
+        self._parts = [*self.modules()][1:]
+
+    def _regions(self) -> Regions:
+        if self._compiled and not any(part._forward_hooks for part in self._parts):
+            return self._compiled
+        return self.before_attention, self.after_attention
 
     def _und_mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -291,7 +303,9 @@ class TextDecoder(nn.Module):
             return rows
 
         def run(rows: Tensor, start: int, stop: int) -> Tensor:
-            rows = self._pipeline.run(rows[own], start, stop, count, run_own)
+            if mode != "gen":  # a view of all rows would be compiled code of its own
+                rows = rows[own]
+            rows = self._pipeline.run(rows, start, stop, count, run_own)
             return self._sequence.gather(rows, n)
 
         x = run(x, 0, count) if through is None else through(x, run, count)

@@ -25,6 +25,7 @@ from lora_fixtures import bagel_adapter, bagel_shapes, make_matrices, merged, wr
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
     AREngine,
+    CompilationConfig,
     DiffusionEngine,
     EngineError,
     KVConfig,
@@ -115,6 +116,21 @@ def test_an_image_is_that_of_merged_weights_and_the_model_is_as_before(
         assert run(engine, "d").equal(before)
         assert run(engine, "e", lora_request=lora).equal(image)
         assert run(engine, "f", lora_request=lora, lora_scale=0.0).equal(before)
+
+
+def test_an_adapter_acts_on_compiled_layers(lora: LoRARequest) -> None:
+    """Compiled before the adapter is there, and used again after it."""
+    traced = CompilationConfig(backend="eager")
+    with one_stage() as engine:
+        expected = run(engine, "a", lora_request=lora)
+    torch._dynamo.reset()
+    with one_stage(enforce_eager=False, compilation_config=traced) as engine:
+        before = run(engine, "a")
+        assert close_to(before, alone())
+        assert close_to(run(engine, "b", lora_request=lora), expected)
+        assert run(engine, "c").equal(before)
+    assert not close_to(before, expected)
+    torch._dynamo.reset()
 
 
 def test_texts_of_two_adapters_are_written_side_by_side(sockets: str, tmp_path: Path) -> None:
