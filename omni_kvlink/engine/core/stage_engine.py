@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.core.engine_core import EngineCore
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
+from omni_kvlink.engine.lora.calls import StageAdapters
 from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.engine.executor import Executor
-    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
@@ -29,7 +29,7 @@ _ANSWER = 5.0  # seconds in which workers return URLs and statistics, also while
 _HANGS = 5.0  # seconds after which an aborted batch may hang: the workers' health is checked
 
 
-class StageEngine(EngineCore, ABC, Generic[C]):
+class StageEngine(EngineCore, StageAdapters, Generic[C]):
     """An `EngineCore` with a model loaded and links open; thread-safe; a context manager.
 
     `on_death` is called once, from any thread, when a worker is gone. `sink_urls` is what the next
@@ -78,24 +78,8 @@ class StageEngine(EngineCore, ABC, Generic[C]):
         """Bring back what `sleep` took."""
         return bool(self.call(partial(self.executor.wake_up, tags), timeout=timeout))
 
-    def add_lora(self, lora_request: LoRARequest, *, timeout: float = 60.0) -> bool:
-        """Between batches, load an adapter on all ranks; False if it was there.
-
-        Raises EngineError or SchemaError if it cannot be used; then no rank has it.
-        """
-        return bool(self.call(partial(self.executor.add_lora, lora_request), timeout=timeout))
-
-    def remove_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
-        """Between batches, release an adapter; False if it was not there."""
-        return bool(self.call(partial(self.executor.remove_lora, lora_int_id), timeout=timeout))
-
-    def list_loras(self, *, timeout: float = 60.0) -> list[int]:
-        """Between batches, the numbers of the adapters that all ranks hold."""
-        return list(self.call(self.executor.list_loras, timeout=timeout))
-
-    def pin_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
-        """Between batches, keep an adapter until it is removed; False if it is not there."""
-        return bool(self.call(partial(self.executor.pin_lora, lora_int_id), timeout=timeout))
+    def _call_executor(self, method: str, args: Sequence[Any], timeout: float) -> Any:
+        return self.call(partial(getattr(self.executor, method), *args), timeout=timeout)
 
     def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
         """Between batches, begin to record what the workers compute.

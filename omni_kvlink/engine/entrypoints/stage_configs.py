@@ -23,6 +23,8 @@ from omni_kvlink.engine.config import (
     RayConfig,
 )
 from omni_kvlink.engine.entrypoints.deploy_fields import check_compilation
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.models.diffusers_settings import check_settings
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
@@ -78,8 +80,10 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
             if kind == "ar":
                 configs.append(_ar(values, think=deploy.pipeline == "bagel_think"))
             else:
-                configs.append(msgspec.convert(values, OmniDiffusionConfig))
-        except (msgspec.ValidationError, ValueError) as error:
+                configs.append(config := msgspec.convert(values, OmniDiffusionConfig))
+                if kind == "diffusers":
+                    check_settings(config)
+        except (msgspec.ValidationError, ValueError, EngineError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
     for at, after in enumerate(configs[1:]):
         kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
+from omni_kvlink.engine.executor.worker_calls import WorkerCalls
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput
 from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.worker.model import model_utility
-from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.engine.kv.interface import KVManager
-    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
@@ -32,7 +31,7 @@ _EXECUTORS = {
 }
 
 
-class Executor(ABC):
+class Executor(WorkerCalls):
     """Runs what a scheduler chose, on one worker or several.
 
     Calls come from one thread, except `prepare`, `abort`, `fail_kv`, `check_health` and
@@ -103,32 +102,13 @@ class Executor(ABC):
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run all requests in one call: one forward pass."""
 
-    @abstractmethod
-    def collective_rpc(
-        self,
-        method: str,
-        *,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker; returns the answers in the order of the ranks.
-
-        Raises what the method raised; TransferTimeout if a worker did not answer within `timeout`
-        seconds, EngineDeadError if one is gone, NotImplementedError if there are no workers.
-        """
-
-    def register_failure_callback(self, callback: FailureCallback) -> None:  # noqa: B027
+    def register_failure_callback(self, callback: FailureCallback) -> None:
         """Call `callback` once, from any thread, when a worker elsewhere is gone; at once if so."""
 
     def check_health(self, *, timeout: float) -> None:
         """Raise EngineDeadError unless every worker answers within `timeout` seconds."""
         if self._is_shut_down:
             raise EngineDeadError("the executor was shut down")
-
-    def determine_available_memory(self) -> list[int]:
-        """Bytes free on each worker's device."""
-        return self.collective_rpc("determine_available_memory")
 
     def abort(self, request_id: str) -> None:
         """End a running request with RequestAborted, at its next denoising step."""
@@ -138,57 +118,6 @@ class Executor(ABC):
         """Tell the next stage, if there is one, that this request's KV will not come."""
         if self.config.kv.sinks:
             self.collective_rpc("fail_kv", args=(request_id, reason))
-
-    def compile_or_warm_up_model(self) -> list[float]:
-        """Compile and warm up every worker's model, as configured; the seconds it took on each.
-
-        Blocks for up to `config.start_timeout` seconds, then raises TransferTimeout.
-        """
-        timeout = self.config.start_timeout
-        return self.collective_rpc("compile_or_warm_up_model", timeout=timeout)
-
-    def sleep(self, level: int = 1) -> bool:
-        """Take the weights out of every worker's memory: level 1 keeps them elsewhere, 2 not."""
-        return all(self.collective_rpc("sleep", args=(level,)))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Bring back what `sleep` took: "weights", "kv_cache", or both if None."""
-        return all(self.collective_rpc("wake_up", args=(tags,)))
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter on every worker, or on none; False if it was there.
-
-        Blocks while its files are read. Raises what `LoRAManager.add_adapter` raises.
-        """
-        was_there = lora_request.lora_int_id in self.list_loras()
-        try:
-            return any(self.collective_rpc("add_lora", args=(lora_request,)))
-        except KVLinkError:
-            if not was_there:
-                self.remove_lora(lora_request.lora_int_id)
-            raise
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Release an adapter on every worker; False if it was not there."""
-        return any(self.collective_rpc("remove_lora", args=(lora_int_id,)))
-
-    def list_loras(self) -> list[int]:
-        """The numbers of the adapters that every worker holds."""
-        return sorted(set.intersection(*map(set, self.collective_rpc("list_loras"))))
-
-    def pin_lora(self, lora_int_id: int) -> bool:
-        """Keep an adapter until it is removed; False if it is not there."""
-        return all(self.collective_rpc("pin_lora", args=(lora_int_id,)))
-
-    def profile(self, directory: str | None) -> list[str]:
-        """Record what every worker computes, for a `directory` on its machine; stop it with None.
-
-        Stopping writes a Chrome trace for each worker, and returns their paths by rank.
-        """
-        if directory is None:
-            return self.collective_rpc("stop_profile")
-        self.collective_rpc("start_profile", args=(directory,))
-        return []
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -17,28 +17,17 @@ from omni_kvlink import (
     SameAs,
     Shard,
 )
-from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
-from omni_kvlink.engine.config import OmniARConfig, StageConfig
+from omni_kvlink.adapters import BagelAdapter, unpack_generator
 from omni_kvlink.engine.lora.adapter import (
     LoRATarget,
     LoRATargets,
     check_identity,
-    identity_of,
 )
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline, fill_params
-from omni_kvlink.engine.models.bagel_text import (
-    answer_steps,
-    check_modalities,
-    count_options,
-    keep_hidden,
-    plan_options,
-    readable,
-    text_fields,
-)
+from omni_kvlink.engine.models.bagel_prefill import BagelPrefill
+from omni_kvlink.engine.models.bagel_text import check_modalities
 from omni_kvlink.engine.models.bagel_warm_up import warm_up
-from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
-from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps
+from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache, Tiling
@@ -46,22 +35,21 @@ from omni_kvlink.models.bagel.layers import LayerSplit
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.lora import ROOTS, lora_layers
 from omni_kvlink.models.bagel.pipeline import VAE_DTYPE
-from omni_kvlink.models.bagel.prefill_steps import PromptTokens
 from omni_kvlink.models.bagel.sampling import BRANCHES
 from omni_kvlink.models.bagel.sequence import SequenceSplit
 from omni_kvlink.models.bagel.shards import WHOLE, Split
 from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from omni_kvlink.engine.kv.block_manager import KVPools
+    from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.models.bagel.model import Stage
 
 
-class BagelUtility(ModelUtility):
+class BagelUtility(BagelPrefill):
     """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
     branches, supports_sp, supports_pp = BRANCHES, True, True
@@ -72,11 +60,8 @@ class BagelUtility(ModelUtility):
         super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
         self._split = _split(self.process_group)
-        self._think = isinstance(config, OmniARConfig) and config.think
         # What is offloaded need not fit on the device as a whole.
         self._load_device = torch.device("cpu") if config.offloads else device
-        transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
-        self._reads_prefixes = transfer is not None and transfer.is_producer
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model,
             dtype=config.torch_dtype,
@@ -188,87 +173,6 @@ class BagelUtility(ModelUtility):
             shard=self._shard(),
         )
 
-    def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
-        """The most tokens that a prompt can put into each context."""
-        if self._reads_prefixes:
-            return {"gen": len(self.prefix_tokens(request))}
-        options = count_options(request.sampling_params, think=self._think)
-        return self._pipeline.count_tokens(readable(request.prompt), **options)
-
-    def kv_row(self) -> tuple[int, tuple[int, ...]]:
-        """Layers, and `(heads of this rank, head_dim)`."""
-        heads = len(self._pipeline.model.kv_heads)
-        return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
-
-    def kv_heads(self) -> int:
-        """KV heads of the whole model."""
-        return self._pipeline.config.llm.num_key_value_heads
-
-    def prefill_steps(
-        self,
-        request: OmniDiffusionRequest,
-        pools: KVPools,
-        block_ids: Mapping[str, list[int]],
-        num_computed_tokens: int = 0,
-    ) -> PrefillSteps:
-        """Read a prompt into blocks; see `ModelUtility.prefill_steps`."""
-        params, pipeline = request.sampling_params, self._pipeline
-        n = num_computed_tokens
-        cached = {"gen": self.prefix_tokens(request)[:n]} if n else {}
-        caches = {
-            name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached.get(name, ())))
-            for name, blocks in block_ids.items()
-        }
-        if params.is_text_only:
-            return (yield from answer_steps(pipeline, request, think=self._think, caches=caches))
-        generator = torch.Generator().manual_seed(params.seed or 0)
-        contexts = yield from pipeline.prefill_steps(
-            readable(request.prompt),
-            image_shape=_shape(params.height, params.width),
-            generator=generator,
-            caches=caches,
-            **plan_options(pipeline, request, think=self._think),
-        )
-        pipeline.release_caches()
-        contexts.extra = {"generator": pack_generator(generator)}
-        if (identity := identity_of(request.lora)) is not None:
-            contexts.extra["lora"] = identity
-        request.past_key_values = contexts
-        hidden = None if contexts.gen.hidden is None else contexts.gen.hidden.tensor()
-        fields = text_fields(request, pipeline.special_tokens.eos, contexts.text)
-        return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
-
-    def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
-        """Those of think mode's prompt, and of the texts before the first image.
-
-        None of a request with a LoRA adapter, whose KV is that of no other request, and of one that
-        wants hidden states, which are not kept with blocks.
-        """
-        params = request.sampling_params
-        if params.lora_int_id is not None or keep_hidden(request) is not None:
-            return []
-        options = count_options(params, think=self._think)
-        del options["max_think_tokens"]
-        return self._pipeline.prefix_tokens(readable(request.prompt), **options)
-
-    def prefix_steps(
-        self,
-        request: OmniDiffusionRequest,
-        pools: KVPools,
-        block_ids: Mapping[str, list[int]],
-        num_computed_tokens: int = 0,
-    ) -> Generator[Any, Any, torch.Tensor]:
-        """Read these texts alone into the blocks of gen; see `ModelUtility.prefix_steps`."""
-        ids, n = self.prefix_tokens(request), num_computed_tokens
-        table = SequenceBlocks(pools, block_ids["gen"], ids[:n])
-        context = BagelContext([n], [n], PagedNaiveCache(table).with_cached(ids[:n]))
-        _, hidden = yield PromptTokens(context, ids[n:])
-        return torch.as_tensor(hidden[-1:])
-
-    def advance(self, passes: Sequence[Any]) -> list[Any]:
-        """Read the next tokens of several texts in one pass."""
-        return list(self._pipeline.advance(passes))
-
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""
         if self._split.of == 1:
@@ -310,14 +214,6 @@ def _split(group: ProcessGroup) -> Split:
     ranks = parallel.tensor_parallel_size
     total = group.all_reduce if ranks > 1 else WHOLE.total
     return Split(own.tensor, ranks, total, sequence=sequence, pipeline=pipeline)
-
-
-def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
-    if height is None and width is None:
-        return None
-    if height is None or width is None:
-        raise SchemaError(f"height {height} and width {width}: give both or none")
-    return height, width
 
 
 def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None) -> KVCacheBundle:

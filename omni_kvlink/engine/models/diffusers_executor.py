@@ -15,9 +15,10 @@ import torch
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, NoWorkersError
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
+from omni_kvlink.engine.lora.calls import AdapterHolder
 from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.models.diffusers_pipeline import DiffusersPipeline, refuse_kv
-from omni_kvlink.engine.models.diffusers_settings import apply_settings
+from omni_kvlink.engine.models.diffusers_settings import apply_settings, check_settings
 from omni_kvlink.engine.outputs import (
     BatchRunnerOutput,
     DiffusionOutput,
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import OmniDiffusionConfig
     from omni_kvlink.engine.lora.adapter import LoRATargets
-    from omni_kvlink.engine.lora.request import LoRARequest
 
 
-class DiffusersPipelineExecutor(Executor):
+class DiffusersPipelineExecutor(AdapterHolder, Executor):
     """Generates images or videos for requests that need no KV; one that needs it gets an error.
 
     `config.model` is a directory that `save_pretrained` of diffusers made; a subclass may load its
@@ -74,7 +74,7 @@ class DiffusersPipelineExecutor(Executor):
         )
 
     def _init_executor(self) -> None:
-        _check(self.config)
+        check_settings(self.config)
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         self._lock = threading.Lock()
@@ -156,24 +156,6 @@ class DiffusersPipelineExecutor(Executor):
             request.lora = lora
         return self.pipeline.forward(batch)
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter of the denoiser; False if it was here."""
-        self._weights.check_awake()
-        return self.lora_manager.add_adapter(lora_request)
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Release an adapter; False if it was not here."""
-        self._weights.check_awake()
-        return self.lora_manager.remove_adapter(lora_int_id)
-
-    def list_loras(self) -> list[int]:
-        """The numbers of all adapters here."""
-        return self.lora_manager.list_adapters()
-
-    def pin_lora(self, lora_int_id: int) -> bool:
-        """Keep an adapter until it is removed; False if it is not here."""
-        return self.lora_manager.pin_adapter(lora_int_id)
-
     def abort(self, request_id: str) -> None:
         """End a running request at its next denoising step."""
         with self._lock:
@@ -224,6 +206,11 @@ class DiffusersPipelineExecutor(Executor):
         self._weights.close()
         self._drop_pipeline()
 
+    def _adapters(self, *, awake: bool) -> LoRAManager:
+        if awake:
+            self._weights.check_awake()
+        return self.lora_manager
+
     def _modules(self) -> Mapping[str, torch.nn.Module]:
         assert self.pipeline is not None  # dropped by level 2 alone
         return {**self.pipeline.modules(), **self.lora_manager.modules()}
@@ -240,20 +227,3 @@ class DiffusersPipelineExecutor(Executor):
         self.lora_manager.drop()
         self.pipeline = None
         trim_memory()
-
-
-def _check(config: OmniDiffusionConfig) -> None:
-    """Raises EngineError if a setting is used that this executor ignores."""
-    useless = {
-        "kv.sources": config.kv.sources,
-        "kv.sinks": config.kv.sinks,
-        "worker_cls": config.worker_cls,
-        "vae_dtype": config.vae_dtype != "auto",
-        "enforce_eager: false": not config.enforce_eager,
-        "warmup_sizes": config.warmup_sizes,
-        "enable_layerwise_offload": config.enable_layerwise_offload,
-        "parallel_config": config.parallel_config.world_size > 1,
-    }
-    names = ", ".join(name for name, value in useless.items() if value)
-    if names:
-        raise EngineError(f"a pipeline of diffusers has no use for {names}: leave it out")

@@ -24,6 +24,25 @@ _BACKENDS = {
 _PACKAGES = {"flash": "flash-attn", "sage": "sageattention", "xformers": "xformers"}
 
 
+def check_settings(config: OmniDiffusionConfig) -> None:
+    """Raises EngineError if a setting is used that a pipeline of diffusers would ignore."""
+    useless = {
+        "kv.sources": config.kv.sources,
+        "kv.sinks": config.kv.sinks,
+        "worker_cls": config.worker_cls,
+        "vae_dtype": config.vae_dtype != "auto",
+        "enforce_eager: false": not config.enforce_eager,
+        "warmup_sizes": config.warmup_sizes,
+        "enable_layerwise_offload": config.enable_layerwise_offload,
+        "step_execution": config.step_execution,
+        "max_concurrent_batches": config.max_concurrent_batches > 1,
+        "parallel_config": config.parallel_config.world_size > 1,
+    }
+    names = ", ".join(name for name, value in useless.items() if value)
+    if names:
+        raise EngineError(f"a pipeline of diffusers has no use for {names}: leave it out")
+
+
 def apply_settings(pipe: Any, config: OmniDiffusionConfig, device: torch.device) -> Any:
     """Move a pipeline to its device and apply what the configuration says of it.
 

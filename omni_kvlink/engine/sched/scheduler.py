@@ -84,7 +84,7 @@ class Scheduler(ABC):
             ids = [one for one in ids if one in self._running]
             return self._finish([model_output.result_of(request_id) for request_id in ids])
 
-    def fail_running(self, error: Exception) -> list[DiffusionOutput]:
+    def _fail_running(self, error: Exception) -> list[DiffusionOutput]:
         """End all running requests with an error."""
         with self._changed:
             return self._finish([DiffusionOutput(key, error=error) for key in self._running])
@@ -127,7 +127,7 @@ class Scheduler(ABC):
         with self._changed:
             for state in list(self._waiting.values()):
                 self._end(state, error)
-            return self.take_ended() + self.fail_running(error)
+            return self.take_ended() + self._fail_running(error)
 
     def take_ended(self) -> list[DiffusionOutput]:
         """The outputs of requests that ended without running, since the last call."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
+from omni_kvlink.engine.lora.calls import StageAdapters
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.errors import ClosedError, KVLinkError
 
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
     from omni_kvlink.engine.ipc.rpc import RpcClient
-    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.tokens.events import Event
 
 S = TypeVar("S", bound="RemoteStage")
 
 
-class RemoteStage(ABC):
+class RemoteStage(StageAdapters):
     """The methods of `StageEngine`, executed in another process; thread-safe; a context manager.
 
     `on_death` is called once, from another thread, when the stage, or a worker of it, is gone. The
@@ -96,22 +96,6 @@ class RemoteStage(ABC):
         """Bring back what `sleep` took."""
         return bool(self._request("wake_up", [tags], timeout))
 
-    def add_lora(self, lora_request: LoRARequest, *, timeout: float = 60.0) -> bool:
-        """Between two batches, load an adapter in the stage; False if it was there."""
-        return bool(self._request("add_lora", [lora_request], timeout))
-
-    def remove_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
-        """Between two batches, release an adapter; False if it was not there."""
-        return bool(self._request("remove_lora", [lora_int_id], timeout))
-
-    def list_loras(self, *, timeout: float = 60.0) -> list[int]:
-        """Between two batches, the numbers of the adapters that the stage holds."""
-        return list(self._request("list_loras", [], timeout))
-
-    def pin_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
-        """Between two batches, keep an adapter until it is removed; False if it is not there."""
-        return bool(self._request("pin_lora", [lora_int_id], timeout))
-
     def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
         """Between two batches, begin to record what the stage's workers compute.
 
@@ -175,6 +159,9 @@ class RemoteStage(ABC):
         self._dead = error
         if self._on_death is not None:
             self._on_death(error)
+
+    def _call_executor(self, method: str, args: Sequence[Any], timeout: float) -> Any:
+        return self._request(method, args, timeout)
 
     def _request(self, method: str, args: Sequence[Any], timeout: float) -> Any:
         self._check_alive()

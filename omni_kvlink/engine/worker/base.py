@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from omni_kvlink.engine.errors import EngineAsleepError, EngineError
+from omni_kvlink.engine.lora.calls import AdapterHolder
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.cpu_offload import CpuOffload, move_weights
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, drop_weights
-from omni_kvlink.engine.worker.profiler import Profiler
+from omni_kvlink.engine.worker.profiler import ProfiledRank, Profiler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from omni_kvlink.engine.config import StageConfig
-    from omni_kvlink.engine.lora.request import LoRARequest
+    from omni_kvlink.engine.lora.manager import LoRAManager
     from omni_kvlink.engine.outputs import ModelRunnerOutput, StepSchedulerOutput
     from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
     from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
@@ -29,7 +30,7 @@ TAGS = ("weights", "kv_cache")
 R = TypeVar("R", bound="GPUDiffusionModelRunner | GPUARModelRunner")
 
 
-class WorkerBase(ABC, Generic[R]):
+class WorkerBase(ProfiledRank, AdapterHolder, Generic[R]):
     """A rank's device; its model runner, made by `init_device`, loads and runs the model.
 
     `local_rank` is on this machine and selects the device, `rank` is among the stage's workers.
@@ -75,12 +76,13 @@ class WorkerBase(ABC, Generic[R]):
             return EngineError("this worker has no runner yet: init_device() makes it")
         return EngineAsleepError(f"asleep at level {self.weights.level}: wake_up() first")
 
+    def _adapters(self, *, awake: bool) -> LoRAManager:
+        if awake and self.weights.level:
+            raise self._unready_error()
+        return self.runner.lora_manager
+
     def _modules(self) -> Mapping[str, torch.nn.Module]:
         return {**self.runner.utility.modules(), **self.runner.lora_manager.modules()}
-
-    def _check_awake(self) -> None:
-        if self.weights.level:
-            raise self._unready_error()
 
     def init_device(self) -> None:
         """Select the device, join the other ranks (NCCL on GPUs, gloo on CPUs), load the model."""
@@ -121,32 +123,6 @@ class WorkerBase(ABC, Generic[R]):
         if unknown:
             raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
         return (tags is None or "weights" in tags) and self.weights.wake_up()
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; see `LoRAManager.add_adapter`."""
-        self._check_awake()
-        return self.runner.lora_manager.add_adapter(lora_request)
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Release an adapter; False if it is not here."""
-        self._check_awake()
-        return self.runner.lora_manager.remove_adapter(lora_int_id)
-
-    def list_loras(self) -> list[int]:
-        """The numbers of all adapters on this rank."""
-        return self.runner.lora_manager.list_adapters()
-
-    def pin_lora(self, lora_int_id: int) -> bool:
-        """Keep an adapter until it is removed; False if it is not here."""
-        return self.runner.lora_manager.pin_adapter(lora_int_id)
-
-    def start_profile(self, directory: str) -> None:
-        """Record what this rank computes until `stop_profile`, which writes it to `directory`."""
-        self.profiler.start(directory)
-
-    def stop_profile(self) -> str:
-        """Write the Chrome trace; returns its path, on this machine."""
-        return self.profiler.stop()
 
     def _drop_weights(self) -> None:
         self.runner.lora_manager.drop()

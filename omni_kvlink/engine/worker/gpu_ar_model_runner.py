@@ -23,7 +23,8 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.tokens.outputs import KVConnectorOutput
 from omni_kvlink.engine.tokens.token_log import TokenLog, step_outputs
-from omni_kvlink.engine.worker.model import ModelUtility, PrefillSteps, TextPass, model_utility
+from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.engine.worker.prefill_utility import PrefillSteps, TextPass
 from omni_kvlink.engine.worker.token_budget import divide_tokens
 
 if TYPE_CHECKING:

@@ -78,3 +78,17 @@ class Profiler:
                 recording.stop()
             finally:
                 _PROCESS.release()
+
+
+class ProfiledRank:
+    """Has a `Profiler`."""
+
+    profiler: Profiler
+
+    def start_profile(self, directory: str) -> None:
+        """Record what this rank computes until `stop_profile`, which writes it to `directory`."""
+        self.profiler.start(directory)
+
+    def stop_profile(self) -> str:
+        """Write the Chrome trace; returns its path, on this machine."""
+        return self.profiler.stop()

@@ -12,12 +12,12 @@ import torch
 from engine_fixtures import WAIT, alone, config, request
 from mp_fixtures import EngineUnderTest, engine_with_ranks, until
 
-from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
     EngineAsleepError,
     EngineDeadError,
     EngineError,
     Executor,
+    ModelRunnerOutput,
     OmniDiffusionConfig,
     RequestAborted,
     SyncScheduler,
@@ -116,7 +116,7 @@ def test_an_error_of_one_batch_is_not_the_others(stage: EngineUnderTest) -> None
     good = submit(stage, "good", seed=1)
     until(lambda: stage.engine.stats()["running"] == 2)
     stage.engine.abort("long")
-    with pytest.raises(SchemaError, match="lora_int_id"):
+    with pytest.raises(EngineError, match="lora_int_id 1 is not loaded"):
         bad.result(WAIT).result()
     assert torch.equal(good.result(WAIT).result()[0], alone(seed=1))
 
@@ -175,9 +175,12 @@ def scheduler(batches: int) -> SyncScheduler:
 
 def test_as_many_batches_as_are_allowed() -> None:
     made = scheduler(2)
-    assert [made.schedule().request_ids for _ in range(3)] == [["a", "b"], ["c", "d"], []]
+    steps = [made.schedule() for _ in range(3)]
+    assert [step.request_ids for step in steps] == [["a", "b"], ["c", "d"], []]
     assert not made.wait(timeout=0)  # "e" waits, but nothing can begin
-    made.fail_running(EngineError("over"))
+    made.update_from_output(
+        steps[0], ModelRunnerOutput.failed(["a", "b"], EngineError("it failed"))
+    )
     assert made.wait(timeout=0)
     assert not made.wait(timeout=0, start=False)
     assert made.schedule().request_ids == ["e"]

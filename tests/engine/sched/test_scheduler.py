@@ -381,12 +381,14 @@ def test_a_prompts_tokens_are_counted_once() -> None:
     made = OmniARScheduler(how, count)
     for name in "ab":
         made.add_request(plain(name, prompt="x" * 12))
-    assert [made.schedule().request_ids for _ in range(3)] == [["a"]] * 3
+    steps = [made.schedule() for _ in range(3)]
+    assert [step.request_ids for step in steps] == [["a"]] * 3
     assert counted == ["a", "b"]
-    made.fail_running(EngineError("it failed"))
-    assert made.schedule().request_ids == ["b"]
+    made.update_from_output(steps[2], ModelRunnerOutput.failed(["a"], EngineError("it failed")))
+    step = made.schedule()
+    assert step.request_ids == ["b"]
     assert counted == ["a", "b"]
-    made.fail_running(EngineError("it failed"))
+    made.update_from_output(step, ModelRunnerOutput.failed(["b"], EngineError("it failed")))
     made.add_request(plain("a", prompt="x"))
     assert made.schedule().request_ids == ["a"]
     assert counted == ["a", "b", "a"]

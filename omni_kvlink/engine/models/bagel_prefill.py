@@ -1,0 +1,138 @@
+"""`BagelPrefill`: how an AR stage reads BAGEL's prompts into blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omni_kvlink.adapters import pack_generator
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.lora.adapter import identity_of
+from omni_kvlink.engine.models.bagel_text import (
+    answer_steps,
+    count_options,
+    keep_hidden,
+    plan_options,
+    readable,
+    text_fields,
+)
+from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
+from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.worker.model import ModelUtility
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel import BagelContext
+from omni_kvlink.models.bagel.prefill_steps import PromptTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from omni_kvlink.engine.config import StageConfig
+    from omni_kvlink.engine.kv.block_manager import KVPools
+    from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+    from omni_kvlink.engine.parallel.process_group import ProcessGroup
+    from omni_kvlink.engine.request import OmniDiffusionRequest
+    from omni_kvlink.engine.worker.prefill_utility import PrefillSteps
+
+
+class BagelPrefill(ModelUtility):
+    """The AR stage's part of `BagelUtility`."""
+
+    _pipeline: OmniBagelPipeline
+
+    def __init__(
+        self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
+    ):
+        super().__init__(config, device, process_group)
+        self._think = isinstance(config, OmniARConfig) and config.think
+        transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
+        self._reads_prefixes = transfer is not None and transfer.is_producer
+
+    def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
+        """The most tokens that a prompt can put into each context."""
+        if self._reads_prefixes:
+            return {"gen": len(self.prefix_tokens(request))}
+        options = count_options(request.sampling_params, think=self._think)
+        return self._pipeline.count_tokens(readable(request.prompt), **options)
+
+    def kv_row(self) -> tuple[int, tuple[int, ...]]:
+        """Layers, and `(heads of this rank, head_dim)`."""
+        heads = len(self._pipeline.model.kv_heads)
+        return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
+
+    def kv_heads(self) -> int:
+        """KV heads of the whole model."""
+        return self._pipeline.config.llm.num_key_value_heads
+
+    def prefill_steps(
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
+    ) -> PrefillSteps:
+        """Read a prompt into blocks; see `PrefillUtility.prefill_steps`."""
+        params, pipeline = request.sampling_params, self._pipeline
+        n = num_computed_tokens
+        cached = {"gen": self.prefix_tokens(request)[:n]} if n else {}
+        caches = {
+            name: PagedNaiveCache(SequenceBlocks(pools, blocks, cached.get(name, ())))
+            for name, blocks in block_ids.items()
+        }
+        if params.is_text_only:
+            return (yield from answer_steps(pipeline, request, think=self._think, caches=caches))
+        generator = torch.Generator().manual_seed(params.seed or 0)
+        contexts = yield from pipeline.prefill_steps(
+            readable(request.prompt),
+            image_shape=_shape(params.height, params.width),
+            generator=generator,
+            caches=caches,
+            **plan_options(pipeline, request, think=self._think),
+        )
+        pipeline.release_caches()
+        contexts.extra = {"generator": pack_generator(generator)}
+        if (identity := identity_of(request.lora)) is not None:
+            contexts.extra["lora"] = identity
+        request.past_key_values = contexts
+        hidden = None if contexts.gen.hidden is None else contexts.gen.hidden.tensor()
+        fields = text_fields(request, pipeline.special_tokens.eos, contexts.text)
+        return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
+
+    def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
+        """Those of think mode's prompt, and of the texts before the first image.
+
+        None of a request with a LoRA adapter, whose KV is that of no other request, and of one that
+        wants hidden states, which are not kept with blocks.
+        """
+        params = request.sampling_params
+        if params.lora_int_id is not None or keep_hidden(request) is not None:
+            return []
+        options = count_options(params, think=self._think)
+        del options["max_think_tokens"]
+        return self._pipeline.prefix_tokens(readable(request.prompt), **options)
+
+    def prefix_steps(
+        self,
+        request: OmniDiffusionRequest,
+        pools: KVPools,
+        block_ids: Mapping[str, list[int]],
+        num_computed_tokens: int = 0,
+    ) -> Generator[Any, Any, torch.Tensor]:
+        """Read these texts alone into the blocks of gen; see `PrefillUtility.prefix_steps`."""
+        ids, n = self.prefix_tokens(request), num_computed_tokens
+        table = SequenceBlocks(pools, block_ids["gen"], ids[:n])
+        context = BagelContext([n], [n], PagedNaiveCache(table).with_cached(ids[:n]))
+        _, hidden = yield PromptTokens(context, ids[n:])
+        return torch.as_tensor(hidden[-1:])
+
+    def advance(self, passes: Sequence[Any]) -> list[Any]:
+        """Read the next tokens of several texts in one pass."""
+        return list(self._pipeline.advance(passes))
+
+
+def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:
+    if height is None and width is None:
+        return None
+    if height is None or width is None:
+        raise SchemaError(f"height {height} and width {width}: give both or none")
+    return height, width
