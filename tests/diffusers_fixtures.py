@@ -40,11 +40,6 @@ def levels(output: Any) -> torch.Tensor:
     return torch.from_numpy(made).mul(255).round().to(torch.uint8)
 
 
-def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
-    """In a batch, float32 sums may differ in their last bits: a level of 255, at most."""
-    return bool((image.int() - expected.int()).abs().max() <= 1)
-
-
 def config(checkpoint: str, **fields: Any) -> OmniDiffusionConfig:
     how = {"dtype": "float32", "distributed_executor_backend": "diffusers", **fields}
     return OmniDiffusionConfig(checkpoint, **how)

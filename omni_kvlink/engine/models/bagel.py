@@ -18,6 +18,7 @@ from omni_kvlink import (
     Shard,
 )
 from omni_kvlink.adapters import BagelAdapter, unpack_generator
+from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.lora.adapter import (
     LoRATarget,
     LoRATargets,
@@ -60,6 +61,9 @@ class BagelUtility(BagelPrefill):
         super().__init__(config, device, process_group)
         stage: Stage = config.stage  # type: ignore[assignment]  # checked by from_pretrained
         self._split = _split(self.process_group)
+        self._think = isinstance(config, OmniARConfig) and config.think
+        transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
+        self._reads_prefixes = transfer is not None and transfer.is_producer
         # What is offloaded need not fit on the device as a whole.
         self._load_device = torch.device("cpu") if config.offloads else device
         self._pipeline = OmniBagelPipeline.from_pretrained(
@@ -172,6 +176,15 @@ class BagelUtility(BagelPrefill):
             extra=contexts.extra,
             shard=self._shard(),
         )
+
+    def kv_row(self) -> tuple[int, tuple[int, ...]]:
+        """Layers, and `(heads of this rank, head_dim)`."""
+        heads = len(self._pipeline.model.kv_heads)
+        return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
+
+    def kv_heads(self) -> int:
+        """KV heads of the whole model."""
+        return self._pipeline.config.llm.num_key_value_heads
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.adapters import pack_generator
-from omni_kvlink.engine.config import OmniARConfig
 from omni_kvlink.engine.lora.adapter import identity_of
 from omni_kvlink.engine.models.bagel_text import (
     answer_steps,
@@ -27,10 +26,8 @@ from omni_kvlink.models.bagel.prefill_steps import PromptTokens
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from omni_kvlink.engine.config import StageConfig
     from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
-    from omni_kvlink.engine.parallel.process_group import ProcessGroup
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.worker.prefill_utility import PrefillSteps
 
@@ -39,14 +36,8 @@ class BagelPrefill(ModelUtility):
     """The AR stage's part of `BagelUtility`."""
 
     _pipeline: OmniBagelPipeline
-
-    def __init__(
-        self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
-    ):
-        super().__init__(config, device, process_group)
-        self._think = isinstance(config, OmniARConfig) and config.think
-        transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
-        self._reads_prefixes = transfer is not None and transfer.is_producer
+    _think: bool  # of the stage; a request may say otherwise
+    _reads_prefixes: bool  # it is the prefill stage of a decode stage
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each context."""
@@ -54,15 +45,6 @@ class BagelPrefill(ModelUtility):
             return {"gen": len(self.prefix_tokens(request))}
         options = count_options(request.sampling_params, think=self._think)
         return self._pipeline.count_tokens(readable(request.prompt), **options)
-
-    def kv_row(self) -> tuple[int, tuple[int, ...]]:
-        """Layers, and `(heads of this rank, head_dim)`."""
-        heads = len(self._pipeline.model.kv_heads)
-        return self._pipeline.num_layers, (heads, self._pipeline.config.llm.head_dim)
-
-    def kv_heads(self) -> int:
-        """KV heads of the whole model."""
-        return self._pipeline.config.llm.num_key_value_heads
 
     def prefill_steps(
         self,

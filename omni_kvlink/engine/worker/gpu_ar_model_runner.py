@@ -91,10 +91,9 @@ class GPUARModelRunner:
         if config.enable_prefix_caching or config.kv_transfer:
             _check_prefixes(self.utility)
         transfer = config.kv_transfer
-        self._sink: KVSink | None = None
-        if transfer is None or not transfer.is_producer:
-            self._sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
-        self.kv_sink = self._sink
+        self.kv_sink: KVSink | None = None  # the link to the next stage
+        if config.kv.sinks:
+            self.kv_sink = KVSink(config.kv, heads=heads, tensor=coords.tensor)
         self.kv_transfer: KVTransferProducer | KVTransferConsumer | None = None
         if transfer is not None:
             kind = KVTransferProducer if transfer.is_producer else KVTransferConsumer
@@ -157,7 +156,7 @@ class GPUARModelRunner:
         """Close the link; what the next stage has not received is lost."""
         for key in list(self._prefills):
             self._end(key)
-        for end in (self.kv_transfer, self._sink):
+        for end in (self.kv_transfer, self.kv_sink):
             if end is not None:
                 end.close()
 
@@ -239,15 +238,19 @@ class GPUARModelRunner:
             return aborted
         try:
             output.seconds["prefill"] = time.perf_counter() - prefill.started
-            if self._sink is None:  # a prefill stage, which has no answer of its own
-                return {}
+            if (transfer := self.config.kv_transfer) is not None and transfer.is_producer:
+                return {}  # a prefill stage, which has no answer of its own
             if prefill.request.sampling_params.is_text_only:
                 _check_text(prefill.request, output)
                 return {}
+            if self.kv_sink is None:
+                raise EngineError(
+                    "this stage has no next one: set kv.sinks, or ask for modalities ('text',)"
+                )
             hidden = prefill.request.sampling_params.transfer_hidden_states
             if hidden:
                 self._send_hidden(prefill.request, output)
-            sent = self._sink.send(self._extract_kv_cache(prefill.request))
+            sent = self.kv_sink.send(self._extract_kv_cache(prefill.request))
             output.kv_sent = dataclasses.replace(sent, has_hidden_states=hidden)
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
@@ -259,8 +262,8 @@ class GPUARModelRunner:
         if output.hidden_states is None:
             name = type(self.utility).__name__
             raise EngineError(f"transfer_hidden_states: {name} has no hidden states")
-        assert self._sink is not None
-        self._sink.send_hidden(request.request_id, output.hidden_states)
+        assert self.kv_sink is not None
+        self.kv_sink.send_hidden(request.request_id, output.hidden_states)
         keep = request.sampling_params.return_hidden_states
         output.hidden_states = output.hidden_states[-1] if keep == "last" else output.hidden_states
         output.hidden_states = None if keep is None else output.hidden_states
@@ -320,8 +323,8 @@ class GPUARModelRunner:
         """The output of a request that failed; the next stage gets the error, too."""
         key = prefill.key
         self._end(key)
-        if self._sink is not None:
-            self._sink.fail(key, str(error) or repr(error))
+        if self.kv_sink is not None:
+            self.kv_sink.fail(key, str(error) or repr(error))
         output = DiffusionOutput(key, error=as_engine_error(error, f"request {key!r} failed"))
         output.clear_traceback()
         return output

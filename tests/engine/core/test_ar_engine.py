@@ -211,7 +211,7 @@ def test_a_request_that_is_no_longer_scheduled_is_forgotten(sockets: str) -> Non
 
 def test_an_abort_after_the_kv_was_sent_frees_it(sockets: str) -> None:
     with ar_engine(sockets) as engine:
-        sink = engine.executor.worker.runner._sink  # type: ignore[attr-defined]
+        sink = engine.executor.worker.runner.kv_sink  # type: ignore[attr-defined]
         send = sink.send
 
         def abort_then(payload: Any) -> Any:

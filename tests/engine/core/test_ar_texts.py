@@ -302,3 +302,11 @@ def test_a_model_that_writes_no_text(sockets: str) -> None:
         (output,) = engine.generate([prompt("a", **TEXT)], timeout=WAIT)
         assert isinstance(output.error, EngineError)
         assert "its model wrote none" in str(output.error)
+
+
+def test_a_stage_without_a_next_one_writes_texts_alone() -> None:
+    with AREngine(OmniARConfig(checkpoint(), dtype="float32")) as engine:
+        text, image = engine.generate([prompt("a", **TEXT), prompt("b")], timeout=WAIT)
+        assert text.text == answer("a fox", max_length=TEXT["max_tokens"]).text
+        with pytest.raises(EngineError, match=r"no next one: set kv\.sinks, or ask for"):
+            image.result()

@@ -14,6 +14,7 @@ from engine_fixtures import (
     alone,
     bundle,
     checkpoint,
+    close_to,
     config,
     link,
     pipeline,
@@ -45,11 +46,6 @@ CONNECTORS = {
     "shm": {"name": "SharedMemoryConnector"},
     "zmq": {"name": "KVLinkConnector", "extra": {"url": "zmq+tcp://127.0.0.1:0"}},
 }
-
-
-def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
-    """In a batch, float32 sums may differ in their last bits: a level of 255, at most."""
-    return bool((image.int() - expected.int()).abs().max() <= 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, alone, checkpoint, request
+from engine_fixtures import WAIT, alone, checkpoint, close_to, request
 from mp_fixtures import engine_with_ranks, until
 from parallel_fixtures import RankProcesses
 
@@ -26,7 +26,6 @@ from omni_kvlink.engine.outputs import DiffusionOutput, StepSchedulerOutput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
 
 LONG, SHORT = 12, 4
 """Points of a schedule: one more than the steps."""
@@ -53,10 +52,6 @@ class Steps:
     @property
     def sizes(self) -> list[int]:
         return [len(cached) + len(new) for cached, new in self.seen]
-
-
-def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((image.int() - expected.int()).abs().max() <= 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -15,6 +15,7 @@ from engine_fixtures import (
     WAIT,
     alone,
     checkpoint,
+    close_to,
     params,
     pipeline,
     request,
@@ -44,11 +45,6 @@ if TYPE_CHECKING:
 
 TOKENS, TWO = 12, LoRAConfig(max_loras=2)
 PROMPTS = ("a fox", "two owls in the rain", "the sea")
-
-
-def close_to(image: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Merged weights are rounded otherwise: a level of 255, at most."""
-    return bool((image.int() - expected.int()).abs().max() <= 1)
 
 
 def image_of(model: OmniBagelPipeline, text: str = "a fox", **how: Any) -> torch.Tensor:

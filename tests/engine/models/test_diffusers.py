@@ -19,13 +19,13 @@ from diffusers_fixtures import (
     SIZE,
     WAIT,
     alone,
-    close_to,
     config,
     executor,
     request,
     result,
     run,
 )
+from engine_fixtures import close_to
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diffusers]'`")

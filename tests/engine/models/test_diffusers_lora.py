@@ -13,13 +13,13 @@ from diffusers_fixtures import (
     EXAMPLE,
     WAIT,
     alone,
-    close_to,
     config,
     executor,
     request,
     result,
     run,
 )
+from engine_fixtures import close_to
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import SIZE, WAIT, close_to, config, executor, levels, request, result, run
+from diffusers_fixtures import SIZE, WAIT, config, executor, levels, request, result, run
+from engine_fixtures import close_to
 from PIL import Image
 from tiny_pipelines import (
     make_tiny_longcat,

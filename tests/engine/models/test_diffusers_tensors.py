@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import SIZE, WAIT, close_to, config, executor, levels, request, result, run
+from diffusers_fixtures import SIZE, WAIT, config, executor, levels, request, result, run
+from engine_fixtures import close_to
 from tiny_qwen_image import make_tiny_qwen_image
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")

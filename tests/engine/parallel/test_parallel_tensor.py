@@ -355,14 +355,14 @@ def test_keys_and_values_are_those_of_one_process_but_for_rounding(stages: dict[
 
 def fail_send(worker: Any, name: str) -> None:
     """Let this rank's link fail to send one request."""
-    send = worker.runner._sink.send
+    send = worker.runner.kv_sink.send
 
     def full(payload: Any) -> Any:
         if payload.request_id == name:
             raise MemoryError("no memory")
         return send(payload)
 
-    worker.runner._sink.send = full
+    worker.runner.kv_sink.send = full
 
 
 def abort_during_prefill(worker: Any, name: str) -> None:
