@@ -33,6 +33,7 @@ class Request:
     request_id: str
     prompt: str
     image: str = ""
+    question: str = ""  # about that image, for the AR stage
     seed: int = 7
     steps: int = 24
 
@@ -132,6 +133,10 @@ def show(event: dict[str, Any]) -> None:
     if kind == "serving":
         print(f"AR   serves {event['url']}\n")
         return
+    if kind == "answered":
+        print(f"AR   {event['request']}: {event['question']}")
+        print(f"     {event['tokens']} tokens in {event['answer_ms']:.0f} ms: {event['text']!a}\n")
+        return
     ledger = event["ledger"]
     phases = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in ledger["seconds"].items())
     if kind == "put":
@@ -148,6 +153,7 @@ def show(event: dict[str, Any]) -> None:
         parts = f"in {event['layers']} layers " if event["layers"] else ""
         print(f"{end}DiT  {event['request']}: received {parts}", end="")
         print(f"with {ledger['copies']} copies, generated in {event['render_ms']:.0f} ms")
+        print(f"     previews: {event['previews']}")
     print(f"     ms: {phases}\n")
 
 
@@ -157,8 +163,10 @@ def report(event: str, **facts: Any) -> None:
     sys.stdout.flush()
 
 
-def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) -> bool:
-    """Compare the received KV and the generated image bit for bit."""
+def verdict(
+    args: argparse.Namespace, request: Request, alone: KVCacheBundle, answer: list[int]
+) -> bool:
+    """Compare the received KV and the generated image bit for bit, and the answer's tokens."""
     received = KVCacheBundle.load(bundle_path(args, request))
     difference = received.difference(alone)
     generated = Image.open(image_path(args, request))
@@ -167,11 +175,23 @@ def verdict(args: argparse.Namespace, request: Request, alone: KVCacheBundle) ->
     print(f"{request.request_id}: {image_path(args, request)}")
     print(f"  K/V   {'bit-exact' if not difference else 'DIFFERENT: ' + difference[:200]}")
     print(f"  image {'bit-exact' if same_image else 'DIFFERENT'}")
-    return same_image and not difference
+    same_text = True
+    if request.question:
+        same_text = json.loads(Path(answer_path(args, request)).read_text()) == answer
+        print(f"  text  {'same tokens' if same_text else 'DIFFERENT'}")
+    return same_image and same_text and not difference
 
 
 def image_path(args: argparse.Namespace, request: Request) -> str:
     return str(Path(args.out) / f"{request.request_id}.png")
+
+
+def preview_path(args: argparse.Namespace, request: Request) -> str:
+    return str(Path(args.out) / f"{request.request_id}-previews.png")
+
+
+def answer_path(args: argparse.Namespace, request: Request) -> str:
+    return str(Path(args.out) / f"{request.request_id}-answer.json")
 
 
 def bundle_path(args: argparse.Namespace, request: Request) -> str:

@@ -1,7 +1,8 @@
 """BAGEL in two processes: the AR stage reads the prompt, the DiT stage generates the image.
 
-One KV bundle is sent between them. At the end every byte of K and V, and every pixel, is compared
-with a run in a single process; the exit status says whether all of it is equal.
+One KV bundle is sent between them. The AR stage answers a question about an image, too, and the DiT
+stage writes a strip of previews for each image. At the end every byte of K and V, and every pixel,
+is compared with a run in a single process; the exit status says whether all of it is equal.
 
     python examples/bagel_two_stage.py                      # tiny random weights, shared memory
     python examples/bagel_two_stage.py --checkpoint DIR     # published weights
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import tempfile
@@ -23,7 +25,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from bagel_director import Request, bundle_path, image_path, orders, report, run_stages, verdict
+from bagel_director import (
+    Request,
+    answer_path,
+    bundle_path,
+    image_path,
+    orders,
+    preview_path,
+    report,
+    run_stages,
+    verdict,
+)
 from PIL import Image
 
 from omni_kvlink import (
@@ -44,6 +56,8 @@ from omni_kvlink.models.bagel import (
     DenoiseParams,
     InPlaceCache,
     NaiveCache,
+    TextOutput,
+    decode_preview,
     make_tiny_checkpoint,
 )
 
@@ -51,6 +65,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_ANSWER = 24  # tokens
+PREVIEWS = 6  # in a strip, at most
 
 
 # The two stages. Each is a process of its own.
@@ -69,6 +85,9 @@ def run_ar(args: argparse.Namespace) -> None:
             except SchemaError as error:  # noqa: PERF203 - such as: over capacity
                 link.fail(request.request_id, str(error))  # or its reader would wait for it
                 refused.append(f"{request.request_id}: {error}")
+        for request in requests:
+            if request.question:
+                answer(args, pipeline, request)
         for receipt in receipts:
             receipt.wait(timeout=args.timeout)
     if refused:
@@ -98,6 +117,28 @@ def send(
     # and those of this function.
     pipeline.release_caches()
     return receipt
+
+
+def answer(args: argparse.Namespace, pipeline: BagelPipeline, request: Request) -> None:
+    """Image to text: no KV is sent for it."""
+    start = time.perf_counter()
+    found = write(pipeline, request)
+    Path(answer_path(args, request)).write_text(json.dumps(found.token_ids))
+    report(
+        "answered",
+        request=request.request_id,
+        question=request.question,
+        text=found.text,
+        tokens=len(found.token_ids),
+        answer_ms=1e3 * (time.perf_counter() - start),
+    )
+
+
+def write(pipeline: BagelPipeline, request: Request) -> TextOutput:
+    inputs: list[Any] = [Image.open(request.image), request.question]
+    contexts = pipeline.prefill(inputs, understanding=True)
+    pipeline.release_caches()
+    return pipeline.generate_text_output(contexts.gen, max_length=MAX_ANSWER)
 
 
 def allocate(
@@ -155,6 +196,8 @@ def run_dit(args: argparse.Namespace) -> None:
                 assert isinstance(bundle, KVCacheBundle)
                 start = time.perf_counter()
                 contexts, generator, params = unpack(bundle)
+                strip = Previews(pipeline, contexts, params.num_steps)
+                pipeline.hooks.on_clean = strip.on_clean
                 image = pipeline.render(
                     contexts,
                     params,
@@ -163,16 +206,38 @@ def run_dit(args: argparse.Namespace) -> None:
                 )
                 seconds = time.perf_counter() - start
                 Image.fromarray(image.numpy()).save(image_path(args, request))
+                strip.save(preview_path(args, request))
                 bundle.save(bundle_path(args, request))  # kept for the verdict
-            del contexts, bundle, data
+            del contexts, bundle, data, strip
+            pipeline.hooks.on_clean = None
             pipeline.release_caches()  # the last views are gone: the memory is released
             report(
                 "generated",
                 request=request.request_id,
                 render_ms=1e3 * seconds,
+                previews=preview_path(args, request),
                 layers=len(received) if isinstance(received, ReceivedStream) else 0,
                 ledger=dataclasses.asdict(received.ledger),
             )
+
+
+class Previews:
+    """What the image would be after some of the denoising steps, the last one included."""
+
+    def __init__(self, pipeline: BagelPipeline, contexts: BagelContexts, steps: int):
+        assert contexts.image_shape
+        self._pipeline, self._shape, self._steps = pipeline, contexts.image_shape, steps
+        self._images: list[torch.Tensor] = []
+
+    def on_clean(self, done: int, rows: list[torch.Tensor]) -> None:
+        """Called by the pipeline after each step."""
+        every = -(-self._steps // PREVIEWS)
+        if (self._steps - done) % every == 0:
+            self._images.append(decode_preview(self._pipeline, rows[0], self._shape))
+
+    def save(self, path: str) -> None:
+        """Write them side by side."""
+        Image.fromarray(torch.cat(self._images, dim=1).numpy()).save(path)
 
 
 def prefill(
@@ -234,7 +299,8 @@ def direct(args: argparse.Namespace) -> int:
     print(f"BAGEL from {args.checkpoint}, {args.dtype}, two processes over {args.connector}\n")
     alone = SingleProcess(args)
     image_request = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
-    edit = Request("image-edit", "make it night", image=alone.run(image_request), steps=args.steps)
+    picture, question = alone.run(image_request), "what is in the image?"
+    edit = Request("image-edit", "make it night", picture, question, steps=args.steps)
     alone.run(edit)
     requests = [image_request, edit]
     failed = run_stages(args, requests)
@@ -242,7 +308,10 @@ def direct(args: argparse.Namespace) -> int:
         print(f"the {stage} stage failed with status {status}; no verdict")
     if failed:
         return 1
-    verdicts = [verdict(args, request, alone.bundles[request.request_id]) for request in requests]
+    verdicts = [
+        verdict(args, one, alone.bundles[one.request_id], alone.answers.get(one.request_id, []))
+        for one in requests
+    ]
     return 0 if all(verdicts) else 1
 
 
@@ -252,6 +321,7 @@ class SingleProcess:
     def __init__(self, args: argparse.Namespace):
         self._args, self._pipeline = args, load(args, "all")
         self.bundles: dict[str, KVCacheBundle] = {}
+        self.answers: dict[str, list[int]] = {}
 
     def run(self, request: Request) -> str:
         """Generate the image; returns its file."""
@@ -261,6 +331,8 @@ class SingleProcess:
         image = self._pipeline.generate(request.inputs(), request.params(), generator=generator)
         path = str(Path(self._args.scratch) / f"{request.request_id}.png")
         Image.fromarray(image.numpy()).save(path)
+        if request.question:
+            self.answers[request.request_id] = write(self._pipeline, request).token_ids
         return path
 
 

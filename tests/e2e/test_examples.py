@@ -61,6 +61,12 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
     for name in ("text-to-image", "image-edit"):
         image = np.asarray(Image.open(tmp_path / f"{name}.png").convert("L"))
         assert image.min() < image.max(), f"{name} is one flat colour"
+        strip = np.asarray(Image.open(tmp_path / f"{name}-previews.png").convert("L"))
+        assert strip.shape == (image.shape[0], 3 * image.shape[1])  # three denoising steps
+        assert (strip[:, -image.shape[1] :] == image).all()
+        assert (strip[:, : image.shape[1]] != image).any()
+    assert done.stdout.count("  text  same tokens") == 1
+    assert re.search(r"image-edit: what is in the image\?\n +\d+ tokens in", done.stdout)
 
 
 @pytest.mark.parametrize("how", [["--in-place", "--stream"], ["--direct"]])
