@@ -317,7 +317,6 @@ def test_health_and_shutdown(checkpoint: str) -> None:
         ({"vae_dtype": "float16"}, "vae_dtype"),
         ({"enforce_eager": False}, "enforce_eager: false"),
         ({"warmup_sizes": ((16, 16),)}, "warmup_sizes"),
-        ({"vae_use_tiling": True}, "vae_use_tiling"),
         ({"enable_cpu_offload": True}, "enable_cpu_offload"),
         ({"enable_layerwise_offload": True}, "enable_layerwise_offload"),
         ({"parallel_config": DiffusionParallelConfig(data_parallel_size=2)}, "parallel_config"),
