@@ -306,6 +306,8 @@ class OmniDiffusion:
         items, own = read_prompt(prompt)
         own |= extra
         params = self._params(sampling_params, 0, **own)
+        if self.deploy.stages[0].kind == "ar":
+            params.latents = None  # the stage that denoises gets them
         request = OmniDiffusionRequest(as_tensors(items), params, request_id)
         request.need_kv_transfer = len(self.stages) > 1 and not params.is_text_only
         if params.transfer_hidden_states and not request.need_kv_transfer:
