@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +20,9 @@ from omni_kvlink.engine import (
     OmniDiffusionConfig,
 )
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 TEXT: dict[str, Any] = {"modalities": ("text",), "max_tokens": 12}
 QUESTION = "two owls in the rain, and what they may be waiting for"
 
@@ -35,7 +37,7 @@ def own(name: str, **fields: Any) -> Any:
     return request(name, need_kv_receive=False, **fields)
 
 
-def images(engine: DiffusionEngine, *requests: Any) -> list[torch.Tensor]:
+def images(engine: Any, *requests: Any) -> list[torch.Tensor]:
     return [output.result()[0] for output in engine.generate(requests, timeout=WAIT)]
 
 
@@ -66,7 +68,7 @@ def test_a_stream_of_a_request_that_joins_steps() -> None:
     with one_stage(step_execution=True) as engine:
         outputs = engine.generate([own("a", stream=True), own("b", seed=1)], timeout=WAIT)
         assert not any(output.error for output in outputs)
-        found = list(engine.take_events().result(WAIT))
+        found: list[Any] = list(engine.take_events().result(WAIT))
         while found[-1].done < found[-1].total:
             found += engine.take_events().result(WAIT)
     assert {event.request_id for event in found} == {"a"}
