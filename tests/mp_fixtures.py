@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
+    import torch
+
     from omni_kvlink import KVProducer
     from omni_kvlink.engine.ipc.rpc import RpcClient
 
@@ -38,7 +40,7 @@ class EngineUnderTest:
     """
 
     def __init__(self, producer: KVProducer, sockets: str, ranks: int, **fields: Any):
-        self.producer = producer
+        self.producer, self.ranks = producer, ranks
         self.deaths: list[EngineError] = []
         options: dict[str, Any] = {
             "distributed_executor_backend": "mp",
@@ -64,6 +66,20 @@ class EngineUnderTest:
 
     def submit(self, name: str, **fields: Any) -> Future[DiffusionOutput]:
         return self.engine.submit(request(name, **fields))
+
+    def images(self, seeds: dict[str, int]) -> tuple[list[torch.Tensor], list[Any]]:
+        """The images and the receipts of requests that all wait for their KV.
+
+        No rank has the KV of two at once: they would be one batch, whose sums are rounded
+        otherwise than those of one request.
+        """
+        pending = [self.submit(name, seed=seed) for name, seed in seeds.items()]
+        images, receipts = [], []
+        for first in range(0, len(seeds), self.ranks):
+            turn = slice(first, first + self.ranks)
+            receipts += [self.send(name, seed=seed) for name, seed in list(seeds.items())[turn]]
+            images += [future.result(WAIT).result()[0] for future in pending[turn]]
+        return images, receipts
 
 
 @contextmanager

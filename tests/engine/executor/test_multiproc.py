@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, close_to, config, request, url
+from engine_fixtures import WAIT, alone, checkpoint, config, request, url
 from frozen_processes import freeze
 from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks, until
 
@@ -38,10 +38,9 @@ LONG = {"num_inference_steps": 50_000}
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "shm"), (2, "zmq")])
 def test_the_same_images_as_in_one_process(sockets: str, ranks: int, scheme: str) -> None:
     with engine_with_ranks(sockets, ranks, scheme) as stage:
-        futures = [stage.submit(f"r{seed}", seed=seed) for seed in range(5)]
-        receipts = [stage.send(f"r{seed}", seed=seed) for seed in range(5)]
-        for seed, future in enumerate(futures):
-            assert close_to(future.result(WAIT).result()[0], alone(seed=seed))
+        images, receipts = stage.images({f"r{seed}": seed for seed in range(5)})
+        for seed, image in enumerate(images):
+            assert torch.equal(image, alone(seed=seed))
         for receipt in receipts:  # each has one reader, which has released it
             receipt.wait(timeout=WAIT)
         kv = stage.engine.stats()["kv"]

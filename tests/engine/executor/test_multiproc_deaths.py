@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, close_to, request, url
+from engine_fixtures import WAIT, alone, checkpoint, request, url
 from fork_server import NESTED
 from frozen_processes import freeze
 from leak_checks import left_over, shm_files
@@ -78,12 +78,9 @@ def check_whole(stage: EngineUnderTest, before: Busy) -> None:
     for name in before:
         stage.producer.fail(name, "no reader is left")
     until(lambda: stage.producer.stats()["memory"]["used"] == 0)
-    futures = {f"w{next(numbers)}": seed for seed in range(4)}
-    pending = [stage.submit(name, seed=seed) for name, seed in futures.items()]
-    for name, seed in futures.items():
-        stage.send(name, seed=seed)
-    for seed, future in enumerate(pending):
-        assert close_to(future.result(WAIT).result()[0], alone(seed=seed))
+    images, _ = stage.images({f"w{next(numbers)}": seed for seed in range(4)})
+    for seed, image in enumerate(images):
+        assert torch.equal(image, alone(seed=seed))
     assert [kv["freed"] for kv in kv_stats(stage)] == [2, 2]
     until(lambda: stage.producer.stats()["memory"]["used"] == 0)
 

@@ -150,10 +150,9 @@ def generate(stage: EngineUnderTest, name: str, **fields: Any) -> torch.Tensor:
 def test_the_same_images_as_in_one_process(sockets: str, count: int) -> None:
     with ranks(sockets, count) as stage:
         assert len({location["address"] for location in stage.executor.locations}) == count
-        futures = [stage.submit(f"r{seed}", seed=seed) for seed in range(5)]
-        receipts = [stage.send(f"r{seed}", seed=seed) for seed in range(5)]
-        for seed, future in enumerate(futures):
-            assert torch.equal(future.result(WAIT).result()[0], alone(seed=seed))
+        images, receipts = stage.images({f"r{seed}": seed for seed in range(5)})
+        for seed, image in enumerate(images):
+            assert torch.equal(image, alone(seed=seed))
         for receipt in receipts:
             receipt.wait(timeout=WAIT)
         kv = stage.engine.stats()["kv"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm_fixtures import BLOCK, prompt
 
 from omni_kvlink import KVLink, TransferFailed
@@ -45,6 +46,10 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
         consumer.close()
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(),
+    reason="this processor has no AVX-512: vLLM has no fp8 cache then",
+)
 def test_a_quantized_cache_is_loaded_by_the_same_scales_only(start: Any) -> None:
     fp8: dict[str, Any] = {"kv_cache_dtype": "fp8", "extra": {"load": "sync"}}
     script = Path(__file__).with_name("vllm_scaled.py")
