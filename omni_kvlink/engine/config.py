@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -223,7 +224,7 @@ class StageConfig:
     "file:///…" or "tcp://127.0.0.1:port", chosen by the executor if empty.
     """
 
-    model: str  # directory of the checkpoint
+    model: str  # directory of the checkpoint; a path becomes a string
     model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
     worker_cls: str = ""
     stage: str = "dit"  # which part of the model, as the model names it
@@ -251,6 +252,7 @@ class StageConfig:
     lora_config: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", os.fspath(self.model))  # as it is sent to workers
         for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):
             if (given := getattr(self, name)) not in (known := (*_DTYPES, *also)):
                 raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,6 @@ from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONG = {"num_inference_steps": 50_000}
 """A request that runs for minutes."""
@@ -68,7 +66,8 @@ def test_only_the_leader_of_a_group_answers_with_images(sockets: str) -> None:
     parallel = DiffusionParallelConfig(cfg_parallel_size=2)
     stage: dict[str, Any] = {"stage": "all", "parallel_config": parallel}
     stage |= {"dtype": "float32", "num_threads": 1}
-    with DiffusionEngine(OmniDiffusionConfig(checkpoint(), **stage)) as engine:
+    model: Any = Path(checkpoint())  # as well as a string, though it is sent to the ranks
+    with DiffusionEngine(OmniDiffusionConfig(model, **stage)) as engine:
         assert isinstance(engine.executor, MultiprocExecutor)  # the default for two ranks
         one = request("r", seed=4, need_kv_receive=False)
         image = engine.submit(one).result(WAIT).result()
