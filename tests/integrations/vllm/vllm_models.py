@@ -30,7 +30,7 @@ def make_gemma3(path: Path, tokenizer: Path, window: int) -> None:
         sliding_window=window,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
-    _save(Gemma3ForCausalLM(config), path, tokenizer)
+    _save(Gemma3ForCausalLM, config, path, tokenizer)
 
 
 def make_mamba2(path: Path, tokenizer: Path) -> None:
@@ -46,7 +46,7 @@ def make_mamba2(path: Path, tokenizer: Path) -> None:
         state_size=16,
         n_groups=1,
     )
-    _save(Mamba2ForCausalLM(config), path, tokenizer)
+    _save(Mamba2ForCausalLM, config, path, tokenizer)
 
 
 def make_falcon_h1(path: Path, tokenizer: Path) -> None:
@@ -63,7 +63,7 @@ def make_falcon_h1(path: Path, tokenizer: Path) -> None:
         mamba_d_state=16,
         mamba_n_groups=1,
     )
-    _save(FalconH1ForCausalLM(config), path, tokenizer)
+    _save(FalconH1ForCausalLM, config, path, tokenizer)
 
 
 def make_deepseek(path: Path, tokenizer: Path) -> None:
@@ -80,14 +80,15 @@ def make_deepseek(path: Path, tokenizer: Path) -> None:
         qk_rope_head_dim=64,
         v_head_dim=128,
     )
-    _save(DeepseekV2ForCausalLM(config), path, tokenizer)
+    _save(DeepseekV2ForCausalLM, config, path, tokenizer)
 
 
-def _save(model: Any, path: Path, tokenizer: Path) -> None:
-    """Save a model with random weights; the tokenizer is another model's."""
+def _save(kind: Any, config: Any, path: Path, tokenizer: Path) -> None:
+    """Save a model with random weights, always the same; the tokenizer is another model's."""
     import torch
 
     torch.manual_seed(0)
+    model = kind(config)  # which draws the vectors, as the steps of a state
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:
