@@ -161,7 +161,8 @@ def test_a_rank_of_the_producer_is_killed(
                 with pytest.raises((RuntimeError, EOFError)):
                     sending.result(PATIENCE)
                 print(f"the producer's request ended {since(killed)} after the rank")
-                assert "forward pass needs the rank that has ended" in producer.output()
+                text = "forward pass needs the rank that has ended"
+                until(lambda: text in producer.output(), "the neighbour exited", timeout=PATIENCE)
         assert (got["reason"], got["tokens"]) == ("error", [])
         assert moved["tokens"] == cold["tokens"]
         consumer.call("settle")

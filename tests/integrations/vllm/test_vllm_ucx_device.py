@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm-omni")
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("ucxx is not installed: make test-vllm-omni", allow_module_level=True)
 
-from test_vllm_device import EVERY, check_loaded, idle
+from test_vllm_device import EVERY, check_loaded, is_counted
 from test_vllm_device import device as device
 from test_vllm_device import library as library
 from test_vllm_device import worker as worker
@@ -69,7 +69,7 @@ def test_each_byte(
     check_loaded(consumer, bytes_like(consumer, 7))
     assert producer.worker._saver._link.stats()["device_path"] == "ucx"
     for each in (producer, consumer):
-        until(lambda each=each: idle(each), "it was counted")  # type: ignore[misc]
+        until(lambda each=each: is_counted(each), "it was counted")  # type: ignore[misc]
         assert each.counts["device_bytes"] > 0
         assert (each.counts["pinned_bytes"], each.counts["pageable_bytes"]) == (0, 0)
 
@@ -87,7 +87,7 @@ def test_without_a_cuda_transport_it_goes_by_the_host(
     assert stats["device_path"] == "host"
     assert "UCX has only tcp" in stats["device_path_reason"]
     for each in (producer, consumer):
-        until(lambda each=each: idle(each), "it was counted")  # type: ignore[misc]
+        until(lambda each=each: is_counted(each), "it was counted")  # type: ignore[misc]
         assert each.counts["pinned_bytes"] > 0
         assert each.counts["device_bytes"] == 0
 
