@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-ray test-vllm test-vllm-omni \
+.PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.ready
@@ -116,6 +116,15 @@ test-diffusers: .venv-diffusers/.ready
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.23.0 \
 		cache-dit==1.5.3
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps peft==0.21.2 accelerate==1.15.0
+	touch $@
+
+# Not in `test`: torchao, which other packages would import if they saw it.
+test-torchao: .venv-torchao/.ready
+	.venv-torchao/bin/python -m pytest tests/engine/worker/test_quantization.py $(ARGS)
+
+.venv-torchao/.ready: $(VENV)/.ready
+	$(sharing_torch)
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps -c constraints.txt torchao
 	touch $@
 
 # Not in `test`: Ray, and two nodes of it on this machine.

@@ -29,6 +29,7 @@ PYTEST = (
     "test-hf-4.57.6",
     "test-hf-5.23.0",
     "test-diffusers",
+    "test-torchao",
     "test-ray",
     "test-vllm",
     "asan-vllm",

@@ -229,6 +229,7 @@ class StageConfig:
     worker_cls: str = ""
     stage: str = "dit"  # which part of the model, as the model names it
     dtype: str = "bfloat16"  # or "float16", "float32"
+    quantization: str = ""  # of the layers' weights: "int8_weight_only"
     vae_dtype: str = "auto"  # of the image autoencoder; as published if "auto", BAGEL's in float32
     device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
     device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
@@ -256,6 +257,10 @@ class StageConfig:
         for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):
             if (given := getattr(self, name)) not in (known := (*_DTYPES, *also)):
                 raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")
+        if self.quantization not in ("", "int8_weight_only"):
+            raise ValueError(f"quantization {self.quantization!r}; there is 'int8_weight_only'")
+        if self.quantization and self.offloads:
+            raise ValueError("quantization with offloaded weights: choose one of them")
         if self.enforce_eager and self.compilation_config != CompilationConfig():
             raise ValueError("compilation_config: has no effect unless enforce_eager is false")
         if not (self.pin_cpu_memory or self.offloads):

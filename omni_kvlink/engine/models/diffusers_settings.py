@@ -30,6 +30,7 @@ def check_settings(config: OmniDiffusionConfig) -> None:
         "kv.sources": config.kv.sources,
         "kv.sinks": config.kv.sinks,
         "worker_cls": config.worker_cls,
+        "quantization": config.quantization,
         "vae_dtype": config.vae_dtype != "auto",
         "enforce_eager: false": not config.enforce_eager,
         "warmup_sizes": config.warmup_sizes,

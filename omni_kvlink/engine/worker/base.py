@@ -14,6 +14,7 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.cpu_offload import CpuOffload, move_weights
 from omni_kvlink.engine.worker.offload import OffloadableWeights, available_memory, drop_weights
 from omni_kvlink.engine.worker.profiler import ProfiledRank, Profiler
+from omni_kvlink.engine.worker.quantization import clear_quantized, quantize_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,6 +93,8 @@ class WorkerBase(ProfiledRank, AdapterHolder, Generic[R]):
             torch.cuda.set_device(self.device)
         self.process_group = ProcessGroup.join(self.rank, self.config, self.device)
         self.model_runner = self._make_runner()
+        if self.config.quantization:
+            quantize_layers(self.runner.utility.layers())
         self.cpu_offload = CpuOffload.of(self.config, self.runner.utility, self.device)
 
     def compile_or_warm_up_model(self) -> float:
@@ -128,10 +131,14 @@ class WorkerBase(ProfiledRank, AdapterHolder, Generic[R]):
         self.runner.lora_manager.drop()
         if self.cpu_offload is not None:
             self.cpu_offload.drop()
+        if self.config.quantization:
+            clear_quantized(self.runner.utility.layers())
         drop_weights(self.runner.utility.modules())
 
     def _reload_weights(self) -> None:
         self.runner.utility.reload()
+        if self.config.quantization:
+            quantize_layers(self.runner.utility.layers())
         if self.cpu_offload is not None:
             self.cpu_offload.take()
             move_weights(self.runner.utility.modules(), self.device)

@@ -93,9 +93,12 @@ class ModelUtility(PrefillUtility):
         raise ValueError(f"{type(self).__name__} has no part for enable_cpu_offload: leave it out")
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """The layers for `enable_layerwise_offload`, in the order in which `forward` is called."""
-        name = type(self).__name__
-        raise ValueError(f"{name} has no layers for enable_layerwise_offload: leave it out")
+        """The repeated layers, in the order in which `forward` is called.
+
+        They are what `enable_layerwise_offload` moves and `quantization` makes smaller.
+        """
+        name, text = type(self).__name__, "leave out enable_layerwise_offload and quantization"
+        raise ValueError(f"{name} has no layers for them: {text}")
 
     def lora_targets(self) -> LoRATargets | None:
         """The layers that LoRA adapters may change; None if the model takes no adapters."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_kvlink.engine.errors import EngineAsleepError
+from omni_kvlink.engine.worker.quantization import plain_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -140,7 +141,8 @@ def available_memory(device: torch.device) -> int:
 def _tensors(modules: Mapping[str, nn.Module]) -> Iterable[Tensor]:
     """Each parameter and buffer once, also if modules share it."""
     found = [[*module.parameters(), *module.buffers()] for module in modules.values()]
-    return {id(tensor): tensor for tensors in found for tensor in tensors}.values()
+    tensors = (part for each in found for tensor in each for part in plain_tensors(tensor))
+    return {id(tensor): tensor for tensor in tensors}.values()
 
 
 def _empty(tensors: Iterable[Tensor]) -> None:
