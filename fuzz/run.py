@@ -1,8 +1,9 @@
 """Gives decoders inputs that atheris derives from their corpus; any undocumented exception fails.
 
-    python fuzz/run.py [NAME …] [--seconds S] [--grow]
+    python fuzz/run.py [NAME …] [--seconds S] [--jobs N] [--grow]
 
-Each decoder has a process of its own, for S seconds. An input that ends one is left in build/fuzz.
+Each decoder has a process of its own, for S seconds; N run at a time, by default as many as there
+are processors. An input that ends one is left in build/fuzz.
 `--grow` adds to the corpus 16 inputs of at most 1 KiB that reached code which none had reached.
 """
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 if "--in-process" in sys.argv:
@@ -54,10 +58,11 @@ def check(name: str, seconds: int, grow: bool) -> bool:
         limits = ["-rss_limit_mb=4096", "-timeout=20", f"-artifact_prefix={ARTIFACTS}/{name}-"]
         done = start(name, f"-max_total_time={seconds}", *limits, str(new), *known)
         runs = [line for line in done.stderr.splitlines() if line.startswith("Done ")]
-        print(f"{'FAIL' if done.returncode else 'ok':5}{name:16}{(runs or [''])[0]}", flush=True)
+        line = f"{'FAIL' if done.returncode else 'ok':5}{name:16}{(runs or [''])[0]}\n"
         if done.returncode:
-            print(done.stdout[-4000:], done.stderr[-1000:])
-        elif grow:
+            line += f"{done.stdout[-4000:]}\n{done.stderr[-1000:]}\n"
+        print(line, end="", flush=True)  # in one write: others print meanwhile
+        if grow and not done.returncode:
             folder.mkdir(parents=True, exist_ok=True)
             small = (path for path in new.iterdir() if 0 < path.stat().st_size <= MAX_NBYTES)
             for path in sorted(small, key=lambda path: path.stat().st_size)[-MAX_FILES:]:
@@ -70,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(DECODERS))
     parser.add_argument("--seconds", type=int, default=15, help="for each decoder")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="decoders at a time")
     parser.add_argument("--grow", action="store_true", help="add to the corpus")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     own, _, libfuzzer = " ".join(sys.argv[1:]).partition(" -- ")
@@ -80,7 +86,9 @@ def main() -> int:
     if unknown:
         parser.error(f"no decoder {', '.join(unknown)}; there are {', '.join(DECODERS)}")
     ARTIFACTS.mkdir(parents=True, exist_ok=True)
-    results = [check(name, options.seconds, options.grow) for name in options.names or DECODERS]
+    with ThreadPoolExecutor(options.jobs) as threads:
+        one = partial(check, seconds=options.seconds, grow=options.grow)
+        results = list(threads.map(one, options.names or DECODERS))
     return 0 if all(results) else 1
 
 

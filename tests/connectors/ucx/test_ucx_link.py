@@ -336,7 +336,9 @@ def test_a_producer_whose_ucx_is_closed_says_so(
         raise ClosedError("it is closed")
 
     with connect(producer.url) as reader:
-        monkeypatch.setattr(sender_of(producer)._ucx, "send", send)
+        ucx = sender_of(producer)._ucx
+        monkeypatch.setattr(ucx, "send", send)
+        monkeypatch.setattr(ucx, "disconnect", lambda _: None)  # which may tell the reader first
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="UCX does not reach it: it is closed"):
             reader.get("k", timeout=60)
