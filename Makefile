@@ -97,7 +97,7 @@ test-hf: $(HF_VERSIONS:%=test-hf-%)
 .PRECIOUS: .venv-hf/%/.ready
 
 test-hf-%: .venv-hf/%/.ready
-	.venv-hf/$*/bin/python -m pytest -n 2 --dist worksteal --timeout=900 $(HF_TESTS) $(ARGS)
+	.venv-hf/$*/bin/python -m pytest -n 2 --dist worksteal --timeout=400 $(HF_TESTS) $(ARGS)
 
 .venv-hf/%/.ready: $(VENV)/.ready
 	$(sharing_torch)

@@ -42,7 +42,7 @@ def image_of(worker: GPUDiffusionWorker) -> torch.Tensor:
 
 
 def expected() -> torch.Tensor:
-    """The image of weights in steps of the 255th part of twice their row's largest value."""
+    """The image of weights rounded to int8, in steps of their row's largest value / 127.5."""
     made = OmniBagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
     for layer in made.model.language_model.model.own_layers:
         for module in layer.modules():
