@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.bench import latency, machine, membench, report, streaming, verify
+from omni_kvlink.bench import first, latency, machine, membench, report, streaming, verify
 from omni_kvlink.bench.payloads import BLOCK, Shape
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.payload.dtypes import KV_DTYPES
@@ -92,14 +92,16 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
     add("--json", default="", metavar="FILE", help="write the result there; '-': standard output")
 
 
-def _add_rounds(parser: argparse.ArgumentParser, presets: Sequence[str]) -> None:
+def _add_rounds(
+    parser: argparse.ArgumentParser, presets: Sequence[str], *, rounds: int = 20
+) -> None:
     add = parser.add_argument
     sizes = "; ".join(f"{name}: {PRESETS[name]}" for name in presets)
     add("--preset", default="bagel", choices=presets, help=f"(default: bagel) {sizes}")
     for name in ("--layers", "--tokens", "--heads", "--head-dim"):
         add(name, type=_positive)
     add("--dtype", choices=tuple(KV_DTYPES))
-    add("--rounds", type=_positive, default=20)
+    add("--rounds", type=_positive, default=rounds)
 
 
 def _add_transfers(parser: argparse.ArgumentParser, paged: str) -> None:
@@ -140,6 +142,13 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
     _add_transfers(parser, f"out of blocks of {BLOCK} tokens in random order, and into such")
 
 
+def _add_first(parser: argparse.ArgumentParser) -> None:
+    _add_link(parser)
+    _add_rounds(parser, tuple(PRESETS), rounds=5)
+    opened = "seconds between the link's opening and its first transfer (default: 2)"
+    parser.add_argument("--wait", type=float, default=2.0, metavar="SECONDS", help=opened)
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_link(parser)
     parser.add_argument("--quick", action="store_true", help="a sixth of the cases, small ones")
@@ -157,6 +166,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "latency": Command(latency, latency.LatencySetup, _add_latency),
     "stream": Command(streaming, streaming.StreamSetup, _add_stream),
+    "first": Command(first, first.FirstSetup, _add_first),
     "copy": Command(membench, membench.CopySetup, _add_copy),
     "verify": Command(verify, verify.VerifySetup, _add_verify),
 }

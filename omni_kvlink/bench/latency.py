@@ -204,7 +204,7 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     sample = make_sample(KEY, setup.shape, rng, sources="paged" if setup.paged else "contiguous")
     data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
     plain = PlainCopy(nbytes)
-    serving = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
+    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
     quota = max(4 << 30, 2 * nbytes)
     with (
         torch_threads(setup.threads),

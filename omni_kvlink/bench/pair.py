@@ -20,7 +20,7 @@ from omni_kvlink.link import KVLink, KVProducer
 from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, ProcessPeer, ThreadPeer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 class Pair:
@@ -47,8 +47,17 @@ class Pair:
 
 
 @contextlib.contextmanager
-def open_pair(connector: str, *, url: str = "", threads: int = 1, **serving: Any) -> Iterator[Pair]:
+def open_pair(
+    connector: str,
+    *,
+    url: str = "",
+    threads: int = 1,
+    connecting: Mapping[str, Any] | None = None,
+    **serving: Any,
+) -> Iterator[Pair]:
     """Serve with the options of `KVLink.serve`, and connect a reader; closes both at the end.
+
+    `connecting` are the reader's options of `KVLink.connect`.
 
     The URL has a fresh address unless it is given; `threads` are torch's in the reader. It raises
     `BenchError` if the link cannot be made, or if the reader ended, does not answer or raised an
@@ -64,8 +73,8 @@ def open_pair(connector: str, *, url: str = "", threads: int = 1, **serving: Any
         raise BenchError(str(error)) from None
     with link, _as_bench_errors(), contextlib.closing(_start_reader(own_thread)) as peer:
         try:
-            connecting = peer.submit("connect", url=link.url, timeout=20.0, threads=threads)
-            connecting.result(60.0)
+            own = {"threads": threads, "options": dict(connecting or {})}
+            peer.submit("connect", url=link.url, timeout=20.0, **own).result(60.0)
             yield Pair(link, peer, own_thread=own_thread)
             peer.call("close")
         except BaseException:

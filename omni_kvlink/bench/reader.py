@@ -38,11 +38,15 @@ class ReaderCommands(CommandSet):
         self._baselines: dict[str, BufferTransfer] = {}
         self._target_layers: list[list[TensorView]] = []
 
-    def connect(self, url: str, timeout: float, threads: int) -> None:
+    def connect(self, url: str, timeout: float, threads: int, options: dict[str, Any]) -> None:
         """Connect to the producer; `threads` are torch's in this process."""
         if not self._own_thread:
             torch.set_num_threads(threads)
-        self._link = KVLink.connect(url, timeout=timeout)
+        self._link = KVLink.connect(url, timeout=timeout, **options)
+
+    def stats(self) -> dict[str, Any]:
+        """The link's state and counters."""
+        return dict(self._link.stats())
 
     def get(
         self, key: str, timeout: float, verify: Literal["auto", "full", "off"]

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink._native.device_memory import number_of
+from omni_kvlink.connectors.protocol.messages import SLOT
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
+from omni_kvlink.payload.manifest import MAX_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
 
+_SLOT_OVERHEAD = SLOT + 2 * (8 + MAX_HEADER)
+"""Bytes of a payload's slot that are no tensors: its head, the header, and the draft of one."""
 MAX_RETRIES = 3
 """Times that a `get` is repeated when only its connection broke."""
 
@@ -37,8 +41,9 @@ class Options:
         quota: bytes of memory that all payloads not yet released may take together.
         mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
             memory file of its own, so that a peer can read nothing but what it was offered.
-        prefault: bytes to map and touch when serving starts, so that the first put is as fast as
-            the later ones.
+        prefault: bytes of payloads for which memory is mapped and touched in a thread from the
+            moment the link opens, so that the first transfer is as fast as the later ones. `put`
+            and `get` that need it earlier wait for it.
         directory: of the shared-memory sockets; by default one that is private to the user.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.
@@ -77,6 +82,11 @@ class Options:
             raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
         if self.device and number_of(self.device) is None:
             raise ValueError(f"device {self.device!r}; wanted 'cuda:0', with another number, or ''")
+
+    @property
+    def prefault_nbytes(self) -> int:
+        """Bytes to map ahead: payloads of `prefault` bytes, and what a slot has beside them."""
+        return min(self.quota, self.prefault + _SLOT_OVERHEAD) if self.prefault else 0
 
 
 def refuse_keys(url: str, options: Options) -> None:

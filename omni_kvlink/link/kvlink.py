@@ -27,8 +27,10 @@ class LinkOptions(TypedDict, total=False):
         quota: bytes of memory that all payloads not yet released may take together.
         mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
             memory file of its own, so that a peer sees nothing but what it was offered.
-        prefault: bytes to map and touch when serving starts, so that the first put is as fast as
-            the later ones.
+        prefault: bytes of payloads for which memory is mapped and touched in a thread from the
+            moment the link opens, so that the first transfer is as fast as the later ones; of a
+            `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
+            `stats()["memory"]["prefault"]` says when it is mapped.
         directory: where the shared-memory sockets lie; by default a directory of this user.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.

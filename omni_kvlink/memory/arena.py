@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError
+from omni_kvlink.memory.region import check_available
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.memory.region import Mapping, Region
+
+_logger = logging.getLogger("omni_kvlink")
 
 GRAIN = 4096
 """Blocks start and end on multiples of a page, so that two transfers never share a page."""
@@ -116,6 +120,9 @@ class ArenaPool:
         self._min_arena = least if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
         self._made = self._mapped = self._waiting = 0
+        self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
+        self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
+        self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
         self._closed = False
         # Entered by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
         self._lock = threading.Lock()
@@ -137,6 +144,9 @@ class ArenaPool:
                 block = self._allocate(nbytes)
                 if block is not None:
                     return block
+                if nbytes <= self._prefaulting:
+                    self._wait(None)
+                    continue
                 size = self._claim_growth(nbytes)
                 if size is None:
                     left = deadline - time.monotonic()
@@ -176,8 +186,42 @@ class ArenaPool:
         """Map `nbytes` now, so that the first transfers pay no page faults."""
         self.free(self.reserve(nbytes))
 
-    def stats(self) -> dict[str, int]:
-        """Return bytes (quota, mapped, used) and counts (arenas, blocks, waiting threads)."""
+    def begin_prefault(
+        self, nbytes: int, on_mapped: Callable[[int], None] = lambda arena: None
+    ) -> None:
+        """Map an arena of `nbytes`, or of the quota if that is less, in a thread; called once.
+
+        A `reserve` that fits into it waits for it. `on_mapped` is called in the thread with the
+        number of the arena. If the mapping fails, a warning is logged and `stats` has the error:
+        memory is mapped when it is reserved then. CapacityError if the machine has too little now.
+        """
+        nbytes = min(self.quota, -(-nbytes // GRAIN) * GRAIN)
+        check_available(nbytes)
+        with self._lock:
+            size = self._claim_growth(nbytes)
+            if size is None:  # memory of the quota is in use already
+                return
+            self._prefaulting = self._prefault["requested"] = size
+        run = threading.Thread(
+            target=self._run_prefault, args=(size, on_mapped), name="kvlink-memory", daemon=True
+        )
+        try:
+            run.start()
+        except BaseException:
+            self._end_prefault(size)
+            raise
+
+    @property
+    def prefaulted(self) -> list[int]:
+        """The numbers of the arenas that were mapped ahead."""
+        with self._lock:
+            return list(self._prefaulted)
+
+    def stats(self) -> dict[str, Any]:
+        """Return bytes (quota, mapped, used), counts (arenas, blocks, waiting threads), `prefault`.
+
+        `prefault` has the bytes requested and mapped, how long that took, and the error.
+        """
         with self._lock:
             arenas = [arena for arena, _ in self._arenas.values()]
             free = sum(arena.free_nbytes for arena in arenas)
@@ -188,6 +232,7 @@ class ArenaPool:
                 "arenas": len(arenas),
                 "blocks": sum(arena.blocks for arena in arenas),
                 "waiting": self._waiting,
+                "prefault": dict(self._prefault),
             }
 
     def close(self) -> None:
@@ -195,10 +240,11 @@ class ArenaPool:
         with self._lock:
             self._closed = True
             self._arenas.clear()
+            self._prefaulted.clear()
             self._mapped = 0
             self._changed.notify_all()
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float | None) -> None:
         self._waiting += 1
         try:
             self._changed.wait(seconds)
@@ -232,6 +278,7 @@ class ArenaPool:
 
     def _drop(self, number: int) -> None:
         self._mapped -= self._arenas.pop(number)[0].nbytes
+        self._prefaulted.pop(number, None)
         self._retire(number)
 
     def _grow(self, size: int, nbytes: int) -> Block:
@@ -240,18 +287,52 @@ class ArenaPool:
             mapping = self._make(size, self._is_open)
         except BaseException:
             with self._lock:
-                if not self._closed:
-                    self._mapped -= size
-                self._changed.notify_all()
+                self._return_claim(size)
             raise
         with self._lock:
+            number = self._add(size, mapping)
+            return Block(number, self._arenas[number][0].allocate(nbytes), nbytes)
+
+    def _add(self, size: int, mapping: Mapping) -> int:
+        """Add an arena and return its number; the lock is held."""
+        if self._closed:
+            raise ClosedError("the arena pool was closed while it grew")
+        number, self._made = self._made, self._made + 1
+        self._arenas[number] = (Arena(size), mapping)
+        self._changed.notify_all()
+        return number
+
+    def _return_claim(self, size: int) -> None:
+        """Return what `_claim_growth` claimed; the lock is held."""
+        if not self._closed:
+            self._mapped -= size
+        self._changed.notify_all()
+
+    def _run_prefault(self, size: int, on_mapped: Callable[[int], None]) -> None:
+        """Map the arena, in a thread."""
+        began = time.monotonic()
+        try:
+            mapping = self._make(size, self._is_open)
+        except Exception as error:
+            self._end_prefault(size, error)
+            return
+        with self._lock:
             if self._closed:
-                raise ClosedError("the arena pool was closed while it grew")
-            number, arena = self._made, Arena(size)
-            self._made += 1
-            self._arenas[number] = (arena, mapping)
-            self._changed.notify_all()
-            return Block(number, arena.allocate(nbytes), nbytes)
+                return
+            number = self._add(size, mapping)
+            self._prefaulting, self._prefaulted[number] = 0, None
+            milliseconds = round(1e3 * (time.monotonic() - began))
+            self._prefault.update(mapped=size, milliseconds=milliseconds)
+        on_mapped(number)
+
+    def _end_prefault(self, size: int, error: Exception | None = None) -> None:
+        """The arena was not mapped: whoever waits for it maps memory of its own."""
+        with self._lock:
+            self._prefaulting, self._prefault["error"] = 0, repr(error or "no thread")
+            self._return_claim(size)
+            is_wanted = not self._closed
+        if is_wanted:
+            _logger.warning("%d bytes could not be mapped ahead: %r", size, error)
 
     def _is_open(self) -> bool:
         return not self._closed

@@ -31,6 +31,7 @@ PAGE = mmap.PAGESIZE
 STEP = 16 << 20
 """Bytes of an arena that are allocated at a time; a few milliseconds."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
+_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # linux/mman.h
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # linux/fcntl.h; Python has them only if libc does
 SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
@@ -245,7 +246,7 @@ class Mapping:
         mapping = cls(pages, nbytes)._not_inherited()
         with contextlib.suppress(OSError, ValueError):  # else all copies use small pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-        mapping._populate(is_wanted)
+        mapping.populate(is_wanted)
         return mapping
 
     @classmethod
@@ -269,18 +270,23 @@ class Mapping:
                 os.close(fd)
             raise _full(nbytes, error) from None
         mapping = cls(pages, nbytes, fd=fd)._not_inherited()
+        if _has_huge_shared_pages():
+            mapping._touch_huge_pages(is_wanted)
         try:
             for start, length in _steps(nbytes, is_wanted):
                 os.posix_fallocate(fd, start, length)
             seal(fd)
         except OSError as error:
             raise _full(nbytes, error) from None
-        mapping._populate(is_wanted)
+        mapping.populate(is_wanted)
         return mapping
 
     @classmethod
-    def readonly(cls, fd: int, nbytes: int) -> Mapping:
-        """Map a peer's memfd for reading, and close `fd`; the caller has checked `is_sealed`."""
+    def readonly(cls, fd: int, nbytes: int, *, populate: bool = True) -> Mapping:
+        """Map a peer's memfd for reading, and close `fd`; the caller has checked `is_sealed`.
+
+        Without `populate`, the first access to each page is a page fault, until `populate` is done.
+        """
         try:
             pages = _FilePages(fd, nbytes, mmap.PROT_READ)
         except OSError as error:
@@ -288,7 +294,8 @@ class Mapping:
         finally:
             os.close(fd)
         mapping = cls(pages, nbytes, readonly=True)._not_inherited()
-        mapping._populate()
+        if populate:
+            mapping.populate()
         return mapping
 
     @classmethod
@@ -306,8 +313,18 @@ class Mapping:
         _inherited_pages.add(self._pages)
         return self
 
-    def _populate(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Map every page, so that the first copy has no page faults; the GIL is released."""
+    def _touch_huge_pages(self, is_wanted: Callable[[], bool]) -> None:
+        """Have the kernel allocate huge pages where it can; before the file's pages exist."""
+        _libc.madvise(self.region.address, self.nbytes, mmap.MADV_HUGEPAGE)
+        for start, length in _steps(self.nbytes, is_wanted):
+            # What fails here is allocated, or reported, with the file.
+            _libc.madvise(self.region.address + start, length, _MADV_POPULATE_WRITE)
+
+    def populate(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Map every page, so that the first copy has no page faults; the GIL is released.
+
+        Raises ClosedError if it is not wanted any more: `is_wanted` is asked every `STEP` bytes.
+        """
         readonly = self.region.readonly
         advice = _MADV_POPULATE_READ if readonly else _MADV_POPULATE_WRITE
         for start, length in _steps(self.nbytes, is_wanted):
@@ -345,6 +362,13 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _has_huge_shared_pages() -> bool:
+    """Whether a memfd has huge pages if its mapping asks for them."""
+    with contextlib.suppress(OSError):
+        return "[advise]" in _SHMEM_HUGE_PAGES.read_text()
+    return False
 
 
 def available_bytes() -> int:

@@ -73,6 +73,10 @@ class Session(ABC):
         If it disconnected earlier, the producer would reuse memory that a reader still looks at.
         """
 
+    def health(self) -> dict[str, Any]:
+        """Return what is to be known of this connection, as JSON values."""
+        return {}
+
     def close_deferred(self) -> None:
         """Close in the loop's thread; takes no lock."""
         self._loop.call(self.close)
@@ -230,6 +234,7 @@ class SessionConsumer(Consumer):
             "connected": self.is_connected,
             "sessions": self._sessions,
             "waiting": session.get_table.waiting if session else 0,
+            **(session.health() if session else {}),
         }
 
     def close(self) -> None:

@@ -87,6 +87,9 @@ class Listener(ABC):
         """Do what is due at `now`; return when to call next (`time.monotonic`)."""
         return float("inf")
 
+    def pass_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
+        """An arena was mapped ahead: its consumers may map it, too."""
+
     def retire_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
         """An arena was freed; any thread, with the pool's lock held."""
 
@@ -129,13 +132,15 @@ class PooledProducer(Producer):
         pooled = options.mode == "pooled" or is_one_arena
         least = options.quota if is_one_arena else None
         self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled, min_arena=least)
-        prefault = 1 if is_one_arena else options.prefault
-        if prefault and pooled:
-            self.pool.prefault(prefault)
+        if is_one_arena:
+            self.pool.prefault(1)
         self.loop = EventLoop(f"kvlink-{name}", self._tick, self._crashed)
         try:
             for opener in openers:
                 self.listeners.append(opener(self))
+            if options.prefault and pooled and not is_one_arena:
+                on_mapped = partial(_call, weakref.WeakMethod(self._pass_arena))
+                self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
         except BaseException:
             self.close()
             raise
@@ -432,6 +437,11 @@ class PooledProducer(Producer):
         assert isinstance(peer, PeerHandle)
         peer.listener.send(peer, message)
 
+    def _pass_arena(self, arena: int) -> None:
+        """Pass an arena on that was mapped ahead; any thread."""
+        for listener in self.listeners:
+            self.loop.call(partial(listener.pass_arena, arena))
+
     def _retire_arena(self, arena: int) -> None:
         for listener in self.listeners:
             listener.retire_arena(arena)
@@ -452,6 +462,13 @@ class PooledProducer(Producer):
         warnings.warn(f"link {self._name!r} broke down: {error!r}", RuntimeWarning, stacklevel=2)
         self._closed = True
         self._close(f"the producer {self._name!r} broke down: {error!r}")
+
+
+def _call(method: weakref.WeakMethod[Any], argument: int) -> None:
+    """Call a method, if its object still lives: a thread must not keep it."""
+    bound = method()
+    if bound is not None:
+        bound(argument)
 
 
 def _transfer(lease: Lease) -> Transfer:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -59,8 +59,10 @@ class ReceivePool:
     ):
         least = None if make is None else quota
         self._pool = ArenaPool(make or Mapping.anonymous, quota, min_arena=least)
-        if prefault or make is not None:
-            self._pool.prefault(1 if make is not None else prefault)
+        if make is not None:
+            self._pool.prefault(1)
+        elif prefault:
+            self._pool.begin_prefault(prefault)
         self._loop, self._on_empty = loop, on_empty
         self._waiting: dict[AllocationWaiter, int] = {}
         self._blocked: set[AllocationWaiter] = set()  # wait for a block to be freed
@@ -101,8 +103,8 @@ class ReceivePool:
         """Return the memory of a block; any thread."""
         return self._pool.region(block)
 
-    def stats(self) -> dict[str, int]:
-        """Return counts of bytes and arenas, as JSON values; any thread."""
+    def stats(self) -> dict[str, Any]:
+        """Return the state of the memory, as `ArenaPool.stats` does; any thread."""
         return self._pool.stats()
 
     def close(self) -> None:

@@ -316,7 +316,7 @@ class RemoteConsumer(SessionConsumer):
     def _make_pool(self, options: Options) -> ReceivePool:
         """Return the memory of the host that payloads are received in; subclasses have others."""
         return ReceivePool(
-            options.quota, self._loop, self._close_if_unused, prefault=options.prefault
+            options.quota, self._loop, self._close_if_unused, prefault=options.prefault_nbytes
         )
 
     def _close_resources(self) -> None:

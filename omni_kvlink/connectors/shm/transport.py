@@ -45,7 +45,9 @@ from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, re
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
 from omni_kvlink.connectors.runtime.wakeup import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
+from omni_kvlink.connectors.shm.reader_arenas import ReaderArenas
 from omni_kvlink.errors import (
+    ClosedError,
     ConnectorError,
     KVLinkError,
     PeerLostError,
@@ -53,10 +55,11 @@ from omni_kvlink.errors import (
     WireError,
 )
 from omni_kvlink.memory.arena import GRAIN
-from omni_kvlink.memory.region import Mapping, Region, is_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from omni_kvlink.memory.region import Mapping, Region
 
 MAX_PEERS = 1024
 MAX_GREETING = 128
@@ -251,12 +254,15 @@ class ShmListener(Listener):
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""
-        if isinstance(message, Offer) and message.location.arena not in peer.arenas:
-            arena = message.location.arena
-            mapping = self._producer.pool.mapping(arena)
-            peer.arenas.add(arena)
-            peer.channel.send(Memory(arena, mapping.nbytes), mapping)
+        if isinstance(message, Offer):
+            self._pass(peer, message.location.arena)
         peer.channel.send(message)
+
+    def pass_arena(self, arena: int) -> None:
+        """Have the connected peers map an arena before anything is offered in it."""
+        for peer in self._peers:
+            if peer.hello is not None:
+                self._pass_ahead(peer, arena)
 
     def retire_arena(self, arena: int) -> None:
         """Have the peers unmap an arena."""
@@ -273,7 +279,19 @@ class ShmListener(Listener):
         self._loop.unwatch(self._listener.sock)
         self._listener.close()
 
+    def _pass(self, peer: ShmPeerConnection, arena: int) -> None:
+        """Send a peer the memory file of an arena, once; the producer's lock is held."""
+        if arena not in peer.arenas:
+            mapping = self._producer.pool.mapping(arena)
+            peer.arenas.add(arena)
+            peer.channel.send(Memory(arena, mapping.nbytes), mapping)
+
     # In the loop's thread
+
+    def _pass_ahead(self, peer: ShmPeerConnection, arena: int) -> None:
+        # With the lock: no offer in this arena overtakes it.
+        with self._producer.lock, contextlib.suppress(ClosedError):
+            self._pass(peer, arena)
 
     def _send_retire(self, arena: int) -> None:
         for peer in self._peers:
@@ -370,6 +388,8 @@ class ShmListener(Listener):
             peer.hello = message
             self._greeting.pop(peer, None)
             peer.channel.send(self._producer.hello)
+            for arena in self._producer.pool.prefaulted:
+                self._pass_ahead(peer, arena)
 
     def _on_exit(self, peer: ShmPeerConnection) -> None:
         """The peer's process ended. A child of it may hold the socket open: read what it sent."""
@@ -466,7 +486,7 @@ class ShmSession(MappedSession):
         if uid != os.geteuid():
             sock.close()
             raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
-        self._arenas: dict[int, Mapping] = {}
+        self._arenas = ReaderArenas(url)
         self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
         self._reads = READ  # 0 when nothing more is to be received
         self._has_ended = False
@@ -508,6 +528,10 @@ class ShmSession(MappedSession):
     def send(self, message: Abort) -> None:
         """Send a message to the producer; does not block."""
         self._channel.send(message)
+
+    def health(self) -> dict[str, Any]:
+        """Return how much of the producer's memory is mapped."""
+        return {"mapped": self._arenas.stats()}
 
     def close(self) -> None:
         """Fail the gets; disconnect when the last view is freed."""
@@ -583,7 +607,7 @@ class ShmSession(MappedSession):
 
     def _on_message(self, message: Message, fd: int) -> None:
         if isinstance(message, Memory):
-            self._map(message, fd)
+            self._arenas.add(message, fd)
             return
         if fd >= 0:
             os.close(fd)
@@ -597,17 +621,6 @@ class ShmSession(MappedSession):
                 self._loop.run_pending()
                 self._leases.add(message.get_id)
             self.get_table.on_message(message)
-
-    def _map(self, message: Memory, fd: int) -> None:
-        """Map an arena, if it is sealed and of the announced size: else reading may SIGBUS."""
-        if fd < 0:
-            raise WireError(f"{self._url} announced an arena without its descriptor")
-        if not is_sealed(fd) or os.fstat(fd).st_size != message.nbytes or message.nbytes == 0:
-            os.close(fd)
-            raise WireError(
-                f"{self._url} passed an arena that is not sealed or not of {message.nbytes} bytes"
-            )
-        self._arenas[message.arena] = Mapping.readonly(fd, message.nbytes)
 
     def _on_exit(self, events: int) -> None:
         self._on_events(READ)

@@ -1,0 +1,142 @@
+"""How much longer the first transfer of a link takes than its tenth, prefaulted and not."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.payloads import Shape, make_sample
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.stats import Timings
+
+if TYPE_CHECKING:
+    from omni_kvlink.bench.payloads import Sample
+
+KEY = "bench"
+TRANSFERS = 10
+WAYS = ("prefault", "without")
+_SLOT_SPACE = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstSetup:
+    """What to measure, and how: `rounds` links of each kind, in turn."""
+
+    connector: str
+    shape: Shape
+    url: str = ""
+    rounds: int = 5
+    copier: str = "auto"
+    wait: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstResult(Timings):
+    """Seconds from `put` called to the views, of the first and the tenth transfer of each link.
+
+    `mapping` has the milliseconds in which each end of the prefaulted links mapped its memory.
+    """
+
+    setup: FirstSetup
+    mapping: dict[str, list[int]]
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The bar of this setup, and whether it is met; empty for a small payload."""
+        if self.setup.shape.nbytes < 100 << 20:
+            return []
+        ratio = self.ratio_by_round("prefault_first", "prefault_tenth").p50
+        return [bar("first / tenth transfer, prefaulted", ratio, 1.5)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values; the keys are stable."""
+        return {
+            "payload_bytes": self.setup.shape.nbytes,
+            "rounds": self.setup.rounds,
+            "milliseconds": {name: self.milliseconds(name).to_dict() for name in self.seconds},
+            "first_over_tenth": {
+                way: self.ratio_by_round(f"{way}_first", f"{way}_tenth").to_dict() for way in WAYS
+            },
+            "mapping_ms": self.mapping,
+            "bars": self.bars(),
+        }
+
+    def text(self) -> str:
+        """Everything that was measured, at most 96 columns wide."""
+        shape, setup = self.setup.shape, self.setup
+        head = [
+            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            wrapped("link", f"{setup.connector}, {setup.rounds} links of each kind, in turn"),
+            wrapped("wait", f"{setup.wait:g} s between the link's opening and the first transfer"),
+        ]
+        what = {way: "prefault= at both ends" if way == "prefault" else way for way in WAYS}
+        rows = [
+            row(f"{name} transfer", (one.p50, one.min, one.max), what[way])
+            for way in WAYS
+            for name in ("first", "tenth")
+            for one in (self.milliseconds(f"{way}_{name}"),)
+        ]
+        lines = list[str]()
+        for way in WAYS:
+            ratio = self.ratio_by_round(f"{way}_first", f"{way}_tenth")
+            text = f"{ratio.p50:.2f} × the tenth ({ratio.min:.2f} to {ratio.max:.2f} by link)"
+            lines.append(wrapped("first", f"{way}: {text}"))
+        for side, times in self.mapping.items():
+            text = f"{side}: {min(times)} to {max(times)} ms in a thread, before the first transfer"
+            lines.append(wrapped("mapping", text))
+        lines += map(bar_line, self.bars())
+        columns = ["ms", "p50", "min", "max", "what"]
+        return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
+
+
+def measure(setup: FirstSetup, progress: Progress = progress) -> FirstResult:
+    """Open all links one after the other, and send `TRANSFERS` payloads over each."""
+    sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources="contiguous")
+    seconds = {f"{way}_{name}": list[float]() for way in WAYS for name in ("first", "tenth")}
+    mapping = dict[str, list[int]]()
+    with progress("links", len(WAYS) * setup.rounds) as step:
+        for _ in range(setup.rounds):
+            for way in WAYS:
+                options = {"prefault": setup.shape.nbytes} if way == "prefault" else {}
+                with open_pair(
+                    setup.connector,
+                    url=setup.url,
+                    connecting=options,
+                    copier=setup.copier,
+                    quota=2 * setup.shape.nbytes + _SLOT_SPACE,
+                    **options,
+                ) as pair:
+                    time.sleep(setup.wait)
+                    times = [_transfer(pair, sample) for _ in range(TRANSFERS)]
+                    if options:
+                        for side, spent in _mapping(pair).items():
+                            mapping.setdefault(side, []).append(spent)
+                seconds[f"{way}_first"].append(times[0])
+                seconds[f"{way}_tenth"].append(times[-1])
+                step()
+    return FirstResult(seconds, setup, mapping)
+
+
+def _transfer(pair: Pair, sample: Sample) -> float:
+    """Send one payload to a reader that waits for it; seconds until the reader has its views."""
+    getting = pair.peer.submit("get", key=KEY, timeout=60.0, verify="auto")
+    pair.wait_until_requested()
+    called = time.monotonic_ns()
+    receipt = pair.link.put(sample.cache, timeout=60.0)
+    returned = int(getting.result(60.0)["returned"])
+    receipt.wait(timeout=60.0)
+    return 1e-9 * (returned - called)
+
+
+def _mapping(pair: Pair) -> dict[str, int]:
+    """Milliseconds in which each end mapped memory ahead."""
+    stats = {"producer": pair.link.stats(), "reader": pair.peer.call("stats")}
+    found = dict[str, int]()
+    for side, one in stats.items():
+        mapped = one.get("mapped") or one.get("memory", {}).get("prefault")
+        if mapped:  # an end in the producer's process maps nothing
+            found[side] = mapped["milliseconds"]
+    return found

@@ -1,0 +1,43 @@
+"""`kvlink-bench first`: the first transfer and the tenth of new links, prefaulted and not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from omni_kvlink.bench.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ["first", "--layers", "3", "--tokens", "300", "--rounds", "2", "--wait", "0.1"]
+
+
+@pytest.mark.parametrize("connector", ["shm", "inproc", "zmq+tcp"])
+def test_the_document(connector: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert main([*SMALL, "--connector", connector, "--json", str(path)]) == 0
+    results: dict[str, Any] = json.loads(path.read_text())["results"]
+    assert (results["rounds"], results["bars"]) == (2, [])
+    names = {f"{way}_{name}" for way in ("prefault", "without") for name in ("first", "tenth")}
+    assert set(results["milliseconds"]) == names
+    assert all(0 < one["min"] <= one["max"] for one in results["milliseconds"].values())
+    assert all(one["min"] > 0 for one in results["first_over_tenth"].values())
+    sides = {"producer"} if connector == "inproc" else {"producer", "reader"}
+    assert set(results["mapping_ms"]) == sides
+    assert all(len(times) == 2 for times in results["mapping_ms"].values())
+
+
+def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--rounds", "1", "--connector", "inproc"]) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "first transfer",
+        "tenth transfer",
+        "prefault= at both ends",
+        "without",
+        "mapping",
+    ):
+        assert word in text

@@ -1,0 +1,99 @@
+"""A reader maps the producer's memory ahead, and its first transfer maps nothing."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from omni_kvlink import KVLink, TensorTransferData, TransferFailed
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from omni_kvlink import KVConsumer
+
+MIB = 1 << 20
+PREFAULT = 96 * MIB  # more than a step, so that a thread touches the pages
+
+
+def mapped(consumer: KVConsumer) -> Any:
+    return consumer.stats()["mapped"]
+
+
+def transfer(producer: Any, consumer: KVConsumer, key: str) -> None:
+    """A payload that fills the memory that was mapped ahead."""
+    data = TensorTransferData(key, {"x": torch.arange(PREFAULT // 8)})
+    receipt = producer.put(data)
+    with consumer.get(key, timeout=60) as found:
+        assert isinstance(found, TensorTransferData)
+        assert torch.equal(found["x"], data["x"])
+        del found
+    receipt.wait(timeout=60)
+
+
+def until_passed(producer: Any, consumer: KVConsumer) -> None:
+    """Wait until what the producer had to send before is handled: messages keep their order."""
+
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    until(lambda: "kvlink-memory" not in threads(), "the memory is mapped")
+    was_sent = threading.Event()
+    producer._end.loop.call(was_sent.set)
+    assert was_sent.wait(60)
+    producer.fail("none", "there is none")
+    with pytest.raises(TransferFailed):
+        consumer.get("none", timeout=60)
+
+
+@pytest.mark.parametrize("connects", ["before", "after"])
+def test_it_is_mapped_before_the_first_payload(connects: str, sockets: str) -> None:
+    with KVLink.serve("shm://ahead", directory=sockets, prefault=PREFAULT) as producer:
+        if connects == "after":
+            until(lambda: bool(producer.stats()["memory"]["arenas"]), "memory is mapped")
+        with KVLink.connect("shm://ahead", directory=sockets, timeout=60) as consumer:
+            until_passed(producer, consumer)
+            assert mapped(consumer)["nbytes"] >= PREFAULT
+            until(lambda: mapped(consumer)["touched"] >= PREFAULT, "all is touched")
+            before = mapped(consumer)
+            transfer(producer, consumer, "first")
+            assert mapped(consumer) == before
+            assert producer.stats()["memory"]["arenas"] == 1
+
+
+def test_a_payload_that_comes_first_waits_for_it(sockets: str) -> None:
+    with (
+        KVLink.serve("shm://early", directory=sockets, prefault=PREFAULT) as producer,
+        KVLink.connect("shm://early", directory=sockets, timeout=60) as consumer,
+    ):
+        transfer(producer, consumer, "first")
+        assert producer.stats()["memory"]["arenas"] == 1
+        until(lambda: mapped(consumer)["touched"] == mapped(consumer)["nbytes"], "all is touched")
+
+
+def test_in_mode_sealed_nothing_is_passed_before_an_offer(sockets: str) -> None:
+    """A reader sees the memory of what it was offered only."""
+    how: Any = {"directory": sockets, "mode": "sealed", "prefault": PREFAULT}
+    with (
+        KVLink.serve("shm://sealed", **how) as producer,
+        KVLink.connect("shm://sealed", directory=sockets, timeout=60) as consumer,
+    ):
+        assert producer.stats()["memory"]["prefault"]["requested"] == 0
+        transfer(producer, consumer, "first")
+        until(lambda: not mapped(consumer)["arenas"], "the arena is unmapped")
+
+
+def test_a_reader_over_a_network_maps_its_own_ahead() -> None:
+    how: Any = {"insecure": True, "prefault": PREFAULT}
+    with (
+        KVLink.serve("zmq+tcp://127.0.0.1:0", **how) as producer,
+        KVLink.connect(producer.url, timeout=60, **how) as consumer,
+    ):
+        transfer(producer, consumer, "first")
+        for end in (producer, consumer):
+            memory: Any = end.stats()["memory"]
+            assert memory["arenas"] == 1
+            assert memory["prefault"]["mapped"] >= PREFAULT
+            assert memory["prefault"]["error"] == ""
