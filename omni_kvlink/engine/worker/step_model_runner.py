@@ -164,7 +164,7 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
                 self.pipeline.step_scheduler(one.state, noise_pred)
             except Exception as error:  # noqa: PERF203 - each request has its own error
                 errors[one.key] = as_engine_error(error, f"request {one.key!r} failed")
-        errors = self._before_decode(errors)
+        errors = self._shared_errors(errors)
         for one in running:
             if one.key in errors or not one.state.denoise_completed:
                 continue
@@ -173,15 +173,15 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
                 outputs[one.key] = self._handle_kv_transfer(one.request, decoded)
             except Exception as error:
                 errors[one.key] = as_engine_error(error, f"request {one.key!r} failed")
-            errors = self._before_decode(errors)
+            errors = self._shared_errors(errors)
         errors |= {key: one.error for key, one in outputs.items() if one.error is not None}
         results = self._fail_all(self._batch_sync.end(errors))
         for key in outputs.keys() - results.keys():
             results[key] = self._ended(key, outputs[key])
         return results
 
-    def _before_decode(self, errors: Errors) -> Errors:
-        """The errors of all ranks, if they decode an image together: none may miss it alone."""
+    def _shared_errors(self, errors: Errors) -> Errors:
+        """The errors of all ranks, if they decode images together: then none may skip one alone."""
         is_shared = self.process_group.parallel.vae_patch_parallel_size > 1
         return self._batch_sync.sync_errors(errors) if is_shared else errors
 
