@@ -40,6 +40,7 @@ class DiffusionParallelConfig:
     ulysses_degree: int = 1  # ranks that divide latent rows, and the heads in attention
     ring_degree: int = 1  # ranks that divide latent rows, and pass K and V around in attention
     pipeline_parallel_size: int = 1  # ranks that divide the layers
+    vae_patch_parallel_size: int = 1  # of these ranks: the first ones decode an image's tiles
 
     def __post_init__(self) -> None:
         product = self.ulysses_degree * self.ring_degree
@@ -55,6 +56,12 @@ class DiffusionParallelConfig:
                 f"sequence_parallel_size {self.sequence_parallel_size}: ulysses_degree "
                 f"{self.ulysses_degree} x ring_degree {self.ring_degree} is {product}; set those"
             )
+        if (degree := self.vae_patch_parallel_size) > self.ranks_per_request:
+            raise ValueError(
+                f"vae_patch_parallel_size {degree}: at most the number of ranks that compute a "
+                f"request together, here {self.ranks_per_request}: the product of all degrees but "
+                "data_parallel_size"
+            )
 
     @property
     def kv_ranks(self) -> int:
@@ -67,9 +74,14 @@ class DiffusionParallelConfig:
         return self.kv_ranks * self.ring_degree * self.pipeline_parallel_size
 
     @property
+    def ranks_per_request(self) -> int:
+        """The number of ranks of a data-parallel group."""
+        return self.cfg_parallel_size * self.ranks_per_pass
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.data_parallel_size * self.cfg_parallel_size * self.ranks_per_pass
+        return self.data_parallel_size * self.ranks_per_request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +247,7 @@ class StageConfig:
     device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
     max_num_seqs: int = 1  # requests that may run at once
     num_threads: int = 0  # of torch, on the CPU; torch's default if 0
-    vae_use_tiling: bool = False  # images above 512 pixels a side are decoded in blended tiles
+    vae_use_tiling: bool = False  # images above 512 pixels a side: blended tiles; True if divided
     enable_cpu_offload: bool = False  # encoders and decoders are on the device while they run
     enable_layerwise_offload: bool = False  # layers are on the device while they run
     pin_cpu_memory: bool = True  # of offloaded weights, where there is a GPU
@@ -271,6 +283,8 @@ class StageConfig:
             raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
         if not self.start_timeout > 0:
             raise ValueError(f"start_timeout {self.start_timeout}: more than 0 s")
+        if self.parallel_config.vae_patch_parallel_size > 1:
+            object.__setattr__(self, "vae_use_tiling", True)
         world = self.parallel_config.world_size
         if ":" in self.device and world > 1:
             raise ValueError(f"device {self.device!r} for {world} ranks: use devices, one for each")
@@ -365,6 +379,10 @@ class OmniARConfig(StageConfig):
             )
         if self.parallel_config.world_size > self.parallel_config.tensor_parallel_size:
             raise ValueError("an AR stage divides its heads alone: use tensor_parallel_size")
+        if (degree := self.parallel_config.vae_patch_parallel_size) > 1:
+            raise ValueError(
+                f"vae_patch_parallel_size {degree}: an AR stage decodes no image; leave it out"
+            )
         if self.kv_transfer is not None and self.parallel_config.world_size > 1:
             raise ValueError("kv_transfer: a stage with it has one rank, not several")
         if self.kv_transfer is not None and self.kv_transfer.is_producer and self.kv.sinks:

@@ -36,7 +36,7 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("auto", "TORCH_SDPA", "SDPA"),
     "num_replicas": (1,),
     "allgather_degree": (1,),
-    "vae_patch_parallel_size": (1,),
+    "vae_parallel_mode": ("tile",),
     "enable_expert_parallel": (False,),
     "use_hsdp": (False,),
     "kv_cache_dtype": ("auto",),

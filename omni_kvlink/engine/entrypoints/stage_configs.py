@@ -81,6 +81,7 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
                 configs.append(_ar(values, think=deploy.pipeline == "bagel_think"))
             else:
                 configs.append(config := msgspec.convert(values, OmniDiffusionConfig))
+                _check_tiling(config, values)
                 if kind == "diffusers":
                     check_settings(config)
         except (msgspec.ValidationError, ValueError, EngineError) as error:
@@ -89,6 +90,16 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
         kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)
         configs[at] = dataclasses.replace(configs[at], kv=kv)
     return configs
+
+
+def _check_tiling(config: OmniDiffusionConfig, given: Mapping[str, Any]) -> None:
+    """Raises ValueError if tiles that are to be divided are switched off."""
+    degree = config.parallel_config.vae_patch_parallel_size
+    if degree > 1 and given.get("vae_use_tiling") is False:
+        raise ValueError(
+            f"vae_patch_parallel_size {degree} with vae_use_tiling: false: ranks divide the tiles; "
+            "remove one of them"
+        )
 
 
 def with_sources(

@@ -54,6 +54,7 @@ class BagelUtility(BagelPrefill):
     """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
     branches, supports_sp, supports_pp = BRANCHES, True, True
+    supports_vae_patch_parallel = True
 
     def __init__(
         self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None

@@ -167,10 +167,9 @@ class OmniBagelPipeline(BagelPipeline):
             steps.on_clean(state.images[0].step, clean)
 
     def post_decode(self, state: BagelStepState) -> DiffusionOutput:
-        """Decode a request's images, on a group's leader alone."""
+        """Decode a request's images, which a group's leader alone has."""
         contexts = self._last = state.images[0].contexts
-        decoded = [self.decode(self.latent(image)) for image in state.images if self.hooks.decode]
-        output = torch.stack(decoded) if decoded else None
+        output = self._decode([self.latent(image) for image in state.images])
         fields = self._text_fields(state.request, contexts)
         return DiffusionOutput(state.request.request_id, output, **fields)
 
@@ -218,21 +217,23 @@ class OmniBagelPipeline(BagelPipeline):
         try:
             contexts, noise = zip(*rows, strict=True)
             latents = iter(self.denoise_batch(contexts, noise, params, on_step))
-            images = {
-                job.key: torch.stack([self.decode(next(latents)) for _ in job.noise])
-                for job in jobs
-                if self.hooks.decode
-            }
+            images = {job.key: self._decode([next(latents) for _ in job.noise]) for job in jobs}
         except Exception as error:
             return {job.key: _failed(job.key, error) for job in jobs}
         return {
             job.key: _failed(job.key, RequestAborted("aborted while its batch ran"))
             if job.request.is_cancelled()
             else DiffusionOutput(
-                job.key, images.get(job.key), **self._text_fields(job.request, job.contexts)
+                job.key, images[job.key], **self._text_fields(job.request, job.contexts)
             )
             for job in jobs
         }
+
+    def _decode(self, latents: Sequence[Tensor]) -> Tensor | None:
+        """A request's images [n, H, W, 3]; None on all ranks of a group but its leader."""
+        decoded = [self.decode_shared(latent) for latent in latents]
+        images = [image for image in decoded if image is not None]
+        return torch.stack(images) if images else None
 
     def _text_fields(
         self, request: OmniDiffusionRequest, contexts: BagelContexts

@@ -75,14 +75,16 @@ class BatchSync:
         """Whether this rank knows that the request was aborted, and must report it as an error."""
         return request_id in self._aborted
 
-    def step(self, error: Exception | None = None) -> None:
+    def step(self, error: Exception | None = None, *, in_pass: bool = True) -> None:
         """Wait until all ranks are at this step; exchange failures and aborts.
 
         `error` says why this rank cannot continue, and is raised here; the others raise RankFailed.
+        `in_pass`: the others may be in a pass that needs this rank, and never come here.
         """
         aborted = [request_id in self._aborted for request_id in self._running]
         try:
-            rows = self._gather(_Phase.STEP, [error is not None, *aborted], [error])
+            errors = [error] if in_pass else []
+            rows = self._gather(_Phase.STEP, [error is not None, *aborted], errors)
         except (RankFailed, EngineDeadError) as others:
             raise error or others from None
         if error is not None:

@@ -25,7 +25,7 @@ from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from omni_kvlink.models.bagel.layers import IntermediateTensors
 
@@ -33,6 +33,8 @@ MAX_BROADCAST = (8 << 10) - 4
 """Bytes of a `broadcast_bytes`, at most; with its length, all are of one size."""
 _GROUPS = (("tensor",), ("ulysses",), ("ring",), ("ulysses", "ring"), ("pipeline",), ("guidance",))
 """The axes along which ranks communicate."""
+_TILES = ("tiles",)
+"""In place of axes: the ranks that divide the tiles of an image, the leader first."""
 _SIOCGIFADDR = 0x8915
 _open_sockets: dict[str, socket.socket] = {}
 """Listening sockets that `open_rendezvous` has opened and `join_rendezvous` has not used yet."""
@@ -57,7 +59,7 @@ class ProcessGroup:
         self.is_alone = len(self._ranks) == 1
         self._joined = self._aborted = False
         self._all: dist.ProcessGroup | None = None
-        self._along: dict[tuple[str, ...], dist.ProcessGroup] = {}  # by the axes of its ranks
+        self._along: dict[tuple[str, ...], dist.ProcessGroup] = {}  # by axes, and of `_TILES`
 
     @classmethod
     def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
@@ -205,6 +207,21 @@ class ProcessGroup:
         whole = tensor.contiguous() if is_sender else tensor.new_empty(tensor.shape)
         return self._broadcast(whole, "pipeline", sender)
 
+    def gather_tiles(self, tiles: Mapping[int, Tensor]) -> None:
+        """Send this rank's tiles of an image, dense, to the group's leader, by index.
+
+        Tile i is rank i modulo `vae_patch_parallel_size`'s. The leader passes all, and those of
+        other ranks are overwritten.
+        """
+        degree = self.parallel.vae_patch_parallel_size
+        with self._abort_on_error():
+            for index, tile in sorted(tiles.items()):
+                if not self.coords.is_leader:
+                    dist.send(tile.view(torch.uint8), self._ranks[0], group=self._along[_TILES])
+                elif index % degree:
+                    rank = self._ranks[index % degree]
+                    dist.recv(tile.view(torch.uint8), rank, group=self._along[_TILES])
+
     def abort(self) -> None:
         """Abort the group, so that the other ranks stop waiting for this one; repeatable."""
         self._aborted = True
@@ -251,10 +268,10 @@ class ProcessGroup:
 
         # numbers and messages are on the CPU
         self._all = make(lambda coords: group_ranks(coords.group, parallel), "gloo")
-        for axes in _GROUPS:
-            group = make(partial(_along, axes, parallel))
-            if group is not None:
-                self._along[axes] = group
+        made = {axes: make(partial(_along, axes, parallel)) for axes in _GROUPS}
+        degree = parallel.vae_patch_parallel_size
+        made[_TILES] = make(lambda coords: group_ranks(coords.group, parallel)[:degree])
+        self._along = {axes: group for axes, group in made.items() if group is not None}
 
     @contextlib.contextmanager
     def _abort_on_error(self) -> Iterator[None]:

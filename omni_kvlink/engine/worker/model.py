@@ -44,6 +44,8 @@ class ModelUtility(PrefillUtility):
     """Whether ranks can divide the rows of an image: `ulysses_degree`, `ring_degree`."""
     supports_pp: ClassVar[bool] = False
     """Whether ranks can divide the layers: `pipeline_parallel_size`."""
+    supports_vae_patch_parallel: ClassVar[bool] = False
+    """Whether ranks can divide the tiles of an image: `vae_patch_parallel_size`."""
 
     def __init__(
         self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
@@ -57,6 +59,7 @@ class ModelUtility(PrefillUtility):
         for supported, degree in (
             (self.supports_sp, "sequence_parallel_size"),
             (self.supports_pp, "pipeline_parallel_size"),
+            (self.supports_vae_patch_parallel, "vae_patch_parallel_size"),
         ):
             if (value := getattr(parallel, degree)) > 1 and not supported:
                 raise ValueError(f"{degree} {value}: {type(self).__name__} does not support it")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.guidance import SharedBranches
+from omni_kvlink.engine.parallel.tiles import SharedTiles
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
 def share_passes(
     pipeline: Any, branches: Sequence[str], process_group: ProcessGroup, sync: BatchSync
 ) -> None:
-    """Let a pipeline compute each pass with the other ranks; the leader decodes."""
+    """Let a pipeline compute each pass with the other ranks; the leader has the images."""
     hooks = pipeline.hooks
     hooks.branches = SharedBranches(branches, process_group, sync)
     hooks.sync_errors, hooks.decode = sync.sync_errors, process_group.coords.is_leader
+    if process_group.parallel.vae_patch_parallel_size > 1:
+        hooks.tiles = SharedTiles(process_group, sync)

@@ -162,22 +162,35 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
             try:
                 noise_pred, one.noise_pred = one.noise_pred, None
                 self.pipeline.step_scheduler(one.state, noise_pred)
-                if one.state.denoise_completed:
-                    decoded = self.pipeline.post_decode(one.state)
-                    outputs[one.key] = self._handle_kv_transfer(one.request, decoded)
             except Exception as error:  # noqa: PERF203 - each request has its own error
                 errors[one.key] = as_engine_error(error, f"request {one.key!r} failed")
+        errors = self._shared_errors(errors)
+        for one in running:
+            if one.key in errors or not one.state.denoise_completed:
+                continue
+            try:
+                decoded = self.pipeline.post_decode(one.state)
+                outputs[one.key] = self._handle_kv_transfer(one.request, decoded)
+            except Exception as error:
+                errors[one.key] = as_engine_error(error, f"request {one.key!r} failed")
+            errors = self._shared_errors(errors)
         errors |= {key: one.error for key, one in outputs.items() if one.error is not None}
         results = self._fail_all(self._batch_sync.end(errors))
         for key in outputs.keys() - results.keys():
             results[key] = self._ended(key, outputs[key])
         return results
 
+    def _shared_errors(self, errors: Errors) -> Errors:
+        """The errors of all ranks, if they decode images together: then none may skip one alone."""
+        is_shared = self.process_group.parallel.vae_patch_parallel_size > 1
+        return self._batch_sync.sync_errors(errors) if is_shared else errors
+
     def _fail_all(self, errors: Errors) -> dict[str, DiffusionOutput]:
         """End requests in errors; the next stage gets them, too."""
         return {
             key: self._ended(key, self._failed(self._running[key].request, error))
             for key, error in errors.items()
+            if key in self._running  # a rank that is gone fails all requests of the step
         }
 
     def _ended(self, request_id: str, output: DiffusionOutput) -> DiffusionOutput:

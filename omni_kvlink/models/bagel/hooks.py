@@ -31,6 +31,12 @@ BranchesHook: TypeAlias = Callable[
 """`hook(branches, compute, empty)` returns the flows of all branches, each computed here by
 `compute(branch)` or by another rank. `empty(branch)` allocates a branch's flow."""
 
+TilesHook: TypeAlias = Callable[
+    [Sequence[tuple[int, int]], Callable[[int], Tensor]], list[Tensor] | None
+]
+"""`hook(shapes, compute)` returns all tiles of an image, [n, c, height, width] of these shapes,
+each computed here by `compute(index)` or by another rank; None where another rank has the image."""
+
 SyncErrorsHook: TypeAlias = Callable[[Mapping[str, Exception]], Mapping[str, Exception]]
 """Takes the errors of this rank by request id; returns those of all ranks."""
 
@@ -42,11 +48,15 @@ that the latents would end at if the flow went straight on; after the last one, 
 
 @dataclass
 class DenoiseHooks:
-    """An engine's callbacks, and whether latents are `decode`d to images here."""
+    """An engine's callbacks, and whether latents are `decode`d to images here.
+
+    Where ranks divide the `tiles` of an image, all of them decode.
+    """
 
     velocity: VelocityHook | None = None
     layers: LayersHook | None = None
     branches: BranchesHook | None = None
     sync_errors: SyncErrorsHook | None = None
     on_clean: CleanHook | None = None
+    tiles: TilesHook | None = None
     decode: bool = True

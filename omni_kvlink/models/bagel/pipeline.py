@@ -302,9 +302,15 @@ class BagelPipeline:
     def decode(self, latent: Tensor) -> Tensor:
         """Decode a latent [z, H / d, W / d] to an image: uint8 [H, W, 3] on the CPU."""
         self._require("autoencoder's decoder", self.stage != "ar")
-        image = self.autoencoder.decode(latent)
-        levels = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
-        return levels.to(torch.uint8).cpu().contiguous()
+        return _levels(self.autoencoder.decode(latent))
+
+    @torch.no_grad()
+    def decode_shared(self, latent: Tensor) -> Tensor | None:
+        """As `decode`, on the ranks that the hooks name; None where another rank has the image."""
+        if self.hooks.tiles is None:
+            return self.decode(latent) if self.hooks.decode else None
+        image = self.autoencoder.decode_divided(latent, self.hooks.tiles)
+        return None if image is None else _levels(image)
 
     @torch.no_grad()
     def text_steps(
@@ -672,6 +678,12 @@ class BagelPipeline:
 
 def _think_prompt(understanding: bool) -> str:
     return THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
+
+
+def _levels(image: Tensor) -> Tensor:
+    """An image [3, H, W], about [-1, 1], as uint8 [H, W, 3] on the CPU."""
+    levels = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
+    return levels.to(torch.uint8).cpu().contiguous()
 
 
 def _check_grids(states: Sequence[DenoiseState]) -> None:

@@ -1,19 +1,23 @@
 """Large images through the autoencoder in overlapping tiles, which are blended where they overlap.
 
 The arithmetic is that of diffusers' `AutoencoderKL`. A tile has its own group norms and attends to
-itself alone, so that an image of several tiles differs from one that is computed as a whole.
+itself alone, so that an image of several tiles differs from one that is computed as a whole. Ranks
+may divide the tiles: a tile has the same bits wherever it is computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from omni_kvlink.models.bagel.hooks import TilesHook
 
 
 @dataclass(frozen=True)
@@ -39,28 +43,73 @@ class Tiling:
             )
 
 
-def run_tiled(
-    run: Callable[[Tensor], Tensor], x: Tensor, *, size: int, size_out: int, overlap: float
-) -> Tensor:
-    """Apply `run` to tiles of x [n, c, H, W] of up to `size` a side, and join the results.
+@dataclass(frozen=True)
+class TileGrid:
+    """The tiles of an image: `size` cells a side, of which `size_out` are made."""
 
-    `run` makes `size_out` cells of `size`. Returns float32 if there are several tiles.
-    """
-    height, width = x.shape[-2:]
-    if max(height, width) <= size:
-        return run(x)
-    step, blend = round(size * (1 - overlap)), round(size_out * overlap)
-    kept, rows, above = size_out - blend, list[Tensor](), list[Tensor]()
-    for top in range(0, height, step):
-        row = list[Tensor]()
-        for left in range(0, width, step):
-            tile = run(x[..., top : top + size, left : left + size]).float()
-            if above:
-                tile = _blended(above[len(row)], tile, blend, dim=-2)
-            row.append(_blended(row[-1], tile, blend, dim=-1) if row else tile)
-        rows.append(torch.cat([tile[..., :kept, :kept] for tile in row], dim=-1))
-        above = row
-    return torch.cat(rows, dim=-2)
+    height: int
+    width: int
+    size: int
+    size_out: int
+    overlap: float
+
+    @property
+    def corners(self) -> list[tuple[int, int]]:
+        """Top and left of each tile, row by row."""
+        return list(product(self._starts(self.height), self._starts(self.width)))
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Height and width of what is made of each tile."""
+        sides = [(self.height - top, self.width - left) for top, left in self.corners]
+        return [
+            (self._made(min(height, self.size)), self._made(min(width, self.size)))
+            for height, width in sides
+        ]
+
+    def cut(self, x: Tensor, index: int) -> Tensor:
+        """Return a tile of x [n, c, height, width]."""
+        top, left = self.corners[index]
+        return x[..., top : top + self.size, left : left + self.size]
+
+    def join(self, tiles: Iterable[Tensor]) -> Tensor:
+        """Blend what was made of the tiles, in their order; float32 if there are several."""
+        each = iter(tiles)
+        if len(self.corners) == 1:
+            return next(each)
+        blend = round(self.size_out * self.overlap)
+        kept, rows, above = self.size_out - blend, list[Tensor](), list[Tensor]()
+        for _ in self._starts(self.height):
+            row = list[Tensor]()
+            for _ in self._starts(self.width):
+                tile = next(each).float()
+                if above:
+                    tile = _blended(above[len(row)], tile, blend, dim=-2)
+                row.append(_blended(row[-1], tile, blend, dim=-1) if row else tile)
+            rows.append(torch.cat([tile[..., :kept, :kept] for tile in row], dim=-1))
+            above = row
+        return torch.cat(rows, dim=-2)
+
+    def _starts(self, side: int) -> range:
+        if max(self.height, self.width) <= self.size:
+            return range(1)
+        return range(0, side, round(self.size * (1 - self.overlap)))
+
+    def _made(self, side: int) -> int:
+        return side * self.size_out // self.size
+
+
+def run_tiled(run: Callable[[Tensor], Tensor], x: Tensor, grid: TileGrid) -> Tensor:
+    """Apply `run` to the tiles of x [n, c, H, W], one after the other, and join the results."""
+    return grid.join(run(grid.cut(x, index)) for index in range(len(grid.corners)))
+
+
+def run_divided(
+    run: Callable[[Tensor], Tensor], x: Tensor, grid: TileGrid, share: TilesHook
+) -> Tensor | None:
+    """As `run_tiled`, on ranks that divide the tiles; None where another rank has the result."""
+    tiles = share(grid.shapes, lambda index: run(grid.cut(x, index)))
+    return None if tiles is None else grid.join(tiles)
 
 
 def _blended(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel.tiling import Tiling, run_tiled
+from omni_kvlink.models.bagel.tiling import TileGrid, Tiling, run_divided, run_tiled
 
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import AutoencoderConfig
+    from omni_kvlink.models.bagel.hooks import TilesHook
 
 
 class GroupNorm(nn.GroupNorm):
@@ -177,7 +178,8 @@ class Autoencoder(nn.Module):
         """
         pixels = pixels.to(next(self.encoder.parameters()).device)
         with _exact(pixels.device):
-            moments = self._run(self.encoder, pixels.unsqueeze(0), up=False)[0].float()
+            whole = pixels.unsqueeze(0)
+            moments = run_tiled(self.encoder, whole, self._grid(whole, up=False))[0].float()
         mean, logvar = moments.chunk(2)
         origin = "cpu" if generator is None else generator.device
         noise = torch.randn(mean.shape, generator=generator, device=origin).to(mean.device)
@@ -187,20 +189,27 @@ class Autoencoder(nn.Module):
 
     def decode(self, latent: Tensor) -> Tensor:
         """Decode a latent [z, H / d, W / d] to the image [3, H, W], about [-1, 1]."""
-        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the module's dtype
-        z = z / self.config.scale_factor + self.config.shift_factor
+        z = self._decoder_input(latent)
         with _exact(z.device):
-            image = self._run(self.decoder, z.unsqueeze(0), up=True)[0]
-        return image
+            return run_tiled(self.decoder, z, self._grid(z, up=True))[0]
 
-    def _run(self, network: nn.Module, x: Tensor, *, up: bool) -> Tensor:
-        """Run the encoder or the decoder, in tiles if those are enabled."""
-        if self._tiling is None:
-            whole: Tensor = network(x)
-            return whole
-        pixels = self._tiling.tile_sample_min_size
-        size, size_out = pixels // self.config.downsample, pixels
-        if not up:
-            size, size_out = size_out, size
-        overlap = self._tiling.tile_overlap_factor
-        return run_tiled(network, x, size=size, size_out=size_out, overlap=overlap)
+    def decode_divided(self, latent: Tensor, share: TilesHook) -> Tensor | None:
+        """As `decode`, on ranks that divide the tiles; None where another rank has the image."""
+        z = self._decoder_input(latent)
+        with _exact(z.device):
+            image = run_divided(self.decoder, z, self._grid(z, up=True), share)
+        return None if image is None else image[0]
+
+    def _decoder_input(self, latent: Tensor) -> Tensor:
+        z = latent.to(next(self.decoder.parameters()))  # of conv_in, which has the module's dtype
+        return (z / self.config.scale_factor + self.config.shift_factor).unsqueeze(0)
+
+    def _grid(self, x: Tensor, *, up: bool) -> TileGrid:
+        """The tiles of what the encoder or the decoder gets; one if tiling is not enabled."""
+        height, width = x.shape[-2:]
+        down = self.config.downsample
+        pixels, overlap = max(height, width) * (down if up else 1), 0.0
+        if self._tiling is not None:
+            pixels, overlap = self._tiling.tile_sample_min_size, self._tiling.tile_overlap_factor
+        size, size_out = (pixels // down, pixels) if up else (pixels, pixels // down)
+        return TileGrid(height, width, size, size_out, overlap)

@@ -10,6 +10,7 @@ import pytest
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
     DeployConfig,
+    DiffusionParallelConfig,
     LoRAConfig,
     LoRARequest,
     OmniARConfig,
@@ -261,6 +262,50 @@ def test_rows_and_layers_of_a_diffusion_stage_are_divided() -> None:
     assert dit.parallel_config.world_size == 12
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_tiles_of_an_image_are_divided(nested: bool) -> None:
+    """By vLLM-Omni's name, which turns tiling on there, too."""
+    degrees = {"cfg_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}
+    given = {**degrees, "vae_patch_parallel_size": 3, "vae_parallel_mode": "tile"}
+    deploy = deployed({}, {"parallel_config": given} if nested else given)
+    ar, dit = stage_configs(deploy, "model")
+    assert dit.parallel_config == DiffusionParallelConfig(**degrees, vae_patch_parallel_size=3)
+    assert dit.parallel_config.world_size == 8
+    assert (ar.vae_use_tiling, dit.vae_use_tiling) == (False, True)
+    _, whole = stage_configs(deployed({}, {"vae_patch_parallel_size": 1}), "model")
+    assert not whole.vae_use_tiling
+
+
+@pytest.mark.parametrize(
+    ("ar", "dit", "text"),
+    [
+        ({}, {"vae_patch_parallel_size": 0}, "vae_patch_parallel_size 0: 1 or more"),
+        (
+            {},
+            {"vae_patch_parallel_size": 3, "cfg_parallel_size": 2, "data_parallel_size": 2},
+            "stage 1: vae_patch_parallel_size 3: at most .* compute a request together, here 2:",
+        ),
+        (
+            {},
+            {
+                "vae_patch_parallel_size": 2,
+                "cfg_parallel_size": 2,
+                "vae_use_tiling": False,
+            },
+            "stage 1: vae_patch_parallel_size 2 with vae_use_tiling: false: .* remove one",
+        ),
+        (
+            {"vae_patch_parallel_size": 2, "tensor_parallel_size": 2},
+            {},
+            "stage 0: vae_patch_parallel_size 2: an AR stage decodes no image; leave it out",
+        ),
+    ],
+)
+def test_tiles_that_cannot_be_divided(ar: dict[str, Any], dit: dict[str, Any], text: str) -> None:
+    with pytest.raises(SchemaError, match=text):
+        stage_configs(deployed(ar, dit), "model")
+
+
 @pytest.mark.parametrize(
     ("parallel", "cure"),
     [
@@ -489,7 +534,8 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"load_format": "dummy"}, "load_format 'dummy'"),
         ({"vae_use_tiling": "some"}, "stage 0: Expected `bool`"),
         ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
-        ({"vae_patch_parallel_size": 2}, "vae_patch_parallel_size 2: only 1"),
+        ({"vae_patch_parallel_size": 2}, "vae_patch_parallel_size 2: at most .* here 1:"),
+        ({"vae_parallel_mode": "batch"}, "vae_parallel_mode 'batch': only 'tile'"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
         ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN': only 'auto' or 'TORCH_SDPA' or"),
         ({"profiler_config": {"profiler": "cuda"}}, "profiler 'cuda'; only 'torch'"),

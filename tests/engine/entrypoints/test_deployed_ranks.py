@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint
+import worker_fixtures
+from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint, pipeline
 from fork_server import NESTED
 from mp_fixtures import patient_calls, until
 
 from omni_kvlink.engine import EngineDeadError, OmniDiffusion
+from omni_kvlink.models.bagel import Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,6 +118,29 @@ def test_tensor_and_sequence_ranks_generate_the_same_images_but_for_rounding(
             return not any(link["memory"]["used"] for link in links)
 
         until(is_back)
+
+
+def test_the_ranks_of_a_stage_divide_the_tiles_of_an_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Images are those of one process with the same tiles; of their four, a rank decodes two."""
+    found = [str(Path(worker_fixtures.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
+    prompts, own = ["a fox", "two hats"], pipeline().autoencoder
+    dit = {"cfg_parallel_size": 2, "vae_patch_parallel_size": 2, "vae_use_tiling": True}
+    whole = expected(prompts)
+    own.enable_tiling(Tiling(16))
+    try:
+        tiled = expected(prompts)
+    finally:
+        own.enable_tiling(None)
+    with deployed({}, {**dit, "worker_cls": "worker_fixtures:TilingWorker"}) as omni:
+        images = generated(omni, prompts)
+        executor: Any = omni.stages[1].executor  # type: ignore[union-attr]
+        assert executor.collective_rpc("tiles_decoded") == [(0, 4), (1, 4)]
+    for image, as_whole, in_tiles in zip(images, whole, tiled, strict=True):
+        assert torch.equal(image, in_tiles)
+        assert not torch.equal(image, as_whole)
 
 
 def test_a_guidance_rank_is_killed_amid_a_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -156,8 +157,8 @@ def test_ranks_that_share_a_step(degree: str) -> None:
 # ---- what the ranks of a group agree on
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
+@contextmanager
+def two_ranks() -> Iterator[RankProcesses]:
     with tempfile.TemporaryDirectory(prefix="kvl-") as directory:
         config = OmniDiffusionConfig(
             checkpoint(),
@@ -174,6 +175,12 @@ def ranks() -> Iterator[RankProcesses]:
             yield ranks.wait_ready()
         finally:
             ranks.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with two_ranks() as made:
+        yield made
 
 
 def run_step(worker: Any, step: StepSchedulerOutput) -> dict[str, DiffusionOutput]:
@@ -225,3 +232,21 @@ def test_an_abort_is_part_of_the_step(ranks: RankProcesses) -> None:
     ranks.call_all(run_step, rest)
     leader, _ = ranks.call_all(run_step, rest)
     assert close_to(leader["b"].result()[0], alone(seed=1))
+
+
+def die_in_pass(worker: Any) -> None:
+    worker.runner.pipeline.denoise_step = lambda states: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_fails_what_still_runs() -> None:
+    """A request that was aborted before the pass has its own result."""
+    with two_ranks() as ranks:
+        batch = [request(n, seed=i, need_kv_receive=False) for i, n in enumerate("ab")]
+        assert ranks.call_all(run_step, StepSchedulerOutput(batch)) == [{}, {}]
+        ranks.call(1, die_in_pass)
+        ids = {"cached_request_ids": ["a", "b"], "aborted_request_ids": ["a"]}
+        for rank in (0, 1):
+            ranks.send_call(rank, run_step, StepSchedulerOutput([], **ids))
+        results = ranks.result(0)
+        assert isinstance(results["a"].error, RequestAborted)
+        assert isinstance(results["b"].error, EngineDeadError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from omni_kvlink.engine.models.bagel import BagelUtility
 from omni_kvlink.models.bagel import BagelPipeline, Tiling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 TILE = 16
@@ -86,6 +88,28 @@ def test_a_tile_is_computed_alone_and_blended(exact: BagelPipeline, tiled: Bagel
     share = torch.arange(4) / 4
     assert torch.allclose(found[..., 12:16], left[..., 12:] * (1 - share) + right[..., :4] * share)
     assert found[..., 16:24].equal(right[..., 4:12])
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 14), (20, 14)])
+def test_tiles_that_ranks_divide(tiled: BagelPipeline, size: tuple[int, int]) -> None:
+    """Two ranks, one after the other: the first has the image, in the bits of one rank."""
+    z, whole = latent(*size), tiled.decode(latent(*size))
+    sent: dict[int, Tensor] = {}
+
+    def share(
+        rank: int, shapes: Sequence[tuple[int, int]], compute: Callable[[int], Tensor]
+    ) -> list[Tensor] | None:
+        sent.update((at, compute(at)) for at in range(rank, len(shapes), 2))
+        assert all(tile.shape == (1, 3, *shapes[at]) for at, tile in sent.items())
+        return None if rank else [sent[at] for at in range(len(shapes))]
+
+    tiled.hooks.tiles = partial(share, 1)
+    assert tiled.decode_shared(z) is None
+    assert len(sent) == {(8, 8): 0, (6, 14): 1, (20, 14): 6}[size]
+    tiled.hooks.tiles = partial(share, 0)
+    image = tiled.decode_shared(z)
+    assert image is not None
+    assert image.equal(whole)
 
 
 def test_tiles_are_near_the_whole(exact: BagelPipeline, tiled: BagelPipeline) -> None:
