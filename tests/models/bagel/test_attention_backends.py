@@ -86,7 +86,7 @@ def test_a_kernel_computes_the_default_attention(name: str, n: int, m: int, caus
 
 
 class Model:
-    """A pipeline, and all of its ways to attend."""
+    """A pipeline, and each of its passes."""
 
     def __init__(self, pipeline: BagelPipeline) -> None:
         self.pipeline = pipeline
@@ -117,7 +117,7 @@ class Model:
         return self.pipeline.model.velocity(contexts, noise)
 
 
-WAYS: dict[str, Callable[[Model], Any]] = {
+ROUTES: dict[str, Callable[[Model], Any]] = {
     "text": Model.text,
     "image": Model.image,
     "texts": Model.texts,
@@ -146,12 +146,12 @@ def operators(run: Callable[[], Any]) -> set[str]:
     return {each.key for each in recorded.key_averages() if "scaled_dot_product" in each.key}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_model_computes_the_same_by_the_kernel_that_was_set(
-    model: Model, name: str, way: str
+    model: Model, name: str, route: str
 ) -> None:
-    run = partial(WAYS[way], model)
+    run = partial(ROUTES[route], model)
     expected = tensors(run())
     model.pipeline.model.set_attention(on_cpu(name))
     assert operators(run) == {KERNELS[name]}
@@ -281,13 +281,13 @@ def test_a_package_is_called_as_it_documents(name: str, n: int, m: int, causal: 
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.usefixtures("runs_here")
-def test_the_model_computes_the_same_by_a_package(model: Model, name: str, way: str) -> None:
-    expected = tensors(WAYS[way](model))
+def test_the_model_computes_the_same_by_a_package(model: Model, name: str, route: str) -> None:
+    expected = tensors(ROUTES[route](model))
     model.pipeline.model.set_attention(on_cpu(name))
-    assert operators(partial(WAYS[way], model)) == set()
-    for ours, theirs in zip(tensors(WAYS[way](model)), expected, strict=True):
+    assert operators(partial(ROUTES[route], model)) == set()
+    for ours, theirs in zip(tensors(ROUTES[route](model)), expected, strict=True):
         assert gap(ours, theirs) < ROUNDING
 
 
