@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KEY = "bench"
 TRANSFERS = 10
-WAYS = ("prefault", "without")
+KINDS = ("prefault", "without")
 _SLOT_SPACE = 8 << 20
 
 
@@ -58,7 +58,8 @@ class FirstResult(Timings):
             "rounds": self.setup.rounds,
             "milliseconds": {name: self.milliseconds(name).to_dict() for name in self.seconds},
             "first_over_tenth": {
-                way: self.ratio_by_round(f"{way}_first", f"{way}_tenth").to_dict() for way in WAYS
+                kind: self.ratio_by_round(f"{kind}_first", f"{kind}_tenth").to_dict()
+                for kind in KINDS
             },
             "mapping_ms": self.mapping,
             "bars": self.bars(),
@@ -72,18 +73,18 @@ class FirstResult(Timings):
             wrapped("link", f"{setup.connector}, {setup.rounds} links of each kind, in turn"),
             wrapped("wait", f"{setup.wait:g} s between the link's opening and the first transfer"),
         ]
-        what = {way: "prefault= at both ends" if way == "prefault" else way for way in WAYS}
+        what = {kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS}
         rows = [
-            row(f"{name} transfer", (one.p50, one.min, one.max), what[way])
-            for way in WAYS
+            row(f"{name} transfer", (one.p50, one.min, one.max), what[kind])
+            for kind in KINDS
             for name in ("first", "tenth")
-            for one in (self.milliseconds(f"{way}_{name}"),)
+            for one in (self.milliseconds(f"{kind}_{name}"),)
         ]
         lines = list[str]()
-        for way in WAYS:
-            ratio = self.ratio_by_round(f"{way}_first", f"{way}_tenth")
+        for kind in KINDS:
+            ratio = self.ratio_by_round(f"{kind}_first", f"{kind}_tenth")
             text = f"{ratio.p50:.2f} × the tenth ({ratio.min:.2f} to {ratio.max:.2f} by link)"
-            lines.append(wrapped("first", f"{way}: {text}"))
+            lines.append(wrapped("first", f"{kind}: {text}"))
         for side, times in self.mapping.items():
             text = f"{side}: {min(times)} to {max(times)} ms in a thread, before the first transfer"
             lines.append(wrapped("mapping", text))
@@ -95,12 +96,12 @@ class FirstResult(Timings):
 def measure(setup: FirstSetup, progress: Progress = progress) -> FirstResult:
     """Open all links one after the other, and send `TRANSFERS` payloads over each."""
     sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources="contiguous")
-    seconds = {f"{way}_{name}": list[float]() for way in WAYS for name in ("first", "tenth")}
+    seconds = {f"{kind}_{name}": list[float]() for kind in KINDS for name in ("first", "tenth")}
     mapping = dict[str, list[int]]()
-    with progress("links", len(WAYS) * setup.rounds) as step:
+    with progress("links", len(KINDS) * setup.rounds) as step:
         for _ in range(setup.rounds):
-            for way in WAYS:
-                options = {"prefault": setup.shape.nbytes} if way == "prefault" else {}
+            for kind in KINDS:
+                options = {"prefault": setup.shape.nbytes} if kind == "prefault" else {}
                 with open_pair(
                     setup.connector,
                     url=setup.url,
@@ -114,8 +115,8 @@ def measure(setup: FirstSetup, progress: Progress = progress) -> FirstResult:
                     if options:
                         for side, spent in _mapping(pair).items():
                             mapping.setdefault(side, []).append(spent)
-                seconds[f"{way}_first"].append(times[0])
-                seconds[f"{way}_tenth"].append(times[-1])
+                seconds[f"{kind}_first"].append(times[0])
+                seconds[f"{kind}_tenth"].append(times[-1])
                 step()
     return FirstResult(seconds, setup, mapping)
 

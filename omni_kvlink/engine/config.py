@@ -241,6 +241,7 @@ class StageConfig:
     worker_cls: str = ""
     stage: str = "dit"  # which part of the model, as the model names it
     dtype: str = "bfloat16"  # or "float16", "float32"
+    attention_backend: str = "auto"  # as vLLM-Omni, diffusers or `attention_backends` name it
     quantization: str = ""  # of the layers' weights: "int8_weight_only"
     vae_dtype: str = "auto"  # of the image autoencoder; as published if "auto", BAGEL's in float32
     device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
@@ -299,6 +300,11 @@ class StageConfig:
             )
 
     @property
+    def has_attention_backend(self) -> bool:
+        """Whether attention is computed by something else than torch's SDPA as it is."""
+        return self.attention_backend not in ("", "auto", "TORCH_SDPA", "SDPA", "native")
+
+    @property
     def offloads(self) -> bool:
         """Whether weights are in host memory while they are not used."""
         return self.enable_cpu_offload or self.enable_layerwise_offload
@@ -337,7 +343,6 @@ class OmniDiffusionConfig(StageConfig):
     max_concurrent_batches: int = 1  # sent to the workers before the first has ended
     cache_backend: str = "none"  # or the name of a `CacheBackend`
     cache_config: dict[str, Any] = field(default_factory=dict)
-    attention_backend: str = "auto"  # of diffusers' pipelines, as diffusers or vLLM-Omni names it
     vae_use_slicing: bool = False  # the autoencoder decodes one image at a time; diffusers only
 
     def __post_init__(self) -> None:
@@ -346,6 +351,9 @@ class OmniDiffusionConfig(StageConfig):
             raise ValueError(f"request_batch_max_wait_ms {self.request_batch_max_wait_ms}")
         if self.max_concurrent_batches < 1:
             raise ValueError(f"max_concurrent_batches {self.max_concurrent_batches}: 1 or more")
+        if self.has_attention_backend and self.parallel_config.ring_degree > 1:
+            text = f"attention_backend {self.attention_backend!r} with ring_degree"
+            raise ValueError(f"{text}: a ring merges blocks by itself; set ulysses_degree")
         if self.step_execution and self.max_concurrent_batches > 1:
             text = f"max_concurrent_batches {self.max_concurrent_batches} with step_execution"
             raise ValueError(f"{text}: a step begins when the one before has ended; set 1")

@@ -21,7 +21,7 @@ def test_the_document(connector: str, tmp_path: Path) -> None:
     assert main([*SMALL, "--connector", connector, "--json", str(path)]) == 0
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     assert (results["rounds"], results["bars"]) == (2, [])
-    names = {f"{way}_{name}" for way in ("prefault", "without") for name in ("first", "tenth")}
+    names = {f"{kind}_{name}" for kind in ("prefault", "without") for name in ("first", "tenth")}
     assert set(results["milliseconds"]) == names
     assert all(0 < one["min"] <= one["max"] for one in results["milliseconds"].values())
     assert all(one["min"] > 0 for one in results["first_over_tenth"].values())

@@ -65,7 +65,7 @@ _SETTINGS = {
 }
 _SETTINGS = {kind: (names | {"own_process"}) - _NO_FIELDS for kind, names in _SETTINGS.items()}
 _SETTINGS["diffusers"] = _SETTINGS["dit"]
-_SETTINGS["dit"] -= {"attention_backend", "vae_use_slicing"}
+_SETTINGS["dit"] -= {"vae_use_slicing"}
 _SETTINGS["all"] = _SETTINGS["dit"]
 """Fields of a stage that are settings of this engine, by the stage's kind."""
 

@@ -28,6 +28,7 @@ from omni_kvlink.engine.models.diffusers_settings import check_settings
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import Options
+from omni_kvlink.models.bagel.attention_backends import check_attention_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,6 +85,8 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
                 _check_tiling(config, values)
                 if kind == "diffusers":
                     check_settings(config)
+            if kind != "diffusers" and configs[-1].model_class_name == "bagel":
+                check_attention_backend(configs[-1].attention_backend)
         except (msgspec.ValidationError, ValueError, EngineError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
     for at, after in enumerate(configs[1:]):

@@ -32,6 +32,7 @@ from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import dtype_name
 from omni_kvlink.models.bagel import BagelContext, BagelContexts, NaiveCache, Tiling
+from omni_kvlink.models.bagel.attention_backends import attention_backend
 from omni_kvlink.models.bagel.layers import LayerSplit
 from omni_kvlink.models.bagel.loading import load_autoencoder, load_config, load_model
 from omni_kvlink.models.bagel.lora import ROOTS, lora_layers
@@ -54,7 +55,7 @@ class BagelUtility(BagelPrefill):
     """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
     branches, supports_sp, supports_pp = BRANCHES, True, True
-    supports_vae_patch_parallel = True
+    supports_vae_patch_parallel = supports_attention_backend = True
 
     def __init__(
         self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
@@ -65,16 +66,20 @@ class BagelUtility(BagelPrefill):
         self._think = isinstance(config, OmniARConfig) and config.think
         transfer = config.kv_transfer if isinstance(config, OmniARConfig) else None
         self._reads_prefixes = transfer is not None and transfer.is_producer
+        llm, dtype = load_config(Path(config.model)).llm, config.torch_dtype
+        # Before the weights are read: an error comes at once.
+        dense = attention_backend(config.attention_backend, llm, device, dtype)
         # What is offloaded need not fit on the device as a whole.
         self._load_device = torch.device("cpu") if config.offloads else device
         self._pipeline = OmniBagelPipeline.from_pretrained(
             config.model,
-            dtype=config.torch_dtype,
+            dtype=dtype,
             vae_dtype=config.torch_vae_dtype or VAE_DTYPE,
             device=self._load_device,
             stage=stage,
             split=self._split,
         )
+        self._pipeline.model.set_attention(dense)
         if config.vae_use_tiling:
             self._pipeline.autoencoder.enable_tiling(Tiling())
 

@@ -18,7 +18,7 @@ from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
-from omni_kvlink.engine.worker.model import model_utility, refuse_pipeline_settings
+from omni_kvlink.engine.worker.model import model_utility
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,6 @@ class GPUDiffusionModelRunner:
 
     def _load_model(self) -> None:
         config = self.config
-        refuse_pipeline_settings(config)
         self.utility = model_utility(config)(config, self.device, self.process_group)
         self.pipeline = self.utility.pipeline
         self.lora_manager = LoRAManager(config.lora_config, self.utility.lora_targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from omni_kvlink.engine.config import OmniDiffusionConfig, StageConfig, load_class
+from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.prefill_utility import PrefillUtility
 
@@ -46,6 +46,8 @@ class ModelUtility(PrefillUtility):
     """Whether ranks can divide the layers: `pipeline_parallel_size`."""
     supports_vae_patch_parallel: ClassVar[bool] = False
     """Whether ranks can divide the tiles of an image: `vae_patch_parallel_size`."""
+    supports_attention_backend: ClassVar[bool] = False
+    """Whether it computes attention by `attention_backend`."""
 
     def __init__(
         self, config: StageConfig, device: torch.device, process_group: ProcessGroup | None = None
@@ -55,6 +57,9 @@ class ModelUtility(PrefillUtility):
         if not self.process_group.is_alone and not self.branches:
             name = type(self).__name__
             raise ValueError(f"{name} does not divide its work: use data_parallel_size alone")
+        if config.has_attention_backend and not self.supports_attention_backend:
+            text = f"attention_backend {config.attention_backend!r}: {type(self).__name__}"
+            raise ValueError(f"{text} does not support it, leave it out")
         parallel = self.process_group.parallel
         for supported, degree in (
             (self.supports_sp, "sequence_parallel_size"),
@@ -134,11 +139,3 @@ def model_utility(config: StageConfig) -> type[ModelUtility]:
 def register_model(name: str, target: str) -> None:
     """Add a model: `target` is "module:Class" of a `ModelUtility`."""
     _MODELS[name] = target
-
-
-def refuse_pipeline_settings(config: OmniDiffusionConfig) -> None:
-    """Raises ValueError if an attention backend is set, which has no effect here."""
-    if (name := config.attention_backend) not in ("", "auto", "TORCH_SDPA", "SDPA"):
-        raise ValueError(
-            f"attention_backend {name!r}: for pipelines of diffusers alone; leave it out"
-        )

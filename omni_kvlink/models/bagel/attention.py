@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 _QUERIES_AT_ONCE = 512
 """Of `PartialAttention`, which holds their scores."""
+
+
+class DenseAttention(Protocol):
+    """What computes as `attend` does."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim]."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -37,11 +44,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 def attend_each(
-    q: Tensor, k: Tensor, v: Tensor, merges: Sequence[Callable[[Tensor, Tensor], Layer]]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    merges: Sequence[Callable[[Tensor, Tensor], Layer]],
+    dense: DenseAttention = attend,
 ) -> Tensor:
-    """Run `attend` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
+    """Run `dense` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
     rows = [
-        attend(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
+        dense(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
     ]
     return torch.stack(rows, dim=1)
 
@@ -53,10 +64,11 @@ def attend_varlen(
     *,
     merges: Sequence[Callable[[Tensor, Tensor], Layer]],
     seq_lens: Sequence[int],
+    dense: DenseAttention = attend,
 ) -> Tensor:
-    """Run `attend` for each of several concatenated sequences over its own past, causally."""
+    """Run `dense` for each of several concatenated sequences over its own past, causally."""
     parts = zip(*(rows.split(list(seq_lens)) for rows in (q, k, v)), merges, strict=True)
-    return torch.cat([attend(q, *merge(k, v), causal=True) for q, k, v, merge in parts])
+    return torch.cat([dense(q, *merge(k, v), causal=True) for q, k, v, merge in parts])
 
 
 class PartialAttention:

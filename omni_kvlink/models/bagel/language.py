@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel.attention import attend, attend_each, attend_varlen
+from omni_kvlink.models.bagel.attention import (
+    DenseAttention,
+    attend,
+    attend_each,
+    attend_varlen,
+)
 from omni_kvlink.models.bagel.cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from omni_kvlink.models.bagel.embeddings import Rotary, blank_embedding, rotary_tables, rotate
 from omni_kvlink.models.bagel.hooks import RunLayers
@@ -97,8 +102,10 @@ class MLP(nn.Module):
         return out
 
 
-def _attend_after(merge: Merge, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    return attend(q, *merge(k, v), causal=causal)
+def _attend_after(
+    dense: DenseAttention, merge: Merge, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+) -> Tensor:
+    return dense(q, *merge(k, v), causal=causal)
 
 
 class Attention(nn.Module):
@@ -217,12 +224,13 @@ class TextDecoder(nn.Module):
     """Embeddings, layers and the final norms; only the layers are split over ranks.
 
     In place of a layer of another pipeline rank there is an `nn.Identity`, so that the names are
-    those of the whole model.
+    those of the whole model. `dense` computes attention; see `attention_backends`.
     """
 
     def __init__(self, config: LanguageConfig, split: Split) -> None:
         super().__init__()
         split.check(config)
+        self.dense: DenseAttention = attend
         self.config, self._sequence, self._pipeline = config, split.sequence, split.pipeline
         own = self._pipeline.layers(config.num_hidden_layers)
         self.start_layer, self.end_layer = own.start, own.stop
@@ -256,7 +264,7 @@ class TextDecoder(nn.Module):
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
             merge = partial(into.merge, i, layer_tensors(past, i))
-            x = layer(x, rotary, partial(_attend_after, merge, causal=causal), mode)
+            x = layer(x, rotary, partial(_attend_after, self.dense, merge, causal=causal), mode)
         return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
     def forward_each(
@@ -278,8 +286,8 @@ class TextDecoder(nn.Module):
                 partial(own.merge, i, layer_tensors(past, i))
                 for own, past in zip(into, pasts, strict=True)
             ]
-            attend = partial(attend_varlen, merges=merges, seq_lens=seq_lens)
-            x = layer(x, rotary, attend, "und")
+            varlen = partial(attend_varlen, merges=merges, seq_lens=seq_lens, dense=self.dense)
+            x = layer(x, rotary, varlen, "und")
         out: Tensor = self.norm(x)
         return out
 
@@ -318,12 +326,12 @@ class TextDecoder(nn.Module):
         if self._sequence.of == 1:
             merges = [partial(joined, past) for past in pasts]
             if q.ndim == 3:
-                return _attend_after(merges[0], q, k, v)
-            return attend_each(q, k, v, merges)
+                return _attend_after(self.dense, merges[0], q, k, v)
+            return attend_each(q, k, v, merges, self.dense)
+        attend_rows = partial(self._sequence.attend, pasts=pasts, count=count, dense=self.dense)
         if q.ndim == 4:
-            return self._sequence.attend(q, k, v, pasts=pasts, count=count)
-        one = (t.unsqueeze(1) for t in (q, k, v))
-        return self._sequence.attend(*one, pasts=pasts, count=count).squeeze(1)
+            return attend_rows(q, k, v)
+        return attend_rows(*(t.unsqueeze(1) for t in (q, k, v))).squeeze(1)
 
 
 class LanguageModel(nn.Module):

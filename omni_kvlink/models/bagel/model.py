@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel.attention import DenseAttention, attend
 from omni_kvlink.models.bagel.cache import BagelContext, NaiveCache
 from omni_kvlink.models.bagel.embeddings import PositionEmbedding, TimestepEmbedder, patchify
 from omni_kvlink.models.bagel.language import LanguageModel, Mode, Through
@@ -38,7 +39,7 @@ class BagelModel(nn.Module):
                 f"pipeline_parallel_size {split.pipeline.of}: stage {stage!r} reads prompts through"
                 ' all layers; layers are divided in stage "dit"'
             )
-        self.config = config
+        self.config, self._ring_degree = config, sequence.ring_degree
         self.kv_heads = split.part(config.llm.num_key_value_heads)
         if stage == "dit":  # a prompt's cache comes with the heads that it is read with
             self.kv_heads = self.kv_heads[sequence.heads(len(self.kv_heads))]
@@ -71,6 +72,15 @@ class BagelModel(nn.Module):
         """
         for layer in self.language_model.model.own_layers:
             layer.compile_regions(**options)
+
+    def set_attention(self, dense: DenseAttention) -> None:
+        """Compute the language model's attention by what `attention_backend` returned.
+
+        That of the ViT stays torch's. Raises ValueError if the ranks of a ring compute it.
+        """
+        if dense is not attend and self._ring_degree > 1:
+            raise ValueError(f"ring_degree {self._ring_degree}: a ring has no other attention")
+        self.language_model.model.dense = dense
 
     def check_context(self, name: str, context: BagelContext) -> None:
         """Raise SchemaError unless the context is complete and fits the model.

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from omni_kvlink.models.bagel.attention import PartialAttention, attend_each
+from omni_kvlink.models.bagel.attention import (
+    DenseAttention,
+    PartialAttention,
+    attend,
+    attend_each,
+)
 from omni_kvlink.models.bagel.cache import joined
 
 if TYPE_CHECKING:
@@ -95,12 +100,20 @@ class SequenceSplit:
         return self.collectives.gather_rows(rows, counts)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pasts: Sequence[Layer | None], count: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pasts: Sequence[Layer | None],
+        count: int,
+        dense: DenseAttention = attend,
     ) -> Tensor:
         """Attention of this rank's rows over each sequence's past and all `count` rows.
 
         q [n, batch, heads, dim] and k, v of the rank's rows, with all heads of the tensor rank; a
-        past has all of its KV heads, or this rank's part. Returns [n, batch, heads * dim].
+        past has all of its KV heads, or this rank's part. Returns [n, batch, heads * dim]. A ring
+        computes by itself, and does not use `dense`.
         """
         ring = range(self.ring * self.ulysses_degree, (self.ring + 1) * self.ulysses_degree)
         counts = [_length(self._rows_of(i, count)) for i in ring]
@@ -108,7 +121,7 @@ class SequenceSplit:
         if self.ulysses_degree > 1:
             q, k, v = self._rows_for_heads(q, k, v, counts)
         if self.ring_degree == 1:
-            out = attend_each(q, k, v, [partial(joined, past) for past in pasts])
+            out = attend_each(q, k, v, [partial(joined, past) for past in pasts], dense)
         else:
             out = self._around_the_ring(q, k, v, pasts, count)
         return out if self.ulysses_degree == 1 else self._heads_for_rows(out, q.shape[-1], counts)

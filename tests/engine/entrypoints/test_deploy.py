@@ -533,11 +533,11 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
         ({"vae_use_tiling": "some"}, "stage 0: Expected `bool`"),
-        ({"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE_ATTN'"),
+        ({"attention_backend": "STA"}, "attention_backend 'STA'; there are SDPA, SDPA_MATH, "),
         ({"vae_patch_parallel_size": 2}, "vae_patch_parallel_size 2: at most .* here 1:"),
         ({"vae_parallel_mode": "batch"}, "vae_parallel_mode 'batch': only 'tile'"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
-        ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN': only 'auto' or 'TORCH_SDPA' or"),
+        ({"attention_backend": ["SDPA"]}, "stage 0: Expected `str`"),
         ({"profiler_config": {"profiler": "cuda"}}, "profiler 'cuda'; only 'torch'"),
         ({"profiler_config": {"proton_mode": "x"}}, "profiler_config has no proton_mode"),
         ({"profiler_config": "torch"}, "profiler_config is a map"),
@@ -596,6 +596,24 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
 def test_nothing_is_taken_silently(stage: dict[str, Any], word: str) -> None:
     with pytest.raises(SchemaError, match=word):
         stage_configs(deployed(stage, {}), "model")
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "SAGE_ATTN", "_native_math"])
+def test_stages_have_their_own_attention_backends(name: str) -> None:
+    deploy = deployed({"attention_backend": name}, {"attention_backend": "TORCH_SDPA"})
+    assert [one.attention_backend for one in stage_configs(deploy, "model")] == [name, "auto"]
+    both = deploy.overridden({"attention_backend": "SDPA_MATH"})
+    assert {one.attention_backend for one in stage_configs(both, "model")} == {"SDPA_MATH"}
+
+
+def test_what_a_diffusion_stage_may_not_say_of_attention() -> None:
+    ring = {"attention_backend": "SDPA_MATH", "ring_degree": 2}
+    with pytest.raises(SchemaError, match="'SDPA_MATH' with ring_degree: a ring merges"):
+        stage_configs(deployed({}, ring), "model")
+    with pytest.raises(SchemaError, match="stage 1: attention_backend 'FA3'; there are SDPA"):
+        stage_configs(deployed({}, {"attention_backend": "FA3"}), "model")
+    own = {"attention_backend": "FA3", "model_class_name": "own:Model"}
+    assert stage_configs(deployed({}, own), "model")[1].attention_backend == "FA3"
 
 
 @pytest.mark.parametrize("name", ["session_mode", "duplex_session", "custom_voice_dir", "typo"])
@@ -755,7 +773,6 @@ def test_a_pipeline_of_diffusers_by_its_name(name: str, made: str) -> None:
         ("QwenImagePipeline", {"enable_layerwise_offload": True}, "enable_layerwise_offload"),
         (None, {"model_class_name": "DreamZeroPipeline"}, "no pipeline is named"),
         ("DreamZeroPipeline", {}, "pipeline 'DreamZeroPipeline'; this engine runs bagel"),
-        ("bagel_single_stage", {"attention_backend": "SAGE_ATTN"}, "attention_backend 'SAGE"),
     ],
 )
 def test_what_a_pipeline_of_diffusers_may_not_say(

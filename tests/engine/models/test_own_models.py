@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -101,6 +102,12 @@ def test_a_model_of_ones_own_runs(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_model_that_is_not_registered(name: str) -> None:
     with pytest.raises(ValueError, match=f"no model '{name}'; there are bagel, or 'module:Class'"):
         DiffusionEngine(config(name))
+
+
+def test_attention_that_a_model_does_not_choose_is_refused() -> None:
+    how = dataclasses.replace(config(f"{__name__}:GrayUtility"), attention_backend="SDPA_MATH")
+    with pytest.raises(ValueError, match="'SDPA_MATH': GrayUtility does not support it"):
+        DiffusionEngine(how)
 
 
 @pytest.mark.parametrize("name", ["GrayPipeline", "gray"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_fixtures import SHAPE, WAIT, alone, bundle, checkpoint, config, link, request, url
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
@@ -131,6 +132,22 @@ def test_compiled_latents_are_those_of_eager_layers(backend: str) -> None:
     expected, found = (one.denoise(contexts, noise, how) for one in (eager, compiled))
     assert graphs() == 2
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["SDPA_MATH", "SDPA_FLASH"])
+def test_compiled_layers_attend_by_the_backend_that_is_set(name: str) -> None:
+    how = config(None, stage="all", warmup_sizes=(SHAPE,), attention_backend=name, **TRACED)
+    worker = GPUDiffusionWorker(0, 0, how)
+    worker.init_device()
+    worker.compile_or_warm_up_model()
+    before = graphs()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        (image,) = image_of(worker, "a")
+    kernel = {"SDPA_MATH": "attention_math", "SDPA_FLASH": "flash_attention_for_cpu"}[name]
+    assert f"aten::_scaled_dot_product_{kernel}" in {one.key for one in recorded.key_averages()}
+    assert (image.int() - alone().int()).abs().max() <= 1
+    assert graphs() == before > 0
+    worker.shutdown()
 
 
 @pytest.mark.slow  # two processes, which import torch's compiler
