@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / ".ci" / "mutants.toml"
-COPIED = ("omni_kvlink", "csrc", "tests", "benchmarks", "fuzz", "setup.py", "pyproject.toml")
+COPIED = (
+    *("omni_kvlink", "csrc", "tests", "benchmarks", "examples", "fuzz"),
+    *("setup.py", "pyproject.toml"),
+)
 OUTCOMES = ("failure", "hang", "crash")
 BROKEN = re.compile(r"^(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
 """Messages of failures that show that the mutant does not run: no test caught it."""

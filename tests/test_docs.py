@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +74,26 @@ def test_operations_explains_every_counter() -> None:
     rows = " ".join(re.findall(r"^\|.*$", (DOCS / "operations.md").read_text(), re.MULTILINE))
     for name in counters():
         assert re.search(rf"`(transfers\.|memory\.)?{name}`", rows), name
+
+
+def included() -> list[tuple[Path, Path, str]]:
+    """Page, file and object of each {literalinclude} that shows one object of a file."""
+    found = re.compile(r"{literalinclude} (\S+)\n(?::\w+: .*\n)*?:pyobject: (\S+)")
+    return [
+        (path, path.parent / file, name)
+        for path in sorted(DOCS.rglob("*.md"))
+        for file, name in found.findall(path.read_text())
+    ]
+
+
+def test_what_a_page_shows_of_a_file_is_there() -> None:
+    assert len(included()) > 10
+    for path, file, name in included():
+        found = ast.parse(file.read_text()).body
+        for part in name.split("."):
+            made = [one for one in found if getattr(one, "name", "") == part]
+            assert len(made) == 1, (path.name, file.name, name)
+            found = getattr(made[0], "body", [])
 
 
 def test_zmq_names_every_reason_of_a_refusal() -> None:

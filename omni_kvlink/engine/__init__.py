@@ -30,9 +30,11 @@ from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt as EmbedsPrompt
 from omni_kvlink.engine.inputs.prompt import Prompt as Prompt
+from omni_kvlink.engine.kv.block_manager import KVPools as KVPools
 from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
 from omni_kvlink.engine.kv.kv_manager import KVState as KVState
+from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks as SequenceBlocks
 from omni_kvlink.engine.kv_sent import KVSent as KVSent
 from omni_kvlink.engine.lora.request import LoRARequest as LoRARequest
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
@@ -41,6 +43,7 @@ from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSche
 from omni_kvlink.engine.outputs import ModelRunnerOutput as ModelRunnerOutput
 from omni_kvlink.engine.outputs import RunnerOutput as RunnerOutput
 from omni_kvlink.engine.outputs import StepSchedulerOutput as StepSchedulerOutput
+from omni_kvlink.engine.parallel.guidance import RankHooks as RankHooks
 from omni_kvlink.engine.ray.stage_actor import StageActor as StageActor
 from omni_kvlink.engine.request import DiffusionRequestBatch as DiffusionRequestBatch
 from omni_kvlink.engine.request import OmniDiffusionRequest as OmniDiffusionRequest
@@ -59,5 +62,8 @@ from omni_kvlink.engine.step_cache.cache_backend import (
 from omni_kvlink.engine.worker.model import DiffusionPipeline as DiffusionPipeline
 from omni_kvlink.engine.worker.model import ModelUtility as ModelUtility
 from omni_kvlink.engine.worker.model import model_utility as model_utility
+from omni_kvlink.engine.worker.model import refuse_params as refuse_params
 from omni_kvlink.engine.worker.model import register_model as register_model
+from omni_kvlink.engine.worker.prefill_utility import PrefillSteps as PrefillSteps
+from omni_kvlink.engine.worker.prefill_utility import TextPass as TextPass
 from omni_kvlink.engine.worker.step_execution import SupportsStepExecution as SupportsStepExecution

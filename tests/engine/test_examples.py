@@ -38,6 +38,11 @@ def test_the_same_with_workers_in_processes_of_their_own(tmp_path: Path) -> None
     assert output.count("2 of 2 images bit-exact") == 3
 
 
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    output = run("add_model.py", tmp_path, "--steps", "3")
+    assert "3 of 3 images bit-exact" in output
+
+
 def test_three_stages(tmp_path: Path) -> None:
     assert "both as in one process: bit-exact" in run("intermediate_stage.py", tmp_path)
     assert (tmp_path / "out" / "final.png").exists()

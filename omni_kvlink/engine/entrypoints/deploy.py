@@ -74,7 +74,7 @@ _TOP = {"pipeline", "stages", "connectors", "edges"}
 _EVERY_STAGE = {
     *("dtype", "distributed_executor_backend", "quantization", "data_parallel_size"),
     *("pipeline_parallel_size", "trust_remote_code", "enable_prefix_caching"),
-    "enable_chunked_prefill",
+    *("enable_chunked_prefill", "model_class_name"),
 }
 """Fields of the deployment that are each stage's, unless the stage has its own."""
 

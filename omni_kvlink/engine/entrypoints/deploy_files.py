@@ -20,9 +20,14 @@ PIPELINES = {
     "bagel": "ar, dit",
     "bagel_think": "ar, dit",
     "bagel_single_stage": "all",
+    "ar_dit": "ar, dit",
+    "single_stage": "all",
     **dict.fromkeys(DIFFUSERS_PIPELINES, "diffusers"),
 }
 """Pipelines, and the kinds of their stages; further stages are of the last kind."""
+
+OWN_MODEL = ("ar_dit", "single_stage")
+"""Pipelines of the model that each stage names as `model_class_name`."""
 
 BAGEL_ARCHITECTURES = ("BagelForConditionalGeneration", "OmniBagelForConditionalGeneration")
 """Names of BAGEL's model in vLLM-Omni."""

@@ -23,6 +23,7 @@ from omni_kvlink.engine.config import (
     RayConfig,
 )
 from omni_kvlink.engine.entrypoints.deploy_fields import check_compilation
+from omni_kvlink.engine.entrypoints.deploy_files import OWN_MODEL
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.models.diffusers_settings import check_settings
 from omni_kvlink.engine.ray.cluster import NODE
@@ -64,6 +65,11 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
     for stage, (sink, options) in zip(deploy.stages, ends, strict=True):
         kind = stage.kind
         values = _settings(stage)
+        if deploy.pipeline in OWN_MODEL and "model_class_name" not in values:
+            raise SchemaError(
+                f"stage {stage.stage_id}: {deploy.pipeline} is of a model of one's own, and none "
+                "is named: set model_class_name, 'module:Class' of a ModelUtility"
+            )
         sinks = rank_urls(sink, values.get("tensor_parallel_size", 1)) if sink else ()
         check_compilation(values.get("compilation_config") or {}, f"stage {stage.stage_id}")
         remote = is_remote(stage, is_last=stage is deploy.stages[-1])

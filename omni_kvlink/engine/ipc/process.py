@@ -24,7 +24,8 @@ class ProcessHandle:
     """A process that serves the calls of one service; an `RpcTransport`.
 
     The service is "module:Class" below `omni_kvlink.engine`, and made of `config` and `args`. The
-    process exits when this one closes the channel, or ends, and removes `directory` then.
+    process also imports modules from where this one does, such as that of a model of one's own. It
+    exits when this one closes the channel, or ends, and removes `directory` then.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class ProcessHandle:
             )
         self.pid = self._process.pid
         self._channel = RpcChannel(here)
-        self._channel.send({"service": service, "config": pack_config(config), "args": list(args)})
+        first = {"service": service, "config": pack_config(config), "args": list(args)}
+        self._channel.send({**first, "path": sys.path})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; see `RpcTransport.send`."""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class BagelUtility(BagelPrefill):
     """BAGEL, loaded; `config.stage` is "ar", "dit", or "all" for both in one process."""
 
-    branches, supports_sp, supports_pp = BRANCHES, True, True
+    branches, supports_tp, supports_sp, supports_pp = BRANCHES, True, True, True
     supports_vae_patch_parallel = supports_attention_backend = True
 
     def __init__(
@@ -143,8 +143,7 @@ class BagelUtility(BagelPrefill):
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
-        group = self.process_group
-        own = BRANCHES[group.coords.guidance :: group.parallel.cfg_parallel_size]
+        own = self.own_branches
         if not isinstance(payload, KVCacheBundle):
             raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(own)}")
         missing = [name for name in own if name not in payload.branches]

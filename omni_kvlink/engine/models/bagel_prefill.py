@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.adapters import pack_generator
+from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks
 from omni_kvlink.engine.lora.adapter import identity_of
 from omni_kvlink.engine.models.bagel_text import (
     answer_steps,
@@ -16,7 +17,7 @@ from omni_kvlink.engine.models.bagel_text import (
     readable,
     text_fields,
 )
-from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
+from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.errors import SchemaError

@@ -1,16 +1,36 @@
-"""`SharedBranches`: guidance branches that are computed on several ranks."""
+"""`SharedBranches`: guidance branches that are computed on several ranks; and where it hooks in."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from omni_kvlink.models.bagel.hooks import BranchesHook, SyncErrorsHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.engine.parallel.batch_sync import BatchSync
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
+
+
+@dataclasses.dataclass
+class RankHooks:
+    """What a pipeline has as `hooks` if ranks share its passes; set where there are several.
+
+    Attributes:
+        branches: `branches(names, compute, empty)` returns the flows of all named guidance branches
+            by name, in each denoising step. `compute(name)` computes one on this rank, in memory
+            like that of `empty(name)`.
+        sync_errors: takes errors of this rank by request id, and returns those of all ranks.
+        decode: whether this rank decodes the images.
+    """
+
+    branches: BranchesHook | None = None
+    sync_errors: SyncErrorsHook | None = None
+    decode: bool = True
 
 
 class SharedBranches:

@@ -62,11 +62,11 @@ class GPUDiffusionModelRunner:
             self.cache_backend.enable(self.pipeline)
 
     def _init_connector(self) -> None:
-        kv, heads, coords = self.config.kv, self.utility.kv_heads(), self.process_group.coords
+        kv, coords = self.config.kv, self.process_group.coords
         if kv.sinks:
-            self.kv_sink = KVSink(kv, heads=heads, tensor=coords.tensor)
+            self.kv_sink = KVSink(kv, heads=self.utility.kv_heads(), tensor=coords.tensor)
         if kv.sources:
-            parallel = self.config.parallel_config
+            parallel, heads = self.config.parallel_config, self.utility.kv_heads()
             self.connector = connect_source(kv, parallel, heads=heads, coords=coords)
             self.kv_manager = DiffusionKVManager(self.connector, kv, device=self.device)
 

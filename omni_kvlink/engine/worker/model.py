@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import dataclasses
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from omni_kvlink.engine.config import StageConfig, load_class
+import torch
+
+from omni_kvlink.engine.config import OmniARConfig, StageConfig, load_class
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.worker.prefill_utility import PrefillUtility
+from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
+    from collections.abc import Mapping, Sequence, Set
 
     from omni_kvlink import KVPayload
     from omni_kvlink.engine.lora.adapter import LoRATargets
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import DiffusionRequestBatch, OmniDiffusionRequest
+    from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 
 _MODELS = {"bagel": "omni_kvlink.engine.models.bagel:BagelUtility"}
 """Models by name, as "module:Class"; imported when a configuration names them."""
+_OF_ANY_MODEL = {"seed", "generator", "stream", "lora_request", "lora_int_id", "lora_scale"}
+"""Sampling params that the engine itself uses or refuses."""
 
 
 class DiffusionPipeline(Protocol):
@@ -35,11 +40,19 @@ class DiffusionPipeline(Protocol):
         """
 
 
-class ModelUtility(PrefillUtility):
-    """A loaded model, and the conversions between its own cache and the schema's."""
+class ModelUtility(PrefillUtility, ABC):
+    """A loaded model, and the conversions between its own cache and the schema's.
+
+    What handles KV is defined where a stage has KV: `kv_row`, and `count_tokens`, `prefill_steps`
+    and `extract` in an AR stage, `convert` in a stage that receives it. ValueError if one is
+    missing, when the stage starts.
+    """
 
     branches: ClassVar[tuple[str, ...]] = ()
-    """Guidance branches, in the order in which ranks get them; empty if one rank computes all."""
+    """Guidance branches, in the order in which ranks get them; empty if one rank computes all. With
+    branches, the pipeline has `hooks` with the fields of `RankHooks`."""
+    supports_tp: ClassVar[bool] = False
+    """Whether ranks can divide the heads, in each kind of stage: `tensor_parallel_size`."""
     supports_sp: ClassVar[bool] = False
     """Whether ranks can divide the rows of an image: `ulysses_degree`, `ring_degree`."""
     supports_pp: ClassVar[bool] = False
@@ -54,6 +67,7 @@ class ModelUtility(PrefillUtility):
     ):
         self.config, self.device = config, device
         self.process_group = process_group or ProcessGroup()
+        self._check_kv_methods()
         if not self.process_group.is_alone and not self.branches:
             name = type(self).__name__
             raise ValueError(f"{name} does not divide its work: use data_parallel_size alone")
@@ -62,12 +76,19 @@ class ModelUtility(PrefillUtility):
             raise ValueError(f"{text} does not support it, leave it out")
         parallel = self.process_group.parallel
         for supported, degree in (
+            (self.supports_tp, "tensor_parallel_size"),
             (self.supports_sp, "sequence_parallel_size"),
             (self.supports_pp, "pipeline_parallel_size"),
             (self.supports_vae_patch_parallel, "vae_patch_parallel_size"),
         ):
             if (value := getattr(parallel, degree)) > 1 and not supported:
                 raise ValueError(f"{degree} {value}: {type(self).__name__} does not support it")
+        rank, ranks = self.process_group.coords.guidance, parallel.cfg_parallel_size
+        if ranks > max(1, len(self.branches)):
+            name, count = type(self).__name__, len(self.branches)
+            raise ValueError(f"cfg_parallel_size {ranks}: {name} has {count} guidance branches")
+        self.own_branches = self.branches[rank::ranks]
+        """The guidance branches that this rank computes, and whose KV it receives."""
 
     @staticmethod
     @abstractmethod
@@ -112,25 +133,42 @@ class ModelUtility(PrefillUtility):
         """The layers that LoRA adapters may change; None if the model takes no adapters."""
         return None
 
-    @abstractmethod
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> Any:
         """A received KV in the model's form, its tensors shared; SchemaError if it does not fit.
 
         Sets those sampling params of the request that came with the KV.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no convert")
 
-    @abstractmethod
     def extract(self, request: OmniDiffusionRequest) -> KVPayload:
         """The KV of a request that has run, `request.past_key_values`, in the schema's form.
 
         A `KVCacheTransferData`, or a `KVCacheBundle` of those if there are several contexts. The
         tensors are the model's own; `block_ids` is empty if they are dense.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no extract")
+
+    def _check_kv_methods(self) -> None:
+        """Raises ValueError if the model lacks a method that this stage's KV needs."""
+        config, needed = self.config, dict[str, str]()
+        if config.kv.sources:
+            needed |= dict.fromkeys(("kv_row", "convert"), "receives KV")
+        if config.kv.sinks:
+            needed |= dict.fromkeys(("kv_row", "extract"), "sends KV")
+        if isinstance(config, OmniARConfig):
+            needed |= dict.fromkeys(("kv_row", "count_tokens", "prefill_steps"), "reads prompts")
+        for method, what in needed.items():
+            if getattr(type(self), method) is getattr(ModelUtility, method):
+                name = type(self).__name__
+                raise ValueError(f"{name} has no {method}, and this stage {what}: define it")
 
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:
-    """The class of a stage's model; no weights are loaded."""
-    found = load_class("model", config.model_class_name, _MODELS)
+    """The class of a stage's model; no weights are loaded. ValueError if it is no model."""
+    try:
+        found = load_class("model", config.model_class_name, _MODELS)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"model_class_name {config.model_class_name}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, ModelUtility)):
         raise ValueError(f"model_class_name {config.model_class_name} is no ModelUtility")
     return found
@@ -139,3 +177,17 @@ def model_utility(config: StageConfig) -> type[ModelUtility]:
 def register_model(name: str, target: str) -> None:
     """Add a model: `target` is "module:Class" of a `ModelUtility`."""
     _MODELS[name] = target
+
+
+def refuse_params(params: OmniDiffusionSamplingParams, supported: Set[str]) -> None:
+    """Raises SchemaError if a param is set that is not among those a model supports, by name.
+
+    The seed, streams and LoRA adapters are the engine's own.
+    """
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if field.name in supported | _OF_ANY_MODEL or value is field.default:
+            continue
+        if isinstance(value, torch.Tensor) or value != field.default:
+            known = ", ".join(sorted(supported))
+            raise SchemaError(f"{field.name} {value!r:.60}: this model supports {known}; remove it")

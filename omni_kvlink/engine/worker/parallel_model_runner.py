@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
-from omni_kvlink.engine.parallel.guidance import SharedBranches
+from omni_kvlink.engine.parallel.guidance import RankHooks, SharedBranches
 from omni_kvlink.engine.parallel.tiles import SharedTiles
 from omni_kvlink.engine.worker.gpu_diffusion_model_runner import GPUDiffusionModelRunner
 
@@ -67,8 +68,16 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
 def share_passes(
     pipeline: Any, branches: Sequence[str], process_group: ProcessGroup, sync: BatchSync
 ) -> None:
-    """Let a pipeline compute each pass with the other ranks; the leader has the images."""
-    hooks = pipeline.hooks
+    """Let a pipeline compute each pass with the other ranks; the leader has the images.
+
+    Raises ValueError if the pipeline has no `hooks` with the fields of `RankHooks`.
+    """
+    hooks: Any = getattr(pipeline, "hooks", None)
+    if missing := [one.name for one in fields(RankHooks) if not hasattr(hooks, one.name)]:
+        raise ValueError(
+            f"{type(pipeline).__name__}: hooks without {', '.join(missing)}, and several ranks "
+            "share its passes: give it `hooks`, a RankHooks, or use data_parallel_size alone"
+        )
     hooks.branches = SharedBranches(branches, process_group, sync)
     hooks.sync_errors, hooks.decode = sync.sync_errors, process_group.coords.is_leader
     if process_group.parallel.vae_patch_parallel_size > 1:

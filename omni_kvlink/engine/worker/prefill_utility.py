@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -36,23 +35,22 @@ class TextPass(Protocol):
         """The pass of the tokens after those, whose pass had this result."""
 
 
-class PrefillUtility(ABC):
+class PrefillUtility:
     """How a model's prompts are read, in steps that several requests share."""
 
-    @abstractmethod
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each branch of its cache."""
+        raise NotImplementedError(f"{type(self).__name__} has no count_tokens")
 
-    @abstractmethod
     def kv_row(self) -> tuple[int, tuple[int, ...]]:
         """Layers of the cache, and the shape of one token in each, on this rank."""
+        raise NotImplementedError(f"{type(self).__name__} has no kv_row")
 
     def kv_heads(self) -> int:
         """KV heads of the whole model; 1 for latents."""
         _, row = self.kv_row()
         return row[0] if len(row) == 2 else 1
 
-    @abstractmethod
     def prefill_steps(
         self,
         request: OmniDiffusionRequest,
@@ -68,6 +66,7 @@ class PrefillUtility(ABC):
         reads the KV. The first blocks of the first branch have the KV of so many `prefix_tokens`
         already.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no prefill_steps")
 
     def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
         """Token ids of the first branch's beginning, as far as its KV depends on them alone."""

@@ -455,6 +455,41 @@ def test_what_the_rfc_form_may_not_say(tmp_path: Path, old: str, new: str, word:
         stage_configs(DeployConfig.load(written(tmp_path, RFC.replace(old, new))), "model")
 
 
+OWN: dict[str, Any] = {"pipeline": "ar_dit", "stages": [{"stage_id": 0}, {"stage_id": 1}]}
+
+
+def test_a_model_of_ones_own_in_every_stage() -> None:
+    model = {"model_class_name": "own:Utility"}
+    for how in (
+        {**OWN, **model},
+        {**OWN, "stages": [{**stage, **model} for stage in OWN["stages"]]},
+    ):
+        made = stage_configs(DeployConfig.from_dict(how), "m")
+        assert [type(one) for one in made] == [OmniARConfig, OmniDiffusionConfig]
+        assert [(one.model_class_name, one.stage) for one in made] == [
+            ("own:Utility", "ar"),
+            ("own:Utility", "dit"),
+        ]
+    how = {"pipeline": "single_stage", "stages": [{"stage_id": 0, **model}]}
+    (alone,) = stage_configs(DeployConfig.from_dict(how), "m")
+    assert (alone.model_class_name, alone.stage) == ("own:Utility", "all")
+
+
+@pytest.mark.parametrize(
+    ("stages", "word"),
+    [
+        (
+            OWN["stages"],
+            "stage 0: ar_dit is of a model of one's own, and none is named: set model_",
+        ),
+        ([{"stage_id": 0, "model_class_name": "own:Utility"}, {"stage_id": 1}], "stage 1: ar_dit"),
+    ],
+)
+def test_a_model_of_ones_own_must_be_named(stages: Any, word: str) -> None:
+    with pytest.raises(SchemaError, match=word):
+        stage_configs(DeployConfig.from_dict({**OWN, "stages": stages}), "m")
+
+
 def test_a_file_of_another_name_names_its_pipeline(bagel: Path) -> None:
     other = bagel.with_name("indextts2.yaml")
     other.write_text(bagel.read_text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,15 +15,19 @@ from omni_kvlink.engine import (
     DiffusionParallelConfig,
     DiffusionRequestBatch,
     EngineError,
+    KVConfig,
     ModelUtility,
+    OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
     model_utility,
     register_model,
 )
+from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.worker import model
+from omni_kvlink.engine.worker.parallel_model_runner import share_passes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,21 +69,6 @@ class GrayUtility(ModelUtility):
     def reload(self) -> None:
         """Has no weights."""
 
-    def convert(self, payload: object, request: OmniDiffusionRequest) -> NoReturn:
-        raise NotImplementedError
-
-    def extract(self, request: OmniDiffusionRequest) -> NoReturn:
-        raise NotImplementedError
-
-    def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
-        return {}
-
-    def kv_row(self) -> tuple[int, tuple[int, ...]]:
-        return 1, (1, 1)
-
-    def prefill_steps(self, *_: object) -> NoReturn:
-        raise NotImplementedError
-
 
 def config(name: str) -> OmniDiffusionConfig:
     return OmniDiffusionConfig("", model_class_name=name, dtype="float32", stage="all")
@@ -110,6 +99,12 @@ def test_attention_that_a_model_does_not_choose_is_refused() -> None:
         DiffusionEngine(how)
 
 
+@pytest.mark.parametrize("name", ["nowhere:Utility", f"{__name__}:NoUtility"])
+def test_a_class_that_is_not_there(name: str) -> None:
+    with pytest.raises(ValueError, match=f"model_class_name {name}: "):
+        model_utility(config(name))
+
+
 @pytest.mark.parametrize("name", ["GrayPipeline", "gray"])
 def test_a_class_that_is_no_model(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is no ModelUtility"):
@@ -128,14 +123,48 @@ class BranchesUtility(GrayUtility):
         ({"ring_degree": 2}, "sequence_parallel_size 2: BranchesUtility"),
         ({"ulysses_degree": 3}, "sequence_parallel_size 3: BranchesUtility"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: BranchesUtility"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2: BranchesUtility"),
+        ({"cfg_parallel_size": 3}, "cfg_parallel_size 3: BranchesUtility has 2 guidance branches"),
     ],
 )
 def test_what_a_model_does_not_divide_is_refused(degrees: dict[str, Any], word: str) -> None:
     group = ProcessGroup(RankCoords(0, 0, 0), DiffusionParallelConfig(**degrees))
     with pytest.raises(ValueError, match=word):
         BranchesUtility(config("gray"), torch.device("cpu"), group)
-    guided = ProcessGroup(RankCoords(0, 0, 0), DiffusionParallelConfig(cfg_parallel_size=2))
-    assert BranchesUtility(config("gray"), torch.device("cpu"), guided).process_group is guided
+    guided = ProcessGroup(RankCoords(0, 1, 0), DiffusionParallelConfig(cfg_parallel_size=2))
+    utility = BranchesUtility(config("gray"), torch.device("cpu"), guided)
+    assert (utility.process_group, utility.own_branches) == (guided, ("two",))
+
+
+def test_ranks_need_hooks_in_the_pipeline() -> None:
+    group = ProcessGroup(RankCoords(0, 0, 0), DiffusionParallelConfig(cfg_parallel_size=2))
+    with pytest.raises(ValueError, match="GrayPipeline: hooks without branches, sync_errors, deco"):
+        share_passes(GrayPipeline(), BranchesUtility.branches, group, BatchSync(group))
+
+
+@pytest.mark.parametrize(
+    ("stage", "word"),
+    [
+        (OmniARConfig("", num_blocks=1), "has no kv_row, and this stage reads prompts"),
+        (OmniDiffusionConfig("", kv=KVConfig(sources=("shm://a",))), "kv_row, .* receives KV"),
+        (OmniDiffusionConfig("", kv=KVConfig(sinks=("shm://a",))), "kv_row, .* sends KV"),
+    ],
+)
+def test_a_stage_with_kv_needs_a_model_with_kv(stage: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=f"GrayUtility .*{word}: define it"):
+        GrayUtility(stage, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("method", ["convert", "extract", "count_tokens", "prefill_steps"])
+def test_each_method_for_kv_is_named(method: str) -> None:
+    def define(self: Any, *_: Any) -> None:
+        """Is there."""
+
+    names = {"kv_row", "convert", "extract", "count_tokens", "prefill_steps"} - {method}
+    found = type("Almost", (GrayUtility,), dict.fromkeys(names, define))
+    links = KVConfig(sources=("shm://a",), sinks=("shm://b",))
+    with pytest.raises(ValueError, match=f"Almost has no {method}, and this stage"):
+        found(OmniARConfig("", kv=links), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("prompt", ["one too many", "none", "another's"])

@@ -11,8 +11,9 @@ from engine_fixtures import bundle, params, pipeline
 from omni_kvlink import CapacityError, SchemaError
 from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionRequest
 from omni_kvlink.engine.kv.block_manager import BlockManager, KVPools
+from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks
 from omni_kvlink.engine.models.bagel import BagelUtility
-from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache, SequenceBlocks
+from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache
 from omni_kvlink.models.bagel.prefill_steps import run_steps
 from omni_kvlink.payload.views import same_bytes
 
