@@ -192,6 +192,7 @@ class PoolModel(RuleBasedStateMachine):
             "used": sum(block.nbytes for block in self.used),
             "arenas": len(self.sizes),
             "blocks": len(self.used),
+            "prefault": {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""},
         }
         for arena in self.sizes:
             at = 0
