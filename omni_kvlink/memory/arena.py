@@ -144,12 +144,12 @@ class ArenaPool:
                 block = self._allocate(nbytes)
                 if block is not None:
                     return block
-                if nbytes <= self._prefaulting:
-                    self._wait(None)
+                left = deadline - time.monotonic()
+                if nbytes <= self._prefaulting and left > 0:
+                    self._wait(left)
                     continue
                 size = self._claim_growth(nbytes)
                 if size is None:
-                    left = deadline - time.monotonic()
                     if nbytes > self.quota or left <= 0:
                         raise self._full(nbytes, timeout)
                     self._wait(left)
@@ -191,9 +191,10 @@ class ArenaPool:
     ) -> None:
         """Map an arena of `nbytes`, or of the quota if that is less, in a thread; called once.
 
-        A `reserve` that fits into it waits for it. `on_mapped` is called in the thread with the
-        number of the arena. If the mapping fails, a warning is logged and `stats` has the error:
-        memory is mapped when it is reserved then. CapacityError if the machine has too little now.
+        A `reserve` that fits into it waits for it, until its timeout. `on_mapped` is called in the
+        thread with the number of the arena. If the mapping fails, a warning is logged and `stats`
+        has the error: memory is mapped when it is reserved then. CapacityError if the machine has
+        too little now.
         """
         nbytes = min(self.quota, -(-nbytes // GRAIN) * GRAIN)
         check_available(nbytes)
@@ -210,6 +211,12 @@ class ArenaPool:
         except BaseException:
             self._end_prefault(size)
             raise
+
+    def wait_for_prefault(self, nbytes: int) -> None:
+        """Block while an arena is mapped ahead into which a block of `nbytes` fits."""
+        with self._lock:
+            while nbytes <= self._prefaulting and not self._closed:
+                self._wait(None)
 
     @property
     def prefaulted(self) -> list[int]:

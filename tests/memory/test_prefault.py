@@ -49,7 +49,7 @@ def test_what_is_reserved_meanwhile_waits_for_it() -> None:
     arenas.begin_prefault(3 * GRAIN, mapped.append)
     assert memory.begun.wait(60)
     with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(arenas.reserve, 2 * GRAIN)
+        waiting = threads.submit(arenas.reserve, 2 * GRAIN, timeout=600)
         until(lambda: arenas.stats()["waiting"] or len(memory.made) > 1, "it waits, or maps")
         memory.go.set()
         assert waiting.result(60).arena == 0
@@ -71,6 +71,19 @@ def test_what_does_not_fit_is_mapped_at_once() -> None:
         waiting.result(60)
 
 
+def test_a_timeout_ends_the_wait() -> None:
+    """Memory that takes longer to map ahead than a call may wait holds it up no longer."""
+    memory = SlowMemory()
+    arenas = pool(memory)
+    arenas.begin_prefault(3 * GRAIN)
+    assert memory.begun.wait(60)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(arenas.reserve, 2 * GRAIN, timeout=0.1)
+        until(lambda: memory.made == [3 * GRAIN, 2 * GRAIN], "it maps memory of its own")
+        memory.go.set()
+        waiting.result(60)
+
+
 def test_a_failure_is_logged_and_memory_is_mapped_when_it_is_needed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -79,7 +92,7 @@ def test_a_failure_is_logged_and_memory_is_mapped_when_it_is_needed(
     arenas = pool(memory, 4 * GRAIN)
     with caplog.at_level(logging.WARNING, "omni_kvlink"), ThreadPoolExecutor() as threads:
         arenas.begin_prefault(4 * GRAIN)
-        waiting = threads.submit(arenas.reserve, GRAIN)
+        waiting = threads.submit(arenas.reserve, GRAIN, timeout=600)
         until(lambda: bool(arenas.stats()["waiting"]), "a thread waits")
         memory.go.set()
         with pytest.raises(CapacityError, match="none left"):
@@ -97,7 +110,7 @@ def test_closing_ends_it() -> None:
     arenas.begin_prefault(2 * GRAIN)
     assert memory.begun.wait(60)
     with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(arenas.reserve, GRAIN)
+        waiting = threads.submit(arenas.reserve, GRAIN, timeout=600)
         until(lambda: bool(arenas.stats()["waiting"]), "a thread waits")
         arenas.close()
         with pytest.raises(ClosedError):

@@ -141,6 +141,7 @@ class ReceivePool:
     def _map(self, waiter: AllocationWaiter, nbytes: int) -> None:
         """In a thread of its own: mapping and touching takes a second a gigabyte, and more."""
         try:
+            self._pool.wait_for_prefault(nbytes)
             self._loop.call(partial(self._on_mapped, waiter, self._pool.reserve(nbytes)))
         except KVLinkError as error:
             self._loop.call(partial(self._on_mapped, waiter, error))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import ClosedError, WireError
@@ -42,13 +44,12 @@ class ReaderArenas(dict[int, Mapping]):
             )
         mapping = self[message.arena] = Mapping.readonly(fd, nbytes, populate=nbytes <= STEP)
         self._stats["nbytes"] += nbytes
-        if nbytes > STEP:
-            arguments = (mapping, weakref.ref(self))
-            threading.Thread(
-                target=_touch, args=arguments, name="kvlink-memory", daemon=True
-            ).start()
-        else:
+        if nbytes <= STEP:
             self._stats["touched"] += nbytes
+            return
+        touch = partial(_touch, mapping, message.arena, weakref.ref(self))
+        with contextlib.suppress(RuntimeError):  # no more threads: readers pay the page faults
+            threading.Thread(target=touch, name="kvlink-memory", daemon=True).start()
 
     def stats(self) -> dict[str, int]:
         """Arenas that are mapped now; bytes mapped and touched so far, and how long that took."""
@@ -60,11 +61,11 @@ class ReaderArenas(dict[int, Mapping]):
         self._stats["milliseconds"] += round(1e3 * seconds)
 
 
-def _touch(mapping: Mapping, owner: weakref.ref[ReaderArenas]) -> None:
-    """Touch the pages of an arena, as long as its owner lives."""
+def _touch(mapping: Mapping, arena: int, owner: weakref.ref[ReaderArenas]) -> None:
+    """Touch the pages of an arena, as long as its owner has it."""
     began = time.monotonic()
     try:
-        mapping.populate(lambda: owner() is not None)
+        mapping.populate(lambda: arena in (owner() or ()))
     except ClosedError:
         return
     arenas = owner()

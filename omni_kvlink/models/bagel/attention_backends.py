@@ -37,7 +37,7 @@ _ALIASES = {
 """vLLM-Omni's names, in capitals, and diffusers'."""
 
 _PROBES = ((1, 1, True), (1, 5, True), (6, 6, True), (3, 8, True), (3, 8, False))
-"""Numbers of queries and keys, and whether they are causal: each form that the model has."""
+"""(queries, keys, causal) of each attention shape that the model computes."""
 _PROBE_ERROR = 0.2  # of the norm; int8 keys stay below it, a wrong mask or order of heads does not
 
 

@@ -205,7 +205,7 @@ class Autoencoder(nn.Module):
         return (z / self.config.scale_factor + self.config.shift_factor).unsqueeze(0)
 
     def _grid(self, x: Tensor, *, up: bool) -> TileGrid:
-        """The tiles of what the encoder or the decoder gets; one if tiling is not enabled."""
+        """The tiles of the input of the encoder or the decoder; one if tiling is not enabled."""
         height, width = x.shape[-2:]
         down = self.config.downsample
         pixels, overlap = max(height, width) * (down if up else 1), 0.0

@@ -97,3 +97,23 @@ def test_a_reader_over_a_network_maps_its_own_ahead() -> None:
             assert memory["arenas"] == 1
             assert memory["prefault"]["mapped"] >= PREFAULT
             assert memory["prefault"]["error"] == ""
+
+
+def test_without_a_thread_pages_are_touched_by_their_readers(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that can start no more threads receives all the same."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvlink-memory":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with (
+        KVLink.serve("shm://bare", directory=sockets) as producer,
+        KVLink.connect("shm://bare", directory=sockets, timeout=60) as consumer,
+    ):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        transfer(producer, consumer, "first")
+        assert mapped(consumer)["touched"] < PREFAULT <= mapped(consumer)["nbytes"]
