@@ -13,6 +13,7 @@ import torch
 
 import omni_kvlink
 from omni_kvlink import KVCacheTransferData, KVLink, Received
+from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,10 @@ class Trace:
             self.files.add(str(Path(path).relative_to(PACKAGE)))
 
 
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
 def transfer(sockets: str, trace: Trace) -> None:
     """Put and get two caches; the second one, with everything warm, is traced."""
     with (
@@ -54,11 +59,13 @@ def transfer(sockets: str, trace: Trace) -> None:
             trace.is_on = name == "warm"
             thread = threading.Thread(target=get)
             thread.start()
-            producer.put(cache)
+            receipt = producer.put(cache)
             thread.join()
             assert received[0].data.tensors()[0].shape == (1024, 4, 64)
             trace.is_on = False
             received[0].release()
+            receipt.wait(timeout=60)  # else the next one needs an arena of its own
+            until(lambda: "kvlink-memory" not in threads(), "the mapping is touched")
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="installed without the sources")

@@ -243,6 +243,8 @@ class RemoteSession(Session):
 
     def _fetch_more(self, inbound: InboundTransfer) -> None:
         """Request what the window allows, of all payloads in turn: small ones overtake large."""
+        if self.is_closed:
+            return  # memory that was mapped meanwhile arrives behind the end; it will be released
         if inbound not in self._fetching and inbound.plan.is_active:
             self._fetching.append(inbound)
         window = self.fetch_limits.window - sum(one.plan.pending_nbytes for one in self._fetching)

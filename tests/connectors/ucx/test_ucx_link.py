@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,9 +38,11 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
 )
 from omni_kvlink.connectors.ucx.addressing import seal
+from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.lowlevel import begin_get
+from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE
@@ -357,3 +360,36 @@ def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
         producer.put(BIG.make())
         with pytest.raises(PeerLostError, match="it was cut"):
             reader.get("k", timeout=60)
+
+
+def test_memory_comes_as_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a thread maps for a payload arrives behind the connection's end: it is freed."""
+    reserve, close = ArenaPool.reserve, UcxSession._close_connection
+    maps, ends = threading.Event(), threading.Event()
+
+    def reserve_late(pool: ArenaPool, *arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "kvlink-memory":
+            maps.set()
+            ends.wait(PATIENCE)
+        return reserve(pool, *arguments, **options)
+
+    def close_first(session: UcxSession) -> None:
+        close(session)
+        ends.set()
+        threads = threading.enumerate
+        until(lambda: "kvlink-memory" not in [one.name for one in threads()], "it is mapped")
+
+    monkeypatch.setattr(ArenaPool, "reserve", reserve_late)
+    monkeypatch.setattr(UcxSession, "_close_connection", close_first)
+    url = f"ucx://127.0.0.1:{free_port()}{TRUSTED}"
+    with KVLink.serve(url, quota=QUOTA) as producer:
+        reader = connect(url)
+        producer.put(BIG.make())
+        waiting = begin_get(reader, "k", timeout=60)
+        assert maps.wait(PATIENCE)
+    with reader:
+        with pytest.raises(PeerLostError):
+            waiting.wait(timeout=PATIENCE)
+        with KVLink.serve(url, quota=QUOTA) as producer:
+            deliver(producer, reader)
+        until(lambda: not reader.stats()["memory"]["used"], "its memory is free")
