@@ -213,8 +213,7 @@ wheel-aarch64-test:
 	qemu-aarch64 -L /usr/$(ARM) build/aarch64/native 10 neon
 
 # The wheel in an empty environment without a compiler, outside this checkout; then the sdist.
-QUICK := tests/payload tests/copier tests/native tests/memory \
-	tests/connectors/test_conformance.py
+QUICK := tests/copier tests/native tests/connectors/test_conformance.py
 
 wheel-test:
 	$(PYTHON) .ci/wheel_test.py dist/*_x86_64.whl $(QUICK)

@@ -11,6 +11,7 @@ CXX names the C++ compiler; nvcc compiles the kernel with its own.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shlex
@@ -36,6 +37,8 @@ except ImportError:  # setuptools before 70.1
 ROOT = Path(__file__).resolve().parent
 LIBRARY, CUDA_LIBRARY = "_kvlink.so", "_kvlink_cuda.so"  # as in _native/host.py and cuda.py
 EXCUSE = ".missing"  # of the file that says why there is no library; as in _native/loader.py
+BUILT = ".built"  # of the file that says what a library in the source tree was built from
+SETTINGS = ("CXX", "CXXFLAGS", "CUDACXX", "NVCC", "CUDA_HOME", "OMNI_KVLINK_CUDA")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"]
 KERNEL_FLAGS = ["-c", "--threads", "0", "-Wno-deprecated-gpu-targets"]
@@ -76,11 +79,12 @@ class build_native(Command):
             raise SetupError(f"OMNI_KVLINK_CUDA={option}; use auto, on or off")
         package = self._package()
         package.mkdir(parents=True, exist_ok=True)
-        why = build_part(package / LIBRARY, compile_host)
+        inputs = state_of_inputs() if self._is_in_tree else ""
+        why = build_part(package / LIBRARY, compile_host, inputs)
         if why:
             print(f"omni_kvlink: no native copier: {why}; torch will copy", file=sys.stderr)
         compile_part = refuse_cuda if option == "off" else compile_cuda
-        why = build_part(package / CUDA_LIBRARY, compile_part)
+        why = build_part(package / CUDA_LIBRARY, compile_part, inputs)
         if why and option == "on":
             raise SetupError(f"OMNI_KVLINK_CUDA=on, but {why}; {CUDA_CURE}")
         if why and option == "auto":
@@ -97,22 +101,46 @@ class build_native(Command):
     def get_source_files(self) -> list[str]:
         return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "csrc").rglob("*.*"))]
 
+    @property
+    def _is_in_tree(self) -> bool:
+        return self.inplace or self.editable_mode
+
     def _package(self) -> Path:
-        in_tree = self.inplace or self.editable_mode
-        return (ROOT if in_tree else Path(self.build_lib or "build")) / "omni_kvlink" / "_native"
+        root = ROOT if self._is_in_tree else Path(self.build_lib or "build")
+        return root / "omni_kvlink" / "_native"
 
 
-def build_part(library: Path, compile_to: Callable[[Path], None]) -> str | None:
-    """Build a library; on failure write the reason to a file beside it, and return it."""
-    excuse = library.with_suffix(EXCUSE)
+def build_part(library: Path, compile_to: Callable[[Path], None], inputs: str) -> str | None:
+    """Build a library; on failure write the reason to a file beside it, and return it.
+
+    One that was built from the same `inputs` is kept; with "" it is always built.
+    """
+    excuse, built = library.with_suffix(EXCUSE), library.with_suffix(BUILT)
     excuse.unlink(missing_ok=True)
+    if inputs and library.exists() and built.exists() and built.read_text() == inputs:
+        return None
+    built.unlink(missing_ok=True)
     try:
         compile_to(library)
     except NoLibrary as why:
         library.unlink(missing_ok=True)  # an older one does not match these sources
         excuse.write_text(f"{why}\n")
         return str(why)
+    if inputs:
+        built.write_text(inputs)
     return None
+
+
+def state_of_inputs() -> str:
+    """Return a digest of the sources, the settings and the compilers that are found."""
+    state = hashlib.sha256(repr([os.environ.get(name) for name in SETTINGS]).encode())
+    for path in [ROOT / "setup.py", *sorted((ROOT / "csrc").rglob("*.*"))]:
+        state.update(path.read_bytes())
+    for find in (find_compiler, find_nvcc):
+        with contextlib.suppress(NoLibrary, OSError):
+            program = shutil.which(find()[0]) or find()[0]
+            state.update(f"{program} {os.stat(program).st_mtime_ns}".encode())
+    return state.hexdigest()
 
 
 def compile_host(target: Path) -> None:

@@ -2,8 +2,10 @@
 
     python3 .ci/suites.py [SUITE …]     without arguments, all: an hour and 6 GB of packages
 
-In a run of all suites, a test that is skipped in every one of them is an error, unless its reason
-begins with "this processor has no ". Tests marked `gpu` are selected by none: CI has no device.
+`test-all`, a quarter of an hour more, runs only when it is named: the tests marked `slow` repeat
+what `test` does with other seeds, faults and sizes. In a run of all suites, a test that is skipped
+in every one of them is an error, unless its reason begins with "this processor has no ". Tests
+marked `gpu` are selected by none: CI has no device.
 """
 
 from __future__ import annotations
@@ -11,19 +13,26 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 HARDWARE = "this processor has no "
 """The beginning of a reason to skip that no package can remove."""
 RESULTS = ROOT / "build" / "ci"
+SLOW = "test-all"
 PYTEST = (
     "test",
-    "test-all",
+    SLOW,
     "test-ucx",
     "test-hf-4.50.3",
     "test-hf-4.57.6",
@@ -35,8 +44,10 @@ PYTEST = (
     "asan-vllm",
     "test-vllm-omni",
 )
-OTHERS = ("lint", "licences", "asan", "tsan", "docs", "demo", "fuzz")
+SOURCES = ("lint", "licences", "docs", "demo", "fuzz")
 PACKAGES = (
+    "asan",
+    "tsan",
     "native-aarch64",
     "wheel",
     "wheel-test",
@@ -44,7 +55,8 @@ PACKAGES = (
     "wheel-aarch64",
     "wheel-aarch64-test",
 )
-SUITES = (*OTHERS, *PACKAGES, *PYTEST)
+SUITES = tuple(suite for suite in (*SOURCES, *PACKAGES, *PYTEST) if suite != SLOW)
+_printing = threading.Lock()
 SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
 """Programs that the suites of the second architecture need, and Debian's packages of them."""
 
@@ -78,17 +90,38 @@ class Outcome:
 
 
 def run(suite: str) -> Outcome:
-    """Run one target of the Makefile, and read what pytest wrote about it."""
-    print(f"\n=== make {suite}", flush=True)
-    report = RESULTS / f"{suite}.xml"
+    """Run one target of the Makefile, then print its output and read what pytest reported."""
+    report, log = RESULTS / f"{suite}.xml", RESULTS / f"{suite}.txt"
     report.unlink(missing_ok=True)
     arguments = [f"ARGS=-q --junitxml={report}"] if suite in PYTEST else []
+    say(f"make {suite} …")
     began = time.monotonic()
-    status = subprocess.run(["make", suite, *arguments], cwd=ROOT, check=False).returncode
-    outcome = Outcome(suite, time.monotonic() - began, status)
+    with log.open("wb") as file:
+        make = ["make", suite, *arguments]
+        done = subprocess.run(make, cwd=ROOT, check=False, stdout=file, stderr=subprocess.STDOUT)
+    outcome = Outcome(suite, time.monotonic() - began, done.returncode)
     if report.exists():
         read(report, outcome)
+    say(f"\n=== make {suite}: {outcome.seconds:.0f} s\n{log.read_text(errors='replace')}")
     return outcome
+
+
+def say(text: str) -> None:
+    """Print lines that belong together."""
+    with _printing:
+        print(text, flush=True)
+
+
+def run_all(suites: Sequence[str]) -> list[Outcome]:
+    """Run the suites of the sources beside those of the packages, and then the tests, in turn.
+
+    The first two use one core each; the tests use all.
+    """
+    lanes = [[one for one in suites if one in group] for group in (SOURCES, PACKAGES)]
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        found = pool.map(lambda lane: [run(suite) for suite in lane], lanes)
+        outcomes = [outcome for lane in found for outcome in lane]
+    return outcomes + [run(suite) for suite in suites if suite in PYTEST]
 
 
 def read(report: Path, outcome: Outcome) -> None:
@@ -133,12 +166,13 @@ def main() -> int:
     if any("aarch64" in suite for suite in suites):
         install_system_packages()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    outcomes = [run(suite) for suite in suites]
+    began = time.monotonic()
+    outcomes = run_all(suites)
     missing = never_run(outcomes) if is_all else {}
     print(f"\n{'suite':16} {'verdict':12} {'passed':>7} {'skipped':>7} {'seconds':>8}  skipped why")
     for outcome in outcomes:
         print(outcome.row())
-    print(f"{'together':44} {sum(outcome.seconds for outcome in outcomes):>8.0f}")
+    print(f"{'together':44} {time.monotonic() - began:>8.0f}")
     for name, reason in sorted(missing.items()):
         print(f"never ran: {name}: {reason}")
     return 1 if missing or not all(outcome.is_green for outcome in outcomes) else 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 
-from fork_server import new_interpreters
+from fork_server import new_interpreters, without_package
 
 IMPORTED = """
 import sys
@@ -25,8 +24,8 @@ except UnavailableError as error:
 
 
 def run(code: str, *, preloaded: bool = True) -> str:
-    """Run code in a new process and return its output; what is preloaded is in `fork_server`."""
-    with contextlib.nullcontext() if preloaded else new_interpreters():
+    """Run code in a new process and return its output; `fork_server.PRELOADED` is preloaded."""
+    with without_package() if preloaded else new_interpreters():
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    fork_server.server.close()
+    fork_server.close()
     shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
+import hashlib
 import os
 import shlex
 import shutil
@@ -48,7 +50,10 @@ _calls: list[object] = []  # ctypes functions; the library keeps none, and may c
 
 
 def build(directory: Path) -> None:
-    """The library's own sources, with `csrc/tests/fake_cuda.cpp` instead of CUDA."""
+    """The library's own sources, with `csrc/tests/fake_cuda.cpp` instead of CUDA.
+
+    Compiled once for all processes and runs, until a source or a flag changes.
+    """
     names = [shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
     compiler = next((name for name in names if name and shutil.which(name[0])), None)
     if compiler is None:
@@ -57,8 +62,19 @@ def build(directory: Path) -> None:
     fake = CSRC / "tests" / "fake_cuda.cpp"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-I{CSRC}/tests/fake_cuda"]
     flags += shlex.split(os.environ.get("FAKE_CUDA_FLAGS", ""))
-    command = [*compiler, *flags, *map(str, sources), str(fake), "-o"]
-    subprocess.run([*command, str(directory / cuda.LIBRARY)], check=True)
+    command = [*compiler, *flags, *map(str, sorted(sources)), str(fake), "-o"]
+    state = hashlib.sha256(repr(command).encode())
+    for path in sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp")):
+        state.update(path.read_bytes())
+    cache = CSRC.parent / "build" / "fake_cuda"
+    cache.mkdir(parents=True, exist_ok=True)
+    built = cache / f"{state.hexdigest()[:16]}.so"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            subprocess.run([*command, str(cache / "new.so")], check=True)
+            (cache / "new.so").rename(built)
+    shutil.copy(built, directory / cuda.LIBRARY)
 
 
 class FakeDevice:

@@ -1,14 +1,16 @@
 """`ForkingPopen`: starts Python programs as forks of a process that has imported torch already.
 
-Importing torch takes about two seconds of a core, and the tests start hundreds of processes. A
-`ForkingPopen` is a `subprocess.Popen` in all else: the program is a child of the process that
-started it, with the arguments, environment, directory and descriptors that were given. What
-only a new interpreter can do (other options of Python, another host's namespace, settings that
-torch reads when it is loaded) starts one.
+Importing torch takes about two seconds of a core, the engine most of another one, and the tests
+start hundreds of processes. A `ForkingPopen` is a `subprocess.Popen` in all else: the program is a
+child of the process that started it, with the arguments, environment, directory and descriptors
+that were given. What only a new interpreter can do (other options of Python, another host's
+namespace, settings that torch reads when it is loaded) starts one.
 
 Programs that such a program starts are new interpreters, unless its environment has `NESTED`.
 
-The server is this module, run as a program. It imports nothing of omni_kvlink.
+The servers are this module, run as a program. One has imported omni_kvlink; the other one, begun
+when it is needed, has not: it is for programs with settings that the package reads when it is
+imported, with another copy of the package, and for `without_package`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib.util
 import inspect
 import json
 import multiprocessing.util
@@ -34,6 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PRELOADED = ("torch", "torch.distributed", "numpy", "msgspec", "yaml", "zmq")
+PACKAGE = (
+    "omni_kvlink.engine",
+    "omni_kvlink.models.bagel",
+    "omni_kvlink.testing.peer_harness",
+)
+_NAME = "omni_kvlink"
+_SETTINGS = "OMNI_KVLINK_"
 _READ_AT_IMPORT = ("CUDA_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 """Environment variables of which a change needs a new interpreter (but for PYTHONPATH)."""
 NESTED = "KVLINK_TESTS_FORK_NESTED"
@@ -56,11 +66,13 @@ class Program(NamedTuple):
 
 
 class ForkServer:
-    """The server's process, started with the first program."""
+    """A server's process, started with the first program."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
         self._lock = threading.Lock()
         self._owner = 0
+        self._settings: dict[str, str] = {}
 
     def can_run(self, arguments: list[str], environment: dict[str, str]) -> bool:
         """Whether a fork is as good as a new interpreter."""
@@ -69,6 +81,10 @@ class ForkServer:
         if arguments[1].startswith("-") and arguments[1] not in ("-c", "-m"):
             return False
         return _fixed(environment) == _fixed(os.environ)
+
+    def is_set_as(self, environment: dict[str, str]) -> bool:
+        """Whether the package reads the same settings in this environment."""
+        return self._settings == _settings(environment)
 
     def start(self, program: Program, sources: list[int]) -> int:
         """Fork; return the number of the new process, a child of this one."""
@@ -90,14 +106,16 @@ class ForkServer:
     def use(self, connection: socket.socket) -> None:
         """Use a server that is a fork of this process; it ends with this process."""
         self._socket, self._owner = connection, os.getpid()
+        self._settings = _settings(os.environ)
 
     def begin(self) -> None:
         """Start the server; it is ready later."""
+        self._settings = _settings(os.environ)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_NBYTES)
         with theirs:
             self._process = _Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *self._modules],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not be forked
@@ -110,10 +128,31 @@ def _fixed(environment: Any) -> dict[str, str]:
     return {name: environment[name] for name in names if name != "PYTHONPATH"}
 
 
+def _settings(environment: Any) -> dict[str, str]:
+    return {name: environment[name] for name in environment if name.startswith(_SETTINGS)}
+
+
+def _is_same_package(environment: dict[str, str], directory: str) -> bool:
+    """Whether a program with this PYTHONPATH, in this directory, imports the server's package."""
+    spec = importlib.util.find_spec(_NAME)
+    own = os.path.realpath(spec.submodule_search_locations[0]) if spec else ""  # type: ignore[index]
+    for entry in [directory, *environment.get("PYTHONPATH", "").split(os.pathsep)]:
+        other = os.path.join(directory, entry, _NAME)
+        if entry and os.path.isdir(other) and os.path.realpath(other) != own:
+            return False
+    return True
+
+
+def _server_of(environment: dict[str, str], directory: str) -> ForkServer:
+    is_plain = _allows_package and _server.is_set_as(environment)
+    return _server if is_plain and _is_same_package(environment, directory) else _torch_server
+
+
 _Popen: Any = subprocess.Popen
 _util: Any = multiprocessing.util
 _spawnv = _util.spawnv_passfds
-server = ForkServer()
+_server, _torch_server = ForkServer(*PRELOADED, *PACKAGE), ForkServer(*PRELOADED)
+_allows_package = True
 _signature = inspect.signature(_Popen._execute_child)
 
 
@@ -127,7 +166,7 @@ class ForkingPopen(_Popen):  # type: ignore[misc]
         command = [os.fsdecode(part) for part in command]
         environment = dict(os.environ if environment is None else environment)
         special = ("preexec_fn", "shell", "executable", "startupinfo", "creationflags")
-        if any(given[name] for name in special) or not server.can_run(command, environment):
+        if any(given[name] for name in special) or not _server.can_run(command, environment):
             super()._execute_child(*arguments)
             return
         passed = sorted(given["pass_fds"])
@@ -138,7 +177,7 @@ class ForkingPopen(_Popen):  # type: ignore[misc]
             command[1:], environment, directory, [0, 1, 2, *passed], given["start_new_session"]
         )
         try:
-            self.pid = server.start(program, [*sources, *passed])
+            self.pid = _server_of(environment, directory).start(program, [*sources, *passed])
             self._child_created = True
         finally:
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -150,17 +189,24 @@ def _fork_spawned(path: Any, arguments: Any, passed: Any) -> int:
     command = [os.fsdecode(part) for part in arguments]
     own = _util._args_from_interpreter_flags()
     del command[1 : 1 + len(own)]  # the server has them
-    if not server.can_run(command, dict(os.environ)):
+    environment, directory = dict(os.environ), os.getcwd()
+    if not _server.can_run(command, environment):
         return int(_spawnv(path, arguments, passed))
     descriptors = [0, 1, 2, *sorted(passed)]
-    program = Program(command[1:], dict(os.environ), os.getcwd(), descriptors, False)
-    return server.start(program, descriptors)
+    program = Program(command[1:], environment, directory, descriptors, False)
+    return _server_of(environment, directory).start(program, descriptors)
 
 
 def install() -> None:
     """Let this process start Python programs as forks of a server."""
     _replace_starters()
-    server.begin()
+    _server.begin()
+
+
+def close() -> None:
+    """End the servers."""
+    _server.close()
+    _torch_server.close()
 
 
 def _replace_starters() -> None:
@@ -177,6 +223,17 @@ def new_interpreters() -> Iterator[None]:
         yield
     finally:
         _replace_starters()
+
+
+@contextlib.contextmanager
+def without_package() -> Iterator[None]:
+    """Start programs meanwhile that have not imported omni_kvlink."""
+    global _allows_package
+    _allows_package = False
+    try:
+        yield
+    finally:
+        _allows_package = True
 
 
 def _serve(requests: socket.socket) -> Program | None:
@@ -202,7 +259,7 @@ def _serve_nested(program: Program) -> Program | None:
     here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_NBYTES)
     if os.fork():
         there.close()
-        server.use(here)
+        (_server if _NAME in sys.modules else _torch_server).use(here)
         _replace_starters()
         return program
     here.close()
@@ -268,15 +325,17 @@ def _run(program: Program) -> None:
 def main() -> None:
     """Import what is slow, then serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor, *modules = sys.argv[1:]
     own = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if entry != own and entry not in _inherited_path()]
-    for name in PRELOADED:
+    sys.path[:] = [entry for entry in sys.path if entry != own]
+    for name in modules:
         with contextlib.suppress(ImportError):
             __import__(name)
+    sys.path[:] = [entry for entry in sys.path if entry not in _inherited_path()]
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     gc.collect()
     gc.freeze()  # a fork's own collections skip what it shares
-    program = _serve(socket.socket(fileno=int(sys.argv[1])))
+    program = _serve(socket.socket(fileno=int(descriptor)))
     if program is not None:
         _run(program)
 

@@ -116,6 +116,29 @@ def test_with_a_broken_compiler(tree: Path) -> None:
     assert "/nowhere/c++ cannot be run: No such file" in probe(tree)[0]
 
 
+def test_what_is_built_already_is_kept(tree: Path) -> None:
+    """Until a source, a setting or the compiler changes."""
+    script = tree / "c++"
+    script.write_text(WRITES)
+    script.chmod(0o755)
+
+    def calls(**environment: str) -> int:
+        assert build(tree, CXX=str(script), **environment).returncode == 0
+        return len(Path(f"{script}.calls").read_text().splitlines())
+
+    assert [calls(), calls()] == [1, 1]
+    library = tree / "omni_kvlink" / "_native" / "_kvlink.so"
+    library.unlink()
+    assert [calls(), calls()] == [2, 2]
+    source = tree / "csrc" / "view.cpp"
+    source.write_text(f"{source.read_text()}\n")
+    assert [calls(), calls()] == [3, 3]
+    assert calls(CXXFLAGS="-O1") == 4
+    assert calls() == 5
+    os.utime(script, (1, 1))
+    assert calls() == 6
+
+
 def test_a_file_that_is_no_library(tree: Path) -> None:
     (tree / "omni_kvlink" / "_native" / "_kvlink.so").write_text("not a library")
     assert "cannot be used" in probe(tree)[0]
@@ -147,7 +170,8 @@ def script(tree: Path, name: str, text: str) -> str:
 
 
 def built(tree: Path) -> list[str]:
-    return sorted(path.name for path in (tree / "omni_kvlink" / "_native").glob("_kvlink*"))
+    paths = (tree / "omni_kvlink" / "_native").glob("_kvlink*")
+    return sorted(path.name for path in paths if path.suffix != ".built")
 
 
 def test_with_nvcc(tree: Path) -> None:

@@ -61,6 +61,9 @@ class Scarce:
             os.close(self.taken.pop())
 
     def free(self) -> None:
+        """Make descriptors free, many at once: a connection needs two."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for fd in self.taken:
             os.close(fd)
         self.taken.clear()

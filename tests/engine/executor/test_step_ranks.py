@@ -123,6 +123,7 @@ def test_a_worker_that_dies_ends_all_requests(sockets: str) -> None:
         stage.send("a")
         with pytest.raises(EngineDeadError):
             stage.submit("a", num_inference_steps=10_000).result(WAIT).result()
+        stage.producer.abort("a")  # its reader is gone, and no other one will come
 
 
 @pytest.mark.parametrize("degree", ["cfg_parallel_size", "tensor_parallel_size"])

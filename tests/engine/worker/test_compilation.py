@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_fixtures import SHAPE, WAIT, alone, bundle, checkpoint, config, link, request, url
-from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from omni_kvlink import SchemaError
@@ -35,19 +34,26 @@ TRACED: dict[str, Any] = {
 }
 
 
+def counters() -> Any:
+    """Dynamo's; its import takes seconds, which no other test file shall wait for."""
+    from torch._dynamo import utils
+
+    return utils.counters
+
+
 @pytest.fixture(autouse=True)
 def compiled_code() -> Iterator[None]:
     """What a test compiles ends with it."""
     torch._dynamo.reset()
-    counters.clear()
+    counters().clear()
     yield
     torch._dynamo.reset()
 
 
 def graphs() -> int:
     """Graphs that were compiled so far; none may be broken in two."""
-    assert dict(counters["graph_break"]) == {}
-    return counters["stats"]["unique_graphs"]
+    assert dict(counters()["graph_break"]) == {}
+    return int(counters()["stats"]["unique_graphs"])
 
 
 def own(name: str, **fields: Any) -> Any:
