@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip's option --no-compile, which a false value sets: thousands of files are compiled when they are imported.
+export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -16,11 +18,11 @@ demo: $(VENV)/.ready
 JOBS ?= 4
 PARALLEL := -n $(JOBS) --dist worksteal
 
-test: $(VENV)/.ready
+test: $(VENV)/.native
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(ARGS)
 
 # What `test` leaves out: each kill with each connector, 20,000 seeds, long loss and harm, more fuzzing.
-test-all: $(VENV)/.ready
+test-all: $(VENV)/.native
 	KVLINK_EXAMPLES=$${KVLINK_EXAMPLES:-5} $(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" \
 		--timeout=3600 $(ARGS)
 
@@ -74,7 +76,7 @@ docs: .venv-docs/.ready
 	touch $@
 
 # Not in `test`: ucxx and its libraries are 250 MB.
-test-ucx: $(VENV)/.ready
+test-ucx: $(VENV)/.native
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/connectors tests/network tests/lookup tests/bench \
 		tests/e2e/test_bagel_connectors.py -k "ucx or chooses" $(ARGS)
@@ -237,7 +239,14 @@ clean:
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Without a device the CUDA part waits for the tests: nvcc takes most of a minute.
+CUDA := $(or $(OMNI_KVLINK_CUDA),$(if $(wildcard /dev/nvidiactl),auto,off))
+
+$(VENV)/.native: $(VENV)/.ready
+	$(BIN)/python setup.py -q build_native --inplace
 	touch $@
 
 .venv-vllm/%/.ready: pyproject.toml setup.py constraints.txt tests/integrations/vllm/vllm.txt

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent
 LIBRARY, CUDA_LIBRARY = "_kvlink.so", "_kvlink_cuda.so"  # as in _native/host.py and cuda.py
 EXCUSE = ".missing"  # of the file that says why there is no library; as in _native/loader.py
 BUILT = ".built"  # of the file that says what a library in the source tree was built from
-SETTINGS = ("CXX", "CXXFLAGS", "CUDACXX", "NVCC", "CUDA_HOME", "OMNI_KVLINK_CUDA")
+SETTINGS = ("CXX", "CXXFLAGS", "CUDACXX", "NVCC", "CUDA_HOME")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"]
 KERNEL_FLAGS = ["-c", "--threads", "0", "-Wno-deprecated-gpu-targets"]
@@ -83,8 +83,10 @@ class build_native(Command):
         why = build_part(package / LIBRARY, compile_host, inputs)
         if why:
             print(f"omni_kvlink: no native copier: {why}; torch will copy", file=sys.stderr)
-        compile_part = refuse_cuda if option == "off" else compile_cuda
-        why = build_part(package / CUDA_LIBRARY, compile_part, inputs)
+        if option == "off":
+            why = build_part(package / CUDA_LIBRARY, refuse_cuda, "")
+        else:
+            why = build_part(package / CUDA_LIBRARY, compile_cuda, inputs)
         if why and option == "on":
             raise SetupError(f"OMNI_KVLINK_CUDA=on, but {why}; {CUDA_CURE}")
         if why and option == "auto":

@@ -118,13 +118,11 @@ def test_with_a_broken_compiler(tree: Path) -> None:
 
 def test_what_is_built_already_is_kept(tree: Path) -> None:
     """Until a source, a setting or the compiler changes."""
-    script = tree / "c++"
-    script.write_text(WRITES)
-    script.chmod(0o755)
+    cxx = script(tree, "c++", WRITES)
 
     def calls(**environment: str) -> int:
-        assert build(tree, CXX=str(script), **environment).returncode == 0
-        return len(Path(f"{script}.calls").read_text().splitlines())
+        assert build(tree, CXX=cxx, **environment).returncode == 0
+        return len(Path(f"{cxx}.calls").read_text().splitlines())
 
     assert [calls(), calls()] == [1, 1]
     library = tree / "omni_kvlink" / "_native" / "_kvlink.so"
@@ -135,7 +133,7 @@ def test_what_is_built_already_is_kept(tree: Path) -> None:
     assert [calls(), calls()] == [3, 3]
     assert calls(CXXFLAGS="-O1") == 4
     assert calls() == 5
-    os.utime(script, (1, 1))
+    os.utime(cxx, (1, 1))
     assert calls() == 6
 
 
@@ -253,8 +251,10 @@ def test_with_a_broken_nvcc(tree: Path) -> None:
 
 
 def test_with_cuda_switched_off(tree: Path) -> None:
+    """Also if it was built before, from the same sources."""
     cxx, nvcc = script(tree, "c++", WRITES), script(tree, "nvcc", WRITES)
-    (tree / "omni_kvlink" / "_native" / "_kvlink_cuda.so").write_text("of an earlier version")
+    build(tree, OMNI_KVLINK_CUDA="auto", CXX=cxx, CUDACXX=nvcc)
+    assert "_kvlink_cuda.so" in built(tree)
     done = build(tree, OMNI_KVLINK_CUDA="off", CXX=cxx, CUDACXX=nvcc)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
