@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import STEPS, WAIT, alone, checkpoint, close_to, config, request
+from engine_fixtures import STEPS, WAIT, alone, checkpoint, close_to, config, pipeline, request
+from lora_fixtures import bagel_adapter, merged
 from torch import nn
 
 from omni_kvlink.engine import DiffusionEngine, DiffusionParallelConfig
@@ -20,6 +21,7 @@ from omni_kvlink.models.bagel import DenoiseParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytest.importorskip("torchao", reason="`make test-torchao` installs it")
 
@@ -41,8 +43,8 @@ def image_of(worker: GPUDiffusionWorker) -> torch.Tensor:
     return output.result.result()[0]
 
 
-def expected() -> torch.Tensor:
-    """The image of weights rounded to int8, in steps of their row's largest value / 127.5."""
+def rounded() -> OmniBagelPipeline:
+    """The model with weights rounded to int8, in steps of their row's largest value / 127.5."""
     made = OmniBagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
     for layer in made.model.language_model.model.own_layers:
         for module in layer.modules():
@@ -50,7 +52,12 @@ def expected() -> torch.Tensor:
                 scale = module.weight.detach().abs().amax(1, keepdim=True) / 127.5
                 steps = (module.weight.detach() / scale).round().clamp(-128, 127)
                 module.weight.data = steps * scale
-    return made.generate(
+    return made
+
+
+def expected(model: OmniBagelPipeline | None = None) -> torch.Tensor:
+    """The image of rounded weights, or of another model."""
+    return (model or rounded()).generate(
         "a fox",
         DenoiseParams(num_timesteps=STEPS),
         generator=torch.Generator().manual_seed(0),
@@ -92,6 +99,30 @@ def test_compiled_layers() -> None:
     made.compile_or_warm_up_model()
     assert close_to(image_of(made), expected())
     made.shutdown()
+
+
+def linears(model: OmniBagelPipeline) -> list[nn.Linear]:
+    modules = model.model.language_model.modules()
+    return [module for module in modules if isinstance(module, nn.Linear)]
+
+
+def test_an_adapter_is_not_rounded(tmp_path: Path) -> None:
+    """Its product is added to that of the rounded weights, which are as before without it."""
+    lora, model = bagel_adapter(tmp_path), rounded()
+    (tmp_path / "whole").mkdir()
+    added = zip(linears(merged(tmp_path, lora)), linears(pipeline()), strict=True)
+    for module, (own, base) in zip(linears(model), added, strict=True):
+        module.weight.data += own.weight.data - base.weight.data
+    with DiffusionEngine(config(None, **INT8)) as engine:
+        batch = [
+            request(name, need_kv_receive=False, lora_request=one)
+            for name, one in (("a", None), ("b", lora), ("c", None))
+        ]
+        images = [engine.submit(one).result(WAIT).result()[0] for one in batch]
+    assert close_to(images[1], expected(model))
+    assert not close_to(images[1], expected(merged(tmp_path / "whole", lora)))
+    assert close_to(images[0], expected())
+    assert images[2].equal(images[0])
 
 
 def test_two_tensor_ranks() -> None:
