@@ -5,7 +5,7 @@
 The environment, a copy of the tests, of the benchmarks that they import and of pytest's options lie
 outside this checkout, and PATH has no compiler. The package must come from the environment, with
 the native copier and, if the wheel has it, the CUDA part. The tests named run after that, and with
-a wheel `kvlink-bench verify`.
+a wheel `kvlink-bench verify --quick`.
 An sdist instead must install without its compiled parts, and work with torch's copier.
 """
 
@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "safetensors")
+TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "safetensors")
 COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|c[89]9|clang|clang\+\+|nvcc|zig)(-[\d.]+)?")
 VECTORS = re.search(r"\b(avx2|crc32)\b", Path("/proc/cpuinfo").read_text())
 IDENTITY = """
@@ -51,9 +51,10 @@ def main() -> None:
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, folder / "copy" / name)
         if sys.argv[2:]:
-            run(folder, python, "-m", "pytest", "-p", "no:cacheprovider", *sys.argv[2:])
+            pytest = (python, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider")
+            run(folder, *pytest, *sys.argv[2:])
         if distribution.suffix == ".whl":
-            run(folder, python.with_name("kvlink-bench"), "verify")
+            run(folder, python.with_name("kvlink-bench"), "verify", "--quick")
 
 
 def install(distribution: Path, folder: Path) -> Path:
