@@ -50,7 +50,7 @@ mutants: $(VENV)/.ready
 	$(BIN)/python .ci/mutants.py --jobs $(JOBS) $(ARGS)
 
 # Random bytes for everything that decodes bytes, SECONDS for each decoder; ARGS=NAME runs some.
-SECONDS ?= 15
+SECONDS ?= 10
 
 fuzz: .venv-fuzz/.ready
 	.venv-fuzz/bin/python fuzz/run.py --seconds $(SECONDS) $(ARGS)

@@ -44,10 +44,8 @@ PYTEST = (
     "asan-vllm",
     "test-vllm-omni",
 )
-SOURCES = ("lint", "licences", "docs", "demo", "fuzz")
+SOURCES = ("lint", "licences", "docs", "demo", "fuzz", "asan", "tsan")
 PACKAGES = (
-    "asan",
-    "tsan",
     "native-aarch64",
     "wheel",
     "wheel-test",
