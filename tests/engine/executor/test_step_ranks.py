@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, alone, checkpoint, close_to, request
+from engine_fixtures import WAIT, alone, bundle, checkpoint, close_to, request, url
 from mp_fixtures import engine_with_ranks, until
 from parallel_fixtures import RankProcesses
 
@@ -18,10 +18,12 @@ from omni_kvlink.engine import (
     DiffusionParallelConfig,
     EngineCore,
     EngineDeadError,
+    KVConfig,
     OmniDiffusionConfig,
     RequestAborted,
     RequestFailed,
 )
+from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.outputs import DiffusionOutput, StepSchedulerOutput
 
 if TYPE_CHECKING:
@@ -153,6 +155,36 @@ def test_ranks_that_share_a_step(degree: str) -> None:
         for output, (seed, points) in zip(found, ((0, LONG), (3, SHORT), (5, 7)), strict=True):
             expected = alone(seed=seed, num_inference_steps=points, cfg_interval=(0.6, 1.0))
             assert close_to(output.result()[0], expected)
+
+
+@pytest.mark.parametrize("degree", ["cfg_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_share_a_step_have_their_parts_of_the_kv(sockets: str, degree: str) -> None:
+    """Also of a request whose parts come while another one runs."""
+    parallel = DiffusionParallelConfig(**{degree: 2})
+    source, options = url(), {"directory": sockets}
+    sending = KVConfig(sinks=(source,), sink_options=options, receivers=parallel)
+    kv = KVConfig(sources=(source,), source_options=options, receivers=parallel, timeout=WAIT)
+    how: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 2}
+    config = OmniDiffusionConfig(
+        checkpoint(), kv=kv, parallel_config=parallel, step_execution=True, **how
+    )
+    with closing(KVSink(sending, heads=2)) as kv_sink, DiffusionEngine(config) as engine:
+        later = list[Any]()
+
+        def on_step(number: int) -> None:
+            if number == 3:
+                kv_sink.send(bundle("b", seed=1))
+                later.append(engine.submit(request("b", seed=1, num_inference_steps=SHORT)))
+                until(lambda: engine.stats()["kv"]["held"]["ready"] == 2)
+
+        steps = Steps(engine, on_step)
+        kv_sink.send(bundle("a"))
+        image = engine.submit(request("a", num_inference_steps=LONG)).result(WAIT).result()[0]
+        assert close_to(image, alone(num_inference_steps=LONG))
+        short = later[0].result(WAIT).result()[0]
+        assert close_to(short, alone(seed=1, num_inference_steps=SHORT))
+        assert steps.sizes == [1] * 3 + [2] * 3 + [1] * 5
+        until(lambda: not kv_sink.link.stats()["memory"]["used"])
 
 
 # ---- what the ranks of a group agree on
