@@ -8,9 +8,9 @@ namespace, settings that torch reads when it is loaded) starts one.
 
 Programs that such a program starts are new interpreters, unless its environment has `NESTED`.
 
-The servers are this module, run as a program. One has imported omni_kvlink; the other one, begun
-when it is needed, has not: it is for programs with settings that the package reads when it is
-imported, with another copy of the package, and for `without_package`.
+The servers are this module, run as a program. One has imported omni_kvlink; the other one has not:
+it is for programs with settings that the package reads when it is imported, with another copy of
+the package, and for `without_package`.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ def install() -> None:
     """Let this process start Python programs as forks of a server."""
     _replace_starters()
     _server.begin()
+    _torch_server.begin()  # not later: a test would find its socket left over
 
 
 def close() -> None:
