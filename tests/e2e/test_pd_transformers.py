@@ -13,7 +13,10 @@ import pytest
 from omni_kvlink import UnavailableError
 from omni_kvlink.connectors.registry import backend, split_url
 
-pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: make test-hf"
+)
+IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pd_transformers.py"
 URLS = ["shm://pd", "zmq+tcp://127.0.0.1:0", "ucx://127.0.0.1:0?trusted_network=1"]
@@ -44,6 +47,7 @@ def test_two_processes_equal_one(tmp_path: Path, url: str, dtype: str) -> None:
     assert "logits  identical: 1 of 1" in done.stdout
 
 
+@pytest.mark.skipif(IS_OLD, reason="two minutes, with the newest transformers alone")
 @pytest.mark.timeout(400)
 def test_two_hundred_prompts(tmp_path: Path) -> None:
     """Two producers and two consumers; every kind of match occurs, and evictions."""
