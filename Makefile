@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.installed
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
 
 # More processes than cores: some tests wait for processes that they start.
@@ -236,9 +236,13 @@ clean:
 	rm -rf .venv* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
+	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python -m pip install -q -c constraints.txt -e ".[engine]"
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.installed
 	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
