@@ -238,13 +238,15 @@ clean:
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python -m pip install -q -c constraints.txt -e ".[engine]"
+	$(BIN)/python -m pip install -q -c constraints.txt torch "setuptools>=77"
+	$(EDITABLE) -e ".[engine]"
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.installed
-	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(EDITABLE) -e ".[dev]"
 	touch $@
+
+EDITABLE = OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation
 
 # Without a device the CUDA part waits for the tests: nvcc takes most of a minute.
 CUDA := $(or $(OMNI_KVLINK_CUDA),$(if $(wildcard /dev/nvidiactl),auto,off))
