@@ -119,7 +119,7 @@ def build_part(library: Path, compile_to: Callable[[Path], None], inputs: str) -
     """
     excuse, built = library.with_suffix(EXCUSE), library.with_suffix(BUILT)
     excuse.unlink(missing_ok=True)
-    if inputs and library.exists() and built.exists() and built.read_text() == inputs:
+    if inputs and built.exists() and built.read_text() == record_of(library, inputs):
         return None
     built.unlink(missing_ok=True)
     try:
@@ -129,8 +129,14 @@ def build_part(library: Path, compile_to: Callable[[Path], None], inputs: str) -
         excuse.write_text(f"{why}\n")
         return str(why)
     if inputs:
-        built.write_text(inputs)
+        built.write_text(record_of(library, inputs))
     return None
+
+
+def record_of(library: Path, inputs: str) -> str:
+    """Return what is noted of a library: its inputs and its bytes, which may be damaged later."""
+    found = hashlib.sha256(library.read_bytes()).hexdigest() if library.exists() else "nothing"
+    return f"{inputs} {found}"
 
 
 def state_of_inputs() -> str:

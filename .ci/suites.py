@@ -2,10 +2,10 @@
 
     python3 .ci/suites.py [SUITE …]     without arguments, all: an hour and 6 GB of packages
 
-`test-all`, a quarter of an hour more, runs only when it is named: the tests marked `slow` repeat
-what `test` does with other seeds, faults and sizes. In a run of all suites, a test that is skipped
-in every one of them is an error, unless its reason begins with "this processor has no ". Tests
-marked `gpu` are selected by none: CI has no device.
+`test-all`, a quarter of an hour more, runs only when it is named: nothing else runs the tests
+marked `slow`. In a run of all suites, a test that is skipped in every one of them is an error,
+unless its reason begins with "this processor has no ". Tests marked `gpu` are selected by none: CI
+has no device.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The environment, a copy of the tests, of the benchmarks that they import and of pytest's options lie
 outside this checkout, and PATH has no compiler. The package must come from the environment, with
 the native copier and, if the wheel has it, the CUDA part. The tests named run after that, and with
-a wheel `kvlink-bench verify --quick`.
+a wheel `kvlink-bench verify`.
 An sdist instead must install without its compiled parts, and work with torch's copier.
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
             pytest = (python, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider")
             run(folder, *pytest, *sys.argv[2:])
         if distribution.suffix == ".whl":
-            run(folder, python.with_name("kvlink-bench"), "verify", "--quick")
+            run(folder, python.with_name("kvlink-bench"), "verify")
 
 
 def install(distribution: Path, folder: Path) -> Path:

@@ -74,7 +74,7 @@ def main() -> int:
     """Fuzz the decoders that are named, or all; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(DECODERS))
-    parser.add_argument("--seconds", type=int, default=10, help="for each decoder")
+    parser.add_argument("--seconds", type=int, default=15, help="for each decoder")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="decoders at a time")
     parser.add_argument("--grow", action="store_true", help="add to the corpus")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
