@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST_SECONDS = 0.05
-MOST_YARDSTICKS = 8
-"""As long as `MOST_SECONDS` on a quiet machine, where a yardstick takes 6 ms."""
-YARDSTICK = json.dumps(
+MOST_REFERENCES = 8
+"""As long as `MOST_SECONDS` on a quiet machine, where the reference takes 6 ms."""
+REFERENCE = json.dumps(
     [{"shape": [number, 1], "digest": f"{number:08x}"} for number in range(4096)]
 )
 MOST_BYTES = 16 << 20
@@ -45,7 +45,7 @@ def test_the_cases_have_names_of_their_own() -> None:
 )
 def test_it_is_refused_at_once(pattern: str, make: Callable[[], bytes]) -> None:
     payload = make()
-    times, yardsticks = [], []
+    times, references = [], []
     for _ in range(5):
         start = time.thread_time()
         with pytest.raises(WireError, match=pattern) as caught:
@@ -54,11 +54,11 @@ def test_it_is_refused_at_once(pattern: str, make: Callable[[], bytes]) -> None:
         if times[-1] < MOST_SECONDS:
             break
         start = time.thread_time()  # the machine is busy, or the header takes too long
-        for one in json.loads(YARDSTICK):
+        for one in json.loads(REFERENCE):
             bytes.fromhex(one["digest"])
             str(one["shape"])
-        yardsticks.append(time.thread_time() - start)
-    assert min(times) < max(MOST_SECONDS, MOST_YARDSTICKS * min(yardsticks, default=0.0))
+        references.append(time.thread_time() - start)
+    assert min(times) < max(MOST_SECONDS, MOST_REFERENCES * min(references, default=0.0))
     assert len(str(caught.value)) < 1000
     assert isinstance(caught.value, VersionError) is ("payload version" in str(caught.value))
 
