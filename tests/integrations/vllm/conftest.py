@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import tempfile
@@ -10,8 +11,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from vllm_fixtures import EngineProcess, transfer
+
+# Importing vLLM takes ten seconds of a core, for each of fifty engines.
+os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at import
+fork_server.preload(
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.blip2",
+    "omni_kvlink.integrations.vllm",
+)
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
 

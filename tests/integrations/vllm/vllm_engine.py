@@ -29,9 +29,11 @@ class Engine:
     """vLLM's own synchronous engine, driven step by step."""
 
     def __init__(self, config: dict[str, Any]):
+        import torch
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        torch.compiler.set_stance("force_eager")  # else two seconds for a sum of the sampler
         transfer = config.pop("transfer")
         self.llm = LLM(
             enforce_eager=True,

@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fork_server import NESTED
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -52,7 +54,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                env={**os.environ, "OMP_NUM_THREADS": "1", NESTED: "1", **(env or {})},
             )
         mine.settimeout(PATIENCE)
         self._socket, self._channel = mine, mine.makefile("rw")

@@ -16,6 +16,7 @@ import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from fork_server import NESTED
 from vllm_fixtures import BLOCK, PATIENCE, transfer
 
 from omni_kvlink.testing.rig import until
@@ -41,6 +42,7 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all on the first core
             "VLLM_NO_USAGE_STATS": "1",
+            NESTED: "1",
         }
         with log.open("a") as out:
             self.process = subprocess.Popen(
