@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "integrations" / "vllm")]
+sys.path[:0] = [str(ROOT / "tests" / "integrations" / "vllm"), str(ROOT / "tests")]
 
 from vllm_fixtures import PATIENCE, EngineProcess, prompt  # noqa: E402
 from vllm_fleet import DECODE, PREFILL, ROUTER, Completion, Fleet, complete, stream  # noqa: E402
