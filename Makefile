@@ -148,7 +148,7 @@ VLLM_TESTS := tests/integrations/vllm
 test-vllm: test-vllm-$(VLLM)
 
 test-vllm-%: .venv-vllm/%/.ready
-	.venv-vllm/$*/bin/python -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/$*/bin/python -m pytest -n 2 --dist loadgroup -W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/$*/bin/python examples/pd_vllm.py
 	.venv-vllm/$*/bin/python examples/epd_vllm.py
 

@@ -15,7 +15,6 @@ the package, and for `without_package`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -340,22 +339,11 @@ def main() -> None:
             __import__(name)
     sys.path[:] = [entry for entry in sys.path if entry not in _inherited_path()]
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
-    atexit.register(_keep_modules)  # called last
     gc.collect()
     gc.freeze()  # a fork's own collections skip what it shares
     program = _serve(socket.socket(fileno=int(descriptor)))
     if program is not None:
         _run(program)
-
-
-def _keep_modules() -> None:
-    """Let the interpreter's end free this package and the program, but not what others import.
-
-    Freeing torch's modules takes a third of a second of a core, vLLM's four.
-    """
-    freed = {_NAME, "__main__", *sys.stdlib_module_names}
-    for name in [name for name in sys.modules if name.partition(".")[0] not in freed]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))
 
 
 def _inherited_path() -> list[str]:

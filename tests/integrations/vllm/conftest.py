@@ -25,6 +25,15 @@ fork_server.preload(
     "omni_kvlink.integrations.vllm",
 )
 
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`: keep files together, whose tests share engines, but for one."""
+    for item in items:
+        if item.path.stem != "test_vllm_ranks":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
 
 

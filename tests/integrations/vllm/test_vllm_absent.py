@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from fork_server import new_interpreters
+
 
 def output(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", code]
+    with new_interpreters():
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_importing_the_integrations_imports_no_engine() -> None:

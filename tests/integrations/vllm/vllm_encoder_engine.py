@@ -27,6 +27,7 @@ class EncoderEngine(vllm_engine.Engine):
             kv_transfer_config=kv and KVTransferConfig(**kv),
             **config,
         )
+        self.llm.collective_rpc(vllm_engine.save_time)
         self.engine = self.llm.llm_engine
         self.over = {}
 

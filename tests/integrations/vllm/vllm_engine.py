@@ -5,12 +5,16 @@ python vllm_engine.py FD CONFIG: reads calls from the socket FD, answers each; s
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import socket
 import sys
 import time
 from typing import Any
+
+import torch
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -29,11 +33,9 @@ class Engine:
     """vLLM's own synchronous engine, driven step by step."""
 
     def __init__(self, config: dict[str, Any]):
-        import torch
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        torch.compiler.set_stance("force_eager")  # else two seconds for a sum of the sampler
         transfer = config.pop("transfer")
         self.llm = LLM(
             enforce_eager=True,
@@ -42,6 +44,7 @@ class Engine:
             kv_transfer_config=transfer and KVTransferConfig(**transfer),
             **config,
         )
+        self.llm.collective_rpc(save_time)
         if config.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(profile)
         self.engine = self.llm.llm_engine
@@ -142,6 +145,12 @@ def waiting(worker: Any) -> int:
 
     link = get_kv_transfer_group()._saver._link
     return int(link.stats()["transfers"]["waiting"])
+
+
+def save_time(worker: Any) -> None:
+    """Leave out what takes seconds: the sampler compiles, the interpreter searches at its end."""
+    torch.compiler.set_stance("force_eager")
+    atexit.register(gc.freeze)
 
 
 def profile(worker: Any) -> None:
