@@ -236,11 +236,12 @@ pythons:
 clean:
 	rm -rf .venv* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA.
+# torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA. Its modules
+# are compiled, by a first import, while the C++ compiler is busy with the package's.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch "setuptools>=77"
-	$(EDITABLE) -e ".[engine]"
+	$(BIN)/python -W ignore -c "import torch.distributed" & $(EDITABLE) -e ".[engine]" && wait
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.installed

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_server import NESTED
 
 from omni_kvlink import UnavailableError
 from omni_kvlink.connectors.registry import backend, split_url
@@ -28,7 +29,7 @@ def run(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "XDG_RUNTIME_DIR": str(root)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(root), NESTED: "1"},
         check=False,
     )
 

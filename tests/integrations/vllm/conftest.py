@@ -25,6 +25,7 @@ fork_server.preload(
     "omni_kvlink.integrations.vllm",
 )
 
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,9 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem != "test_vllm_ranks":
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
 
 
 @pytest.fixture(scope="session")
