@@ -28,6 +28,7 @@ fork_server.preload(
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`: keep files together, whose tests share engines, but for one."""
     for item in items:

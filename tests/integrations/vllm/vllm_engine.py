@@ -44,7 +44,8 @@ class Engine:
             kv_transfer_config=transfer and KVTransferConfig(**transfer),
             **config,
         )
-        self.llm.collective_rpc(save_time)
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":  # else no function can be sent
+            self.llm.collective_rpc(save_time)
         if config.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(profile)
         self.engine = self.llm.llm_engine
