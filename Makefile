@@ -147,8 +147,10 @@ VLLM_TESTS := tests/integrations/vllm
 
 test-vllm: test-vllm-$(VLLM)
 
+# Files in their order: the one with the fewest tests, which take longest, would else be the last.
 test-vllm-%: .venv-vllm/%/.ready
-	.venv-vllm/$*/bin/python -m pytest -n 2 --dist loadgroup -W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/$*/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-W ignore::DeprecationWarning -m "not gpu" $(VLLM_TESTS) $(ARGS)
 	.venv-vllm/$*/bin/python examples/pd_vllm.py
 	.venv-vllm/$*/bin/python examples/epd_vllm.py
 

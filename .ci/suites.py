@@ -125,9 +125,7 @@ def run_all(suites: Sequence[str]) -> list[Outcome]:
 def read(report: Path, outcome: Outcome) -> None:
     """Sort the test cases of a JUnit report into passed, failed and skipped."""
     for case in ET.parse(report).iter("testcase"):
-        module, test = case.get("classname", ""), case.get("name", "")
-        group = f"@{module.rpartition('.')[2]}"  # `--dist loadgroup` appends it
-        name = f"{module}::{test.removesuffix(group)}"
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             outcome.failed.add(name)

@@ -28,14 +28,6 @@ fork_server.preload(
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pd_vllm.py"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`: keep files together, whose tests share engines, but for one."""
-    for item in items:
-        if item.path.stem != "test_vllm_ranks":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen2")
