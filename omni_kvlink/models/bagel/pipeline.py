@@ -110,8 +110,9 @@ class BagelPipeline:
     ) -> _Pipeline:
         """Load a checkpoint in the published layout; of the files, only what `stage` needs.
 
-        In bfloat16, with the autoencoder in float32, it computes as the published app does; float32
-        is exact throughout. float16 has the range of 65504: a trained model may leave it.
+        float32 is exact throughout. With a model in bfloat16 the autoencoder stays in float32, as
+        the published app loads it; that app runs it under autocast, whose convolutions are in
+        bfloat16. float16 has the range of 65504: a trained model may leave it.
 
         Raises:
             FileNotFoundError: a file is missing.
