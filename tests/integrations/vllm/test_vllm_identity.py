@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -160,6 +161,23 @@ def test_what_the_model_is(model: Path) -> None:
     named.model_config.revision = "r"
     assert model_identity(named, "w")["model"] == "w"
     assert model_identity(named, "w")["revision"] == "", "the name says which weights"
+
+
+@pytest.mark.parametrize(
+    "field", ["rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"]
+)
+def test_each_field_of_the_positions_counts(model: Path, field: str) -> None:
+    """Which of them a model's configuration has depends on the version of transformers."""
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(model), max_model_len=512, dtype="float32"),
+        cache_config=CacheConfig(block_size=BLOCK),
+    )
+
+    def rope(value: float) -> Any:
+        config.model_config.hf_text_config = SimpleNamespace(**{field: value})
+        return model_identity(config, "")["rope"]
+
+    assert rope(1.0) != rope(2.0)
 
 
 @pytest.fixture
