@@ -166,15 +166,18 @@ def test_what_the_model_is(model: Path) -> None:
 @pytest.mark.parametrize(
     "field", ["rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"]
 )
-def test_each_field_of_the_positions_counts(model: Path, field: str) -> None:
+def test_each_field_of_the_positions_counts(field: str) -> None:
     """Which of them a model's configuration has depends on the version of transformers."""
-    config = VllmConfig(
-        model_config=ModelConfig(model=str(model), max_model_len=512, dtype="float32"),
-        cache_config=CacheConfig(block_size=BLOCK),
-    )
 
     def rope(value: float) -> Any:
-        config.model_config.hf_text_config = SimpleNamespace(**{field: value})
+        text = SimpleNamespace(**{field: value})
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model="m", revision="", quantization="", dtype=torch.half, hf_text_config=text
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
         return model_identity(config, "")["rope"]
 
     assert rope(1.0) != rope(2.0)
