@@ -95,9 +95,12 @@ void Plan::add_runs(const View &view, const kvl_span &span) {
     kvl::Cursor cursor;
     cursor.seek(view, 0);
     char *payload = payload_ + span.start;
+    // Only runs of one view are joined: CUDA refuses a copy that spans two allocations, and the
+    // views of two copies may lie in adjacent ones.
+    const size_t first = runs_.size();
     for (uint64_t left = span.nbytes; left;) {
         uint64_t n = std::min<uint64_t>(cursor.left, left);
-        bool open = runs_.size() > open_run_;
+        bool open = runs_.size() > first;
         if (open && runs_.back().view + runs_.back().nbytes == cursor.at &&
             runs_.back().payload + runs_.back().nbytes == payload)
             runs_.back().nbytes += n;

@@ -426,7 +426,8 @@ void plans() {
     half.view.offset = 2048, half.span.start = 2048;
     layers.add(half, 0);
     layers.close();
-    CHECK(layers.runs().size() == 1 && layers.runs()[0].nbytes == 4096);
+    // adjacent, but perhaps of two allocations
+    CHECK(layers.runs().size() == 2 && layers.runs()[0].nbytes == 2048);
 
     CHECK(kvlc::crossover(1.0, 3.0, 0.9, 256, 256 << 10) ==
           uint64_t((3.0 - 0.9) / 255 * (256 << 10) / (1.05 - 0.9)));
