@@ -126,7 +126,10 @@ class Cache:
         about = {"kv_lens": [tokens], "ropes": [tokens], "num_layers": layers}
         data = KVCacheTransferData("bench", blocks, (), about)
         self.plan, self.bare = data.plan(), data.plan(digests=False)
-        self.region = Mapping.shared("gpu-extraction", self.plan.nbytes).region
+        # Without digests the header is shorter, and every byte lies elsewhere.
+        self.region, self.bare_region = (
+            Mapping.shared("gpu-extraction", plan.nbytes).region for plan in (self.plan, self.bare)
+        )
         self.nbytes = sum(view.nbytes for view in self.views)
         self.flat = torch.zeros(self.nbytes, dtype=torch.uint8, device=DEVICE)
         self.pinned = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
@@ -142,7 +145,9 @@ class Cache:
         alone = {
             "plain out": self.plain_out,
             "gather": self.gather,
-            "gather, no digests": lambda: self.copier.gather(self.views, self.bare, self.region),
+            "gather, no digests": lambda: self.copier.gather(
+                self.views, self.bare, self.bare_region
+            ),
             "plain in": lambda: self.flat.copy_(self.pinned, non_blocking=True),
             "scatter": self.scatter,
         }

@@ -36,24 +36,35 @@ REASON = _reason()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
-def moved(view: TensorView) -> TensorView:
-    """The same strides, offset and bytes, gaps included, on the device."""
-    if isinstance(view, PagedTensor):
-        pool = moved(view.pool)
-        assert isinstance(pool, torch.Tensor)
-        return PagedTensor(pool, view.block_table, view.where)
-    storage = _bytes_of(view).to(DEVICE).untyped_storage()
-    blank = torch.empty(0, dtype=view.dtype, device=DEVICE)
-    return blank.set_(storage, view.storage_offset(), view.shape, view.stride())
+class Moved:
+    """Host views on the device: the same strides, offsets and bytes, gaps included.
 
+    Views that share memory share it there, too. Views of `region` stay where they are.
+    """
 
-def bring_back(source: TensorView, target: TensorView) -> None:
-    """All bytes of the device's memory, gaps included."""
-    if isinstance(source, PagedTensor) and isinstance(target, PagedTensor):
-        source, target = source.pool, target.pool
-    assert isinstance(source, torch.Tensor)
-    assert isinstance(target, torch.Tensor)
-    _bytes_of(target).copy_(_bytes_of(source))
+    def __init__(self, views: Sequence[TensorView], region: Region | None = None):
+        self._region = region
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.views = [self._move(view) for view in views]
+
+    def bring_back(self) -> None:
+        """Copy all bytes of the device's memory to where they came from."""
+        for here, there in self._storages.values():
+            here.copy_(there)
+
+    def _move(self, view: TensorView) -> TensorView:
+        if isinstance(view, PagedTensor):
+            pool = self._move(view.pool)
+            assert isinstance(pool, torch.Tensor)
+            return PagedTensor(pool, view.block_table, view.where)
+        region = self._region
+        if region and 0 <= view.data_ptr() - region.address < region.nbytes:
+            return view
+        here = _bytes_of(view)
+        _, there = self._storages.setdefault(here.data_ptr(), (here, here.to(DEVICE)))
+        blank = torch.empty(0, dtype=view.dtype, device=DEVICE)
+        place = view.storage_offset(), view.shape, view.stride()
+        return blank.set_(there.untyped_storage(), *place)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,16 +83,15 @@ class ThroughDevice(Copier):
     def gather(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
-        return self.copier.gather([moved(source) for source in sources], manifest, region)
+        return self.copier.gather(Moved(sources).views, manifest, region)
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         return self.copier.digest(manifest, region)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-        there = [moved(target) for target in targets]
-        self.copier.scatter(manifest, region, there)
-        for source, target in zip(there, targets, strict=True):
-            bring_back(source, target)
+        moved = Moved(targets, region)
+        self.copier.scatter(manifest, region, moved.views)
+        moved.bring_back()
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         self.copier.verify(manifest, region)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, ThroughDevice, moved
+from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, Moved, ThroughDevice
 from paged_fixtures import LAYOUTS, SIZE, about, expected_bytes, table
 from payloads import DTYPES, noise
 
@@ -56,7 +56,7 @@ def test_pages(layout, by_slot: bool) -> None:  # type: ignore[no-untyped-def]
         )
         plan = data.plan()
         region = Mapping.anonymous(plan.nbytes).region
-        digests = PinnedCopier().gather([moved(view) for view in data.tensors()], plan, region)
+        digests = PinnedCopier().gather(Moved(data.tensors()).views, plan, region)
         manifest = plan.with_digests(digests)
         TorchCopier().verify(manifest, region)
         ThroughDevice().scatter(manifest, region, into.tensors())

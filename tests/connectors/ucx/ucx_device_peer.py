@@ -127,7 +127,8 @@ class DeviceCommands(LinkCommands):
 
 def start(directory: Path | None) -> ProcessPeer:
     """Start such a process."""
-    path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(map(str, filter(None, (HERE, HERE.parents[1], before))))
     arguments = [] if directory is None else [str(directory)]
     env = {**os.environ, "PYTHONPATH": path}
     return ProcessPeer(env, module="ucx_device_peer", arguments=arguments)

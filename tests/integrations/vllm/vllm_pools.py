@@ -148,23 +148,27 @@ class PoolWorker:
         """
         worker = self.worker
         is_sync = any(not load.is_async for load in step.loads)
-        index = torch.tensor(blocks, device=self.device.memory)
-        new = {layer: each.to(self.device.memory) for layer, each in (write or {}).items()}
-        with self.device.on_stream(ENGINE), self.device.without_blocking():
-            worker.handle_preemptions(step)
-            worker.bind_connector_metadata(step)
-            if is_sync:
-                worker.start_load_kv(None)
-            for layer in LAYERS:
-                worker.wait_for_layer_load(layer)
-                self.device.enqueue(ENGINE, partial(self._compute, layer, index, new.get(layer)))
-                worker.save_kv_layer(layer, self.pools[layer], None)
-            if not is_sync:
-                worker.start_load_kv(None)
-            worker.wait_for_save()
-            _, ended = worker.get_finished(set())
-            self.invalid |= worker.get_block_ids_with_load_errors()
-            worker.clear_connector_metadata()
+        with self.device.on_stream(ENGINE):
+            # This stream's own memory: it is used again only behind the work that reads it.
+            index = torch.tensor(blocks, device=self.device.memory)
+            new = {layer: each.to(self.device.memory) for layer, each in (write or {}).items()}
+            with self.device.without_blocking():
+                worker.handle_preemptions(step)
+                worker.bind_connector_metadata(step)
+                if is_sync:
+                    worker.start_load_kv(None)
+                for layer in LAYERS:
+                    worker.wait_for_layer_load(layer)
+                    self.device.enqueue(
+                        ENGINE, partial(self._compute, layer, index, new.get(layer))
+                    )
+                    worker.save_kv_layer(layer, self.pools[layer], None)
+                if not is_sync:
+                    worker.start_load_kv(None)
+                worker.wait_for_save()
+                _, ended = worker.get_finished(set())
+                self.invalid |= worker.get_block_ids_with_load_errors()
+                worker.clear_connector_metadata()
         stats = worker.get_kv_connector_stats()
         for name, value in stats.data.items() if stats else ():
             if isinstance(value, int):
