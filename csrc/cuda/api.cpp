@@ -80,7 +80,7 @@ const Recorded &recorded_of(const OpenTicket &opened, uint64_t ticket, uint64_t 
 
 Plan plan_of(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
              uint64_t crossover, kvl_report &current) {
-    Plan plan(gather, payload, nbytes);
+    Plan plan(gather, payload, nbytes, kGroup);
     for (; current.copy < count; current.copy++) {
         try {
             plan.add(copies[current.copy], crossover);

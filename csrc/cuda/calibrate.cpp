@@ -25,6 +25,7 @@ struct Workspace {
         }
     }
     ~Workspace() {
+        device.forget(stream);
         (void)cudaStreamDestroy(stream);
         device.release_staging(memory);
     }
@@ -46,7 +47,7 @@ Plan plan_of(const Workspace &workspace, bool gather, uint64_t runs, uint64_t cr
     copy.view = {workspace.memory.device,     2 * kBytes, 0, run, {1, 1, 1, runs},
                  {0, 0, 0, int64_t(2 * run)}, nullptr,    0, 1,   0};
     copy.span = {0, kBytes, KVL_NO_DIGEST};
-    Plan plan(gather, workspace.memory.host, kBytes);
+    Plan plan(gather, workspace.memory.host, kBytes, kGroup);
     plan.add(copy, crossover);
     plan.close();
     return plan;

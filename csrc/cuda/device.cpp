@@ -11,12 +11,13 @@ namespace kvlc {
 namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
+constexpr int kFirstPacking = 6;
 
 using ull = unsigned long long;
 
 // A part of the device that saturates a PCIe link many times and leaves the rest to the model.
 unsigned choose_blocks(int processors) {
-    return static_cast<unsigned>(std::clamp(processors / 4, 8, 64));
+    return static_cast<unsigned>(std::clamp(processors / 8, 8, 32));
 }
 
 Staging make_staging(size_t nbytes) {
@@ -29,6 +30,14 @@ Staging make_staging(size_t nbytes) {
     check(status, "cudaMalloc");
     made.host = static_cast<char *>(host), made.device = static_cast<char *>(device);
     return made;
+}
+
+// Null if the device has no memory left: engines take almost all of it for their caches.
+char *make_packing() {
+    void *memory = nullptr;
+    if (cudaMalloc(&memory, kPacking) == cudaSuccess) return static_cast<char *>(memory);
+    (void)cudaGetLastError();
+    return nullptr;
 }
 
 }  // namespace
@@ -64,14 +73,21 @@ Device::Device(uint64_t number) : number_(number) {
     blocks_ = choose_blocks(processors);
     check(load_kernels(), "loading the kernels");
     free_.push_back(make_staging(kStaging));
+    // For one lane in each direction: allocating later might wait for the device.
+    for (int i = 0; i < kFirstPacking; i++)
+        if (char *memory = make_packing()) free_packing_.push_back(memory);
 }
 
-cudaStream_t Device::stream(bool gather, cudaStream_t caller_stream) {
-    std::lock_guard<std::mutex> guard(lock_);
-    cudaStream_t &own_stream = streams_[{gather, caller_stream}];
-    if (!own_stream)
-        check(cudaStreamCreateWithFlags(&own_stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    return own_stream;
+Lane &Device::lane(bool gather, cudaStream_t caller_stream) {
+    std::lock_guard<std::mutex> guard(lanes_lock_);
+    std::unique_ptr<Lane> &lane = lanes_[{gather, caller_stream}];
+    if (!lane) lane = std::make_unique<Lane>(*this);
+    return *lane;
+}
+
+void Device::forget(cudaStream_t caller_stream) {
+    std::lock_guard<std::mutex> guard(lanes_lock_);
+    for (bool gather : {true, false}) lanes_.erase({gather, caller_stream});
 }
 
 cudaStream_t Device::staged_stream() {
@@ -100,6 +116,23 @@ void Device::release_staging(Staging staging) {
     if (!staging.nbytes) return;
     std::lock_guard<std::mutex> guard(lock_);
     free_.push_back(staging);
+}
+
+char *Device::acquire_packing() {
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        if (!free_packing_.empty()) {
+            char *memory = free_packing_.back();
+            free_packing_.pop_back();
+            return memory;
+        }
+    }
+    return make_packing();
+}
+
+void Device::release_packing(char *memory) {
+    std::lock_guard<std::mutex> guard(lock_);
+    free_packing_.push_back(memory);
 }
 
 cudaEvent_t Device::acquire_event(unsigned flags) {

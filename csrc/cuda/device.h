@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// State of a device: streams, staging memory, and the measured crossover.
+// State of a device: streams, memory, and the measured crossover.
 #pragma once
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "kvlink_cuda.h"
+#include "lane.h"
+#include "plan.h"
 #include "runtime.h"
 
 namespace kvlc {
@@ -17,6 +20,8 @@ struct Staging {
     size_t nbytes = 0;
 };
 
+constexpr size_t kPacking = kGroup + (64 << 10);  // a group may end behind it, by one tile
+
 class Device {
   public:
     // Opened at its first use and kept. Throws if there is no such device.
@@ -24,9 +29,11 @@ class Device {
 
     // The caller of these is on the device.
 
-    // The stream for copies that follow `caller_stream`; one each, so that callers do not wait for
-    // each other.
-    cudaStream_t stream(bool gather, cudaStream_t caller_stream);
+    // Where copies run that follow `caller_stream`; one each, so that callers do not wait for each
+    // other.
+    Lane &lane(bool gather, cudaStream_t caller_stream);
+    // Give up the lanes of a stream that will be destroyed; nothing is in progress on them.
+    void forget(cudaStream_t caller_stream);
 
     // The stream for work that follows no caller's, and that its caller waits for.
     cudaStream_t staged_stream();
@@ -34,6 +41,10 @@ class Device {
     // Released staging memory is reused, since allocating some may wait for the device.
     Staging acquire_staging(size_t nbytes);
     void release_staging(Staging staging);
+
+    // `kPacking` bytes of the device for a lane; null if it has none left.
+    char *acquire_packing();
+    void release_packing(char *memory);
 
     // Released events are used again, also while streams still wait for what they recorded.
     cudaEvent_t acquire_event(unsigned flags);
@@ -48,10 +59,11 @@ class Device {
   private:
     explicit Device(uint64_t number);
 
-    std::mutex lock_, measuring_;
-    std::map<std::pair<bool, cudaStream_t>, cudaStream_t> streams_;
+    std::mutex lock_, lanes_lock_, measuring_;  // a lane takes `lock_` while it is made
+    std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<Lane>> lanes_;
     cudaStream_t staged_stream_ = nullptr;
     std::vector<Staging> free_;
+    std::vector<char *> free_packing_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
     const uint64_t number_;
     unsigned blocks_ = 0;

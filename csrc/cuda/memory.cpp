@@ -128,7 +128,7 @@ void digest_memory(Device &device, const kvlc_bytes *spans, uint64_t count, uint
     }
     memset(work.host() + table, 0, results);
     work.copy(work.device(), work.host(), table + results, cudaMemcpyHostToDevice);
-    auto blocks = static_cast<unsigned>(std::min<uint64_t>(device.blocks(), count));
+    auto blocks = static_cast<unsigned>(std::min<uint64_t>(2 * device.blocks(), count));
     check(launch_digest(reinterpret_cast<const CrcSpan *>(work.device()), count,
                         reinterpret_cast<uint32_t *>(work.device() + table), blocks, work.stream()),
           "launching the digesting kernel");

@@ -57,8 +57,7 @@ void Plan::add(const kvl_copy &copy, uint64_t crossover) {
             add_runs(view, copy.span);
     }
     copies_++;
-    open_nbytes_ += copy.span.nbytes;
-    if (open_nbytes_ >= kGroup) end_group();
+    if (open_nbytes_ >= group_) end_group();
 }
 
 void Plan::add_task(const View &view, const kvl_span &span) {
@@ -74,10 +73,21 @@ void Plan::add_task(const View &view, const kvl_span &span) {
         task.below[d] = view.below[d] / task.width;
         task.strides[d] = view.strides[d];
     }
-    task.first_tile = open_tiles_;
-    open_tiles_ += (units(task) + kTile - 1) / kTile;
-    first_offset_.push_back(view.index ? offsets_of(view) : -1);
-    tasks_.push_back(task);
+    const int64_t first_offset = view.index ? offsets_of(view) : -1;
+    const uint64_t tile = tile_nbytes(task), tiles = (span.nbytes + tile - 1) / tile;
+    for (uint64_t some; task.skipped < tiles; task.skipped += some) {
+        if (open_nbytes_ >= group_ || open_packed_ >= group_) end_group();
+        const uint64_t room = group_ - std::max(open_nbytes_, open_packed_);
+        some = std::clamp<uint64_t>(room / tile, 1, tiles - task.skipped);
+        const uint64_t before = task.skipped * tile;
+        const uint64_t nbytes = std::min(some * tile, span.nbytes - before);
+        task.first_tile = open_tiles_;
+        tasks_.push_back(task);
+        pieces_.push_back({span.start + before, nbytes, open_packed_, first_offset});
+        open_tiles_ += some;
+        open_nbytes_ += nbytes;
+        open_packed_ += (nbytes + sizeof(Wide) - 1) / sizeof(Wide) * sizeof(Wide);
+    }
 }
 
 int64_t Plan::offsets_of(const View &view) {
@@ -110,13 +120,14 @@ void Plan::add_runs(const View &view, const kvl_span &span) {
         left -= n;
         cursor.advance(n);
     }
+    open_nbytes_ += span.nbytes;
 }
 
 void Plan::end_group() {
     if (open_nbytes_)
         groups_.push_back(
             {copies_, open_task_, tasks_.size(), open_run_, runs_.size(), open_tiles_});
-    open_nbytes_ = open_tiles_ = 0;
+    open_nbytes_ = open_packed_ = open_tiles_ = 0;
     open_task_ = tasks_.size();
     open_run_ = runs_.size();
 }
@@ -125,16 +136,31 @@ size_t Plan::staged_nbytes() const {
     return tasks_.size() * sizeof(Task) + offsets_.size() * sizeof(int64_t);
 }
 
-void Plan::stage(char *host, const char *device, ptrdiff_t shift) const {
+void Plan::stage(char *host, const char *device, const std::vector<char *> &payloads) const {
     size_t at = tasks_.size() * sizeof(Task);
     for (size_t i = 0; i < tasks_.size(); i++) {
         Task task = tasks_[i];
-        task.payload += shift;
-        if (first_offset_[i] >= 0)
-            task.offsets = reinterpret_cast<const int64_t *>(device + at) + first_offset_[i];
+        task.payload = payloads[i];
+        if (pieces_[i].first_offset >= 0)
+            task.offsets = reinterpret_cast<const int64_t *>(device + at) + pieces_[i].first_offset;
         memcpy(host + i * sizeof task, &task, sizeof task);
     }
     if (!offsets_.empty()) memcpy(host + at, offsets_.data(), offsets_.size() * sizeof(int64_t));
+}
+
+char *Plan::packed(size_t task, char *packed) const {
+    // Of the view's first byte, as the kernel counts, which may lie before the memory.
+    return packed + pieces_[task].packed_at - tasks_[task].skipped * tile_nbytes(tasks_[task]);
+}
+
+std::vector<Run> Plan::packed_runs(const Group &group, char *packed) const {
+    std::vector<Run> found(runs_.begin() + ptrdiff_t(group.first_run),
+                           runs_.begin() + ptrdiff_t(group.stop_run));
+    for (size_t i = group.first_task; i < group.stop_task; i++) {
+        const Piece &piece = pieces_[i];
+        found.push_back({packed + piece.packed_at, payload_ + piece.start, piece.nbytes});
+    }
+    return found;
 }
 
 uint64_t crossover(double kernel, double split, double whole, uint64_t runs, uint64_t nbytes) {

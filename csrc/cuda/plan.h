@@ -11,7 +11,13 @@
 
 namespace kvlc {
 
-constexpr uint64_t kGroup = 8 << 20;  // bytes that complete together, as the host can observe
+constexpr uint64_t kGroup = 4 << 20;  // bytes that complete together, as the host can observe
+
+// What a task is of its call: bytes of the payload, and where they are in packed memory.
+struct Piece {
+    uint64_t start, nbytes, packed_at;
+    int64_t first_offset;  // in `offsets`, or -1
+};
 
 // Bytes that are contiguous on both sides: one copy of a copy engine.
 struct Run {
@@ -19,17 +25,18 @@ struct Run {
     uint64_t nbytes;
 };
 
-// Copies that are enqueued together and complete together.
+// Bytes that are enqueued together and complete together; a long view is in several.
 struct Group {
-    uint64_t stop;  // the first copy after it
+    uint64_t stop;  // the first copy that is not complete with it
     size_t first_task, stop_task, first_run, stop_run;
     uint64_t tiles;  // of its tasks
 };
 
 class Plan {
   public:
-    Plan(bool gather, char *payload, uint64_t nbytes)
-        : gather_(gather), payload_(payload), nbytes_(nbytes) {}
+    // `group`: bytes, after which one ends.
+    Plan(bool gather, char *payload, uint64_t nbytes, uint64_t group)
+        : gather_(gather), payload_(payload), nbytes_(nbytes), group_(group) {}
 
     // Views whose runs are shorter than `crossover` on average become tasks, others runs.
     // Throws kvl::Failure. Add all copies and call `close` before anything is enqueued.
@@ -38,16 +45,25 @@ class Plan {
 
     bool gather() const { return gather_; }
     uint64_t copies() const { return copies_; }
-    const std::vector<Task> &tasks() const { return tasks_; }  // `offsets` is not yet an address
+    // `payload` is the host's address, and `offsets` none yet.
+    const std::vector<Task> &tasks() const { return tasks_; }
+    const std::vector<Piece> &pieces() const { return pieces_; }  // one for each task
     const std::vector<int64_t> &offsets() const { return offsets_; }
     const std::vector<Run> &runs() const { return runs_; }
     const std::vector<Group> &groups() const { return groups_; }
 
     // The tables for the device: the tasks, then the offsets.
     size_t staged_nbytes() const;
-    // Write them to `host`; they will be copied to `device`, and the payload's device address is
-    // `shift` bytes from its host address.
-    void stage(char *host, const char *device, ptrdiff_t shift) const;
+    // Write them to `host`; they will be copied to `device`. The kernel finds the tasks' payload at
+    // `payloads`, one address for each task.
+    void stage(char *host, const char *device, const std::vector<char *> &payloads) const;
+
+    // A task's payload where the kernel finds that of the call `shift` bytes from the host's
+    // address, or the packed bytes of its group at `packed`.
+    char *mapped(size_t task, ptrdiff_t shift) const { return tasks_[task].payload + shift; }
+    char *packed(size_t task, char *packed) const;
+    // The runs between the packed bytes of a group and the payload, and its other runs.
+    std::vector<Run> packed_runs(const Group &group, char *packed) const;
 
   private:
     void check_span(const kvl_span &span);
@@ -58,16 +74,16 @@ class Plan {
 
     bool gather_;
     char *payload_;
-    uint64_t nbytes_;
+    uint64_t nbytes_, group_;
     std::vector<Task> tasks_;
-    std::vector<int64_t> first_offset_;  // of each task, or -1
+    std::vector<Piece> pieces_;
     std::vector<int64_t> offsets_;
     std::vector<Run> runs_;
     std::vector<Group> groups_;
     // Layers share a table: it is computed and sent once.
     std::map<std::tuple<const int64_t *, size_t, ptrdiff_t, uint64_t, ptrdiff_t>, int64_t>
         known_indices_;
-    uint64_t copies_ = 0, written_ = 0, open_nbytes_ = 0, open_tiles_ = 0;
+    uint64_t copies_ = 0, written_ = 0, open_nbytes_ = 0, open_packed_ = 0, open_tiles_ = 0;
     size_t open_task_ = 0, open_run_ = 0;
 };
 

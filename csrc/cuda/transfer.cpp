@@ -11,12 +11,11 @@ namespace kvlc {
 
 Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
                    unsigned flags)
-    : Pending(device), stream_(device.stream(plan.gather(), before.stream)),
-      on_device_(payload.on_device), flags_(flags), copies_(plan.copies()),
+    : Pending(device), lane_(device.lane(plan.gather(), before.stream)), last_(lane_.engines()),
+      flags_(flags), copies_(plan.copies()),
       staging_(device.acquire_staging(plan.staged_nbytes())) {
     try {
-        if (staging_.nbytes) plan.stage(staging_.host, staging_.device, payload.shift);
-        enqueue(plan, before);
+        enqueue(plan, payload, before);
     } catch (...) {
         release();
         throw;
@@ -25,50 +24,90 @@ Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predeces
 
 Transfer::~Transfer() { release(); }
 
-void Transfer::enqueue(const Plan &plan, Predecessor before) {
+void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) {
     if (plan.groups().empty()) return;
     events_.reserve(plan.groups().size());
+    std::lock_guard<std::mutex> guard(lane_.lock);
+    is_packed_ = !plan.tasks().empty() && !payload.on_device && lane_.reserve(plan.groups().size());
+    if (is_packed_ && !plan.gather()) last_ = lane_.kernels();
+    if (staging_.nbytes) stage(plan, payload.shift);
     try {
         follow(before);
+        cudaStream_t tables = is_packed_ ? lane_.kernels() : lane_.engines();
         if (staging_.nbytes)
             check(cudaMemcpyAsync(staging_.device, staging_.host, plan.staged_nbytes(),
-                                  cudaMemcpyHostToDevice, stream_),
+                                  cudaMemcpyHostToDevice, tables),
                   "cudaMemcpyAsync");
         for (const Group &group : plan.groups()) {
-            enqueue_group(plan, group);
+            if (is_packed_)
+                enqueue_packed(plan, group, lane_.slot()), lane_.advance();
+            else
+                enqueue_direct(plan, group, payload.on_device);
             record_event();
             stops_.push_back(group.stop);
         }
         if (!plan.gather() && !before.recorded) hold_back(before.stream);
     } catch (...) {
         // An event after what was enqueued may fail, too.
-        (void)cudaStreamSynchronize(stream_);
+        for (cudaStream_t stream : {lane_.kernels(), lane_.engines()})
+            (void)cudaStreamSynchronize(stream);
         throw;
     }
 }
 
-void Transfer::enqueue_group(const Plan &plan, const Group &group) {
-    uint64_t tasks = group.stop_task - group.first_task;
-    if (tasks) {
-        auto at = reinterpret_cast<const Task *>(staging_.device) + group.first_task;
-        auto blocks = static_cast<unsigned>(std::min<uint64_t>(device_.blocks(), group.tiles));
-        check(launch(plan.gather(), at, tasks, group.tiles, blocks, stream_),
-              "launching the copying kernel");
+void Transfer::stage(const Plan &plan, ptrdiff_t shift) {
+    std::vector<char *> payloads;
+    payloads.reserve(plan.tasks().size());
+    for (size_t number = 0; number < plan.groups().size(); number++) {
+        const Group &group = plan.groups()[number];
+        for (size_t task = group.first_task; task < group.stop_task; task++)
+            payloads.push_back(is_packed_ ? plan.packed(task, lane_.slot(number).memory)
+                                          : plan.mapped(task, shift));
     }
+    plan.stage(staging_.host, staging_.device, payloads);
+}
+
+void Transfer::enqueue_direct(const Plan &plan, const Group &group, bool on_device) {
+    launch_tasks(plan, group, lane_.engines());
     copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run, plan.gather(),
-              on_device_, stream_);
+              on_device, lane_.engines());
+}
+
+void Transfer::enqueue_packed(const Plan &plan, const Group &group, Slot &slot) {
+    cudaStream_t first = plan.gather() ? lane_.kernels() : lane_.engines();
+    if (slot.is_used) check(cudaStreamWaitEvent(first, slot.empty, 0), "cudaStreamWaitEvent");
+    auto move = [&] {
+        std::vector<Run> runs = plan.packed_runs(group, slot.memory);
+        copy_runs(runs.data(), runs.size(), plan.gather(), false, lane_.engines());
+    };
+    plan.gather() ? launch_tasks(plan, group, first) : move();
+    check(cudaEventRecord(slot.full, first), "cudaEventRecord");
+    check(cudaStreamWaitEvent(last_, slot.full, 0), "cudaStreamWaitEvent");
+    plan.gather() ? move() : launch_tasks(plan, group, last_);
+    check(cudaEventRecord(slot.empty, last_), "cudaEventRecord");
+    slot.is_used = true;
+}
+
+void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream) {
+    uint64_t tasks = group.stop_task - group.first_task;
+    if (!tasks) return;
+    auto at = reinterpret_cast<const Task *>(staging_.device) + group.first_task;
+    auto blocks = static_cast<unsigned>(std::min<uint64_t>(device_.blocks(), group.tiles));
+    check(launch(plan.gather(), at, tasks, group.tiles, blocks, stream),
+          "launching the copying kernel");
 }
 
 void Transfer::follow(Predecessor before) {
-    if (before.recorded)
-        before.recorded->hold_back(stream_);
-    else
-        Recorded(device_, before.stream).hold_back(stream_);
+    auto hold_back = [&](const Pending &pending) {
+        pending.hold_back(lane_.engines());
+        if (is_packed_) pending.hold_back(lane_.kernels());
+    };
+    before.recorded ? hold_back(*before.recorded) : hold_back(Recorded(device_, before.stream));
 }
 
 void Transfer::record_event() {
     events_.push_back(device_.acquire_event(flags_));
-    check(cudaEventRecord(events_.back(), stream_), "cudaEventRecord");
+    check(cudaEventRecord(events_.back(), last_), "cudaEventRecord");
 }
 
 void Transfer::hold_back(cudaStream_t stream) const {

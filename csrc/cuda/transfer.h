@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan in progress: its groups of copies are enqueued, and complete in order.
+//
+// Between host memory and views whose runs are short, a kernel packs the runs of a group in device
+// memory, and the copy engines move what is packed: a kernel that accesses host memory would hold
+// processors of the device for as long as the bytes take. It does so where there is no memory to
+// pack in, and within a device it copies directly.
 #pragma once
 
 #include <vector>
@@ -35,14 +40,18 @@ class Transfer : public Pending {
     void hold_back(cudaStream_t stream) const override;
 
   private:
-    void enqueue(const Plan &plan, Predecessor before);
-    void enqueue_group(const Plan &plan, const Group &group);
+    void enqueue(const Plan &plan, Placement payload, Predecessor before);
+    void stage(const Plan &plan, ptrdiff_t shift);
+    void enqueue_direct(const Plan &plan, const Group &group, bool on_device);
+    void enqueue_packed(const Plan &plan, const Group &group, Slot &slot);
+    void launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream);
     void follow(Predecessor before);
     void record_event();
     void release();
 
-    cudaStream_t stream_;
-    bool on_device_;
+    Lane &lane_;
+    bool is_packed_ = false;
+    cudaStream_t last_;  // on which groups end
     unsigned flags_;
     uint64_t copies_;
     Staging staging_;

@@ -33,20 +33,19 @@ constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;                      // units that a thread has in flight
 constexpr uint64_t kTile = kThreads * kAtOnce;  // units that a block moves at a time
 
-// A view and its span of the payload, in elements of `width` bytes that are contiguous on both
-// sides. The payload is accessed in units of `unit` bytes: 16, or one element if it is not aligned
-// to that.
+// A view and its span of the payload, or a part of both, in elements of `width` bytes that are
+// contiguous on both sides. The payload is accessed in units of `unit` bytes: 16, or one element if
+// it is not aligned to that.
 struct Task {
     char *view, *payload;
     const int64_t *offsets;  // of dimension 0's entries from `view`, or null
-    uint64_t elements, width, unit, dims, first_tile;
-    uint64_t below[KVL_DIMS];  // elements in one entry of the dimension
+    uint64_t elements, width, unit, dims;
+    uint64_t first_tile, skipped;  // of the launch; of the view, before the task's own first one
+    uint64_t below[KVL_DIMS];      // elements in one entry of the dimension
     int64_t strides[KVL_DIMS];
 };
 
-KVLC_BOTH uint64_t units(const Task &task) {
-    return (task.elements * task.width + task.unit - 1) / task.unit;
-}
+KVLC_BOTH uint64_t tile_nbytes(const Task &task) { return kTile * task.unit; }
 
 KVLC_BOTH char *address_of(const Task &task, uint64_t element) {
     int64_t at = 0;
@@ -126,7 +125,7 @@ KVLC_BOTH void move_tile_of(const Task *tasks, uint64_t count, uint64_t tile, un
         (tasks[middle].first_tile <= tile ? low : high) = middle;
     }
     const Task &task = tasks[low];
-    tile -= task.first_tile;
+    tile += task.skipped - task.first_tile;
     switch (task.width) {
         case 16: return move_tile<kGather, Wide>(task, tile, thread);
         case 8: return move_tile<kGather, uint64_t>(task, tile, thread);

@@ -32,7 +32,7 @@ struct Position {  // in a stream; a stream that waits for it keeps it alive
 
 std::recursive_mutex lock;
 std::map<cudaStream_t, std::shared_ptr<FakeStream>> streams;
-std::map<char *, size_t> registered;
+std::map<char *, size_t> registered, page_locked;
 struct DeviceMemory {
     size_t nbytes = 0;
     int device = 0;
@@ -78,7 +78,23 @@ const DeviceMemory *memory_at(const void *address) {
     return at < found->first + found->second.nbytes ? &found->second : nullptr;
 }
 
+bool is_page_locked(const void *address) {
+    auto at = static_cast<char *>(const_cast<void *>(address));
+    for (const auto *memory : {&registered, &page_locked}) {
+        auto after = memory->upper_bound(at);
+        if (after != memory->begin() && at < std::prev(after)->first + std::prev(after)->second)
+            return true;
+    }
+    return false;
+}
+
 void count_crossing(uint64_t nbytes) { fake_cuda().crossed_nbytes += nbytes; }
+
+// A task's bytes, which end where the next one begins, or all tiles.
+uint64_t task_nbytes(const kvlc::Task &task, uint64_t stop_tile) {
+    uint64_t tile = kvlc::tile_nbytes(task), whole = task.elements * task.width;
+    return std::min((stop_tile - task.first_tile) * tile, whole - task.skipped * tile);
+}
 
 cudaError_t push(cudaStream_t stream, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> hold(lock);
@@ -224,8 +240,15 @@ cudaError_t cudaFree(void *memory) {
     free(memory);
     return cudaSuccess;
 }
-cudaError_t cudaMallocHost(void **memory, size_t nbytes) { return allocate(memory, nbytes); }
+cudaError_t cudaMallocHost(void **memory, size_t nbytes) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    cudaError_t status = allocate(memory, nbytes);
+    if (status == cudaSuccess) page_locked[static_cast<char *>(*memory)] = nbytes;
+    return status;
+}
 cudaError_t cudaFreeHost(void *memory) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
+    page_locked.erase(static_cast<char *>(memory));
     free(memory);
     return cudaSuccess;
 }
@@ -340,7 +363,7 @@ cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const
         const void *here = from[i];
         size_t nbytes = sizes[i];
         cudaError_t status = push(stream, [=] {
-            if (!memory_at(there) && !memory_at(here)) count_crossing(nbytes);
+            if (is_page_locked(there) || is_page_locked(here)) count_crossing(nbytes);
             memcpy(there, here, nbytes);
         });
         if (status) return status;
@@ -358,8 +381,11 @@ cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tile
         return cudaErrorInvalidValue;
     fake_cuda().launches++;
     return push(stream, [=] {
-        for (uint64_t i = 0; i < count; i++)
-            if (!memory_at(tasks[i].payload)) count_crossing(tasks[i].elements * tasks[i].width);
+        for (uint64_t i = 0; i < count; i++) {
+            const Task &task = tasks[i];
+            if (!memory_at(task.payload + task.skipped * tile_nbytes(task)))
+                count_crossing(task_nbytes(task, i + 1 < count ? tasks[i + 1].first_tile : tiles));
+        }
         for (uint64_t tile = 0; tile < tiles; tile++)
             for (unsigned thread = 0; thread < kThreads; thread++)
                 gather ? move_tile_of<true>(tasks, count, tile, thread)

@@ -128,6 +128,50 @@ void copies_of_both_kinds() {
     fake.has_batch = true;
 }
 
+// Longer than a group, and more groups than slots; with tensors that need none between them.
+void long_views(uint64_t stream) {
+    Random random(13);
+    Fixture fixture;
+    fixture.cases.reserve(4);
+    std::vector<int64_t> blocks;
+    for (int64_t i = 0; i < 2200; i++) blocks.push_back(i * 7 % 2300);
+    fixture.add(paged_case(random, 4096, blocks, 2300), 64);
+    fixture.add(flat_case(random, 70), fixture.end() + 3);
+    fixture.add(paged_case(random, 4095, blocks, 2300), fixture.end() + 1);
+    fixture.add(paged_case(random, 16, {2, 0}, 4), fixture.end() + 5);
+    fixture.pin();
+    fixture.options.crossover = kKernel;
+    fixture.options.stream = stream;
+    CHECK_CUDA(fixture.gather() == KVL_OK);
+    CHECK_CUDA(kvlc_wait(fixture.ticket, 0) == KVL_OK);
+    uint64_t complete = 0;
+    CHECK_CUDA(kvlc_poll(fixture.ticket, &complete) == KVL_OK);
+    CHECK(complete >= 1 && complete < 4 && fixture.copied(0) && !fixture.copied(2));
+    CHECK_CUDA(kvlc_finish(fixture.ticket) == KVL_OK);
+    for (size_t copy = 0; copy < 4; copy++) CHECK(fixture.copied(copy));
+    std::vector<Bytes> before;
+    for (Case &added : fixture.cases) {
+        before.push_back(added.memory);
+        for (uint64_t i = 0; i < added.nbytes; i++) added.memory[added.address(i)] ^= 0xFF;
+    }
+    CHECK_CUDA(fixture.scatter() == KVL_OK && kvlc_finish(fixture.ticket) == KVL_OK);
+    for (size_t i = 0; i < before.size(); i++) CHECK(fixture.cases[i].memory == before[i]);
+}
+
+void no_memory_to_pack_in() {
+    FakeCuda &fake = fake_cuda();
+    fake.refuses_memory = true;
+    uint64_t by_engines = 1;
+    for (uint64_t stream = 100; by_engines && stream < 110; stream++) {  // the first ones find some
+        uint64_t before = fake.copied + fake.batched, launches = fake.launches;
+        long_views(stream);
+        by_engines = fake.copied + fake.batched - before - 2;  // but for the tables
+        CHECK(fake.launches > launches + 4);
+    }
+    CHECK(by_engines == 0);
+    fake.refuses_memory = false;
+}
+
 void another_device() {
     Random random(8);
     fake_cuda().devices = 2;
@@ -384,7 +428,8 @@ void plans() {
     Random random(5);
     Bytes payload(1 << 20);
     auto planned = [&](const Case &made, uint64_t crossover) {
-        kvlc::Plan plan(true, reinterpret_cast<char *>(payload.data()), payload.size());
+        kvlc::Plan plan(true, reinterpret_cast<char *>(payload.data()), payload.size(),
+                        kvlc::kGroup);
         plan.add({made.view, {0, made.nbytes, KVL_NO_DIGEST}}, crossover);
         plan.add({made.view, {made.nbytes, made.nbytes, KVL_NO_DIGEST}}, crossover);
         plan.close();
@@ -399,7 +444,7 @@ void plans() {
     CHECK(plan.tasks()[0].width == 16 && plan.tasks()[0].unit == 16);
     alignas(kvlc::Task) char staged[2 * sizeof(kvlc::Task) + 6 * sizeof(int64_t)];
     CHECK(plan.staged_nbytes() == sizeof staged);
-    plan.stage(staged, staged, 32);
+    plan.stage(staged, staged, {plan.mapped(0, 32), plan.mapped(1, 0)});
     auto task = reinterpret_cast<const kvlc::Task *>(staged);
     CHECK(task->payload == plan.tasks()[0].payload + 32);
     CHECK(task[1].offsets == reinterpret_cast<const int64_t *>(task + 2));
@@ -409,7 +454,7 @@ void plans() {
     slots.memory = random.bytes(512);
     slots.view.base = slots.memory.data(), slots.view.extent = 512;
     slots.view.strides[0] = 256, slots.view.index_split = 2, slots.view.index_stride = 16;
-    kvlc::Plan two(true, reinterpret_cast<char *>(payload.data()), payload.size());
+    kvlc::Plan two(true, reinterpret_cast<char *>(payload.data()), payload.size(), kvlc::kGroup);
     two.add({slots.view, {0, 32, KVL_NO_DIGEST}}, kKernel);
     slots.view.index_stride = 18;
     two.add({slots.view, {32, 32, KVL_NO_DIGEST}}, kKernel);
@@ -419,7 +464,7 @@ void plans() {
     Case whole = flat_case(random, 4096);
     CHECK(planned(whole, 4096).runs().size() == 2);  // the same view twice is not contiguous
 
-    kvlc::Plan layers(true, reinterpret_cast<char *>(payload.data()), payload.size());
+    kvlc::Plan layers(true, reinterpret_cast<char *>(payload.data()), payload.size(), kvlc::kGroup);
     kvl_copy half{whole.view, {0, 2048, KVL_NO_DIGEST}};
     half.view.run = 2048;
     layers.add(half, 0);
@@ -428,6 +473,28 @@ void plans() {
     layers.close();
     // adjacent, but perhaps of two allocations
     CHECK(layers.runs().size() == 2 && layers.runs()[0].nbytes == 2048);
+
+    constexpr uint64_t kTileBytes = kvlc::kTile * 16;
+    alignas(16) static char aligned[8 * kTileBytes];
+    Case long_view = paged_case(random, 256, {}, 1);
+    long_view.index.assign(5 * kTileBytes / 256 - 1, 0);
+    long_view.view.index = long_view.index.data(), long_view.view.sizes[0] = long_view.index.size();
+    kvlc::Plan parts(true, aligned, sizeof aligned, 2 * kTileBytes);
+    parts.add({long_view.view, {16, 5 * kTileBytes - 256, KVL_NO_DIGEST}}, kKernel);
+    parts.close();
+    CHECK(parts.groups().size() == 3 && parts.tasks().size() == 3 && parts.offsets().size() == 319);
+    CHECK(parts.groups()[0].stop == 0 && parts.groups()[1].stop == 0 &&
+          parts.groups()[2].stop == 1);
+    for (uint64_t i = 0; i < 3; i++) {
+        const kvlc::Piece &piece = parts.pieces()[i];
+        CHECK(piece.start == 16 + i * 2 * kTileBytes && piece.packed_at == 0);
+        CHECK(piece.nbytes == (i < 2 ? 2 * kTileBytes : kTileBytes - 256));
+        CHECK(parts.tasks()[i].skipped == 2 * i && parts.tasks()[i].first_tile == 0);
+        CHECK(parts.packed(i, aligned) == aligned - i * 2 * kTileBytes);
+    }
+    std::vector<kvlc::Run> moved = parts.packed_runs(parts.groups()[1], aligned + 64);
+    CHECK(moved.size() == 1 && moved[0].view == aligned + 64);
+    CHECK(moved[0].payload == aligned + 16 + 2 * kTileBytes && moved[0].nbytes == 2 * kTileBytes);
 
     CHECK(kvlc::crossover(1.0, 3.0, 0.9, 256, 256 << 10) ==
           uint64_t((3.0 - 0.9) / 255 * (256 << 10) / (1.05 - 0.9)));
@@ -479,4 +546,6 @@ void test_cuda() {
     progress();
     a_failure_midway();
     copies_of_both_kinds();
+    long_views(0);
+    no_memory_to_pack_in();
 }

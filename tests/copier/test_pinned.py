@@ -22,7 +22,7 @@ from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
-from omni_kvlink.copier.pinned import _batches
+from omni_kvlink.copier.pinned import BATCH, _ranges
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import MappedPages, Mapping, Region
 from omni_kvlink.testing import check_copier
@@ -162,7 +162,30 @@ def test_first_copies_are_digested_first(
 def test_neighbours_are_digested_together() -> None:
     sizes = [(3, MIB), (5, MIB), (8, MIB), (1, MIB), (7, MIB)]
     specs = plan_of([torch.empty(size, dtype=torch.uint8) for size in sizes]).tensors
-    assert list(_batches(specs)) == [range(2), range(2, 3), range(3, 5)]
+    assert list(_ranges(specs, BATCH)) == [range(2), range(2, 3), range(3, 5)]
+
+
+def test_the_first_copies_begin_before_the_last_are_prepared(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    plan, region = payload(sources)
+    begun: list[tuple[str, int]] = []
+    begin = cuda.DeviceBatch.begin
+
+    def spy(self: cuda.DeviceBatch, verb: str, *arguments: Any) -> None:
+        begun.append((verb, len(self)))
+        begin(self, verb, *arguments)
+
+    monkeypatch.setattr(cuda.DeviceBatch, "begin", spy)
+    manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
+    targets = [torch.zeros_like(source) for source in sources]
+    PinnedCopier().scatter(manifest, region, targets)
+    assert begun == [("gather", 2), ("gather", 1), ("scatter", 2), ("scatter", 1)]
+    assert list(map(raw, targets)) == list(map(raw, sources))
+    region.view()[-1] ^= 1
+    with pytest.raises(IntegrityError):
+        PinnedCopier().scatter(manifest, region, targets)
 
 
 def test_a_dropped_handle_waits_for_its_copies(device: FakeDevice) -> None:
