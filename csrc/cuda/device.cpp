@@ -11,7 +11,7 @@ namespace kvlc {
 namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
-constexpr int kFirstPacking = 6;
+constexpr int kFirstSlots = 6;
 
 using ull = unsigned long long;
 
@@ -32,12 +32,24 @@ Staging make_staging(size_t nbytes) {
     return made;
 }
 
-// Null if the device has no memory left: engines take almost all of it for their caches.
-char *make_packing() {
+// Without memory if the device has none left: engines take almost all of it for their caches.
+Slot make_slot() {
+    Slot slot;
     void *memory = nullptr;
-    if (cudaMalloc(&memory, kPacking) == cudaSuccess) return static_cast<char *>(memory);
-    (void)cudaGetLastError();
-    return nullptr;
+    if (cudaMalloc(&memory, kPacking) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return slot;
+    }
+    try {
+        for (cudaEvent_t *event : {&slot.full, &slot.empty})
+            check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
+    } catch (...) {
+        if (slot.full) (void)cudaEventDestroy(slot.full);
+        (void)cudaFree(memory);
+        throw;
+    }
+    slot.memory = static_cast<char *>(memory);
+    return slot;
 }
 
 }  // namespace
@@ -73,9 +85,11 @@ Device::Device(uint64_t number) : number_(number) {
     blocks_ = choose_blocks(processors);
     check(load_kernels(), "loading the kernels");
     free_.push_back(make_staging(kStaging));
-    // For one lane in each direction: allocating later might wait for the device.
-    for (int i = 0; i < kFirstPacking; i++)
-        if (char *memory = make_packing()) free_packing_.push_back(memory);
+    // For a lane in each direction: allocating later might wait for the device.
+    for (int i = 0; i < kFirstSlots; i++) {
+        Slot slot = make_slot();
+        if (slot.memory) free_slots_.push_back(slot);
+    }
 }
 
 Lane &Device::lane(bool gather, cudaStream_t caller_stream) {
@@ -118,21 +132,22 @@ void Device::release_staging(Staging staging) {
     free_.push_back(staging);
 }
 
-char *Device::acquire_packing() {
+Slot Device::acquire_slot() {
     {
         std::lock_guard<std::mutex> guard(lock_);
-        if (!free_packing_.empty()) {
-            char *memory = free_packing_.back();
-            free_packing_.pop_back();
-            return memory;
+        if (!free_slots_.empty()) {
+            Slot slot = free_slots_.back();
+            free_slots_.pop_back();
+            return slot;
         }
     }
-    return make_packing();
+    return make_slot();
 }
 
-void Device::release_packing(char *memory) {
+void Device::release_slot(Slot slot) {
+    slot.is_used = false;
     std::lock_guard<std::mutex> guard(lock_);
-    free_packing_.push_back(memory);
+    free_slots_.push_back(slot);
 }
 
 cudaEvent_t Device::acquire_event(unsigned flags) {

@@ -42,9 +42,9 @@ class Device {
     Staging acquire_staging(size_t nbytes);
     void release_staging(Staging staging);
 
-    // `kPacking` bytes of the device for a lane; null if it has none left.
-    char *acquire_packing();
-    void release_packing(char *memory);
+    // A slot of `kPacking` bytes that no work uses; without memory if the device has none left.
+    Slot acquire_slot();
+    void release_slot(Slot slot);
 
     // Released events are used again, also while streams still wait for what they recorded.
     cudaEvent_t acquire_event(unsigned flags);
@@ -63,7 +63,7 @@ class Device {
     std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<Lane>> lanes_;
     cudaStream_t staged_stream_ = nullptr;
     std::vector<Staging> free_;
-    std::vector<char *> free_packing_;
+    std::vector<Slot> free_slots_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
     const uint64_t number_;
     unsigned blocks_ = 0;

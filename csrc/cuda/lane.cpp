@@ -30,37 +30,26 @@ Lane::Lane(Device &device) : device_(device), engines_(make_stream()) {
 
 Lane::~Lane() {
     for (cudaStream_t stream : {engines_, kernels_}) (void)cudaStreamDestroy(stream);
-    for (Slot &slot : slots_) {
-        for (cudaEvent_t event : {slot.full, slot.empty})
-            if (event) (void)cudaEventDestroy(event);
-        device_.release_packing(slot.memory);
-    }
 }
 
-bool Lane::reserve(size_t groups) {
+bool Lane::open(size_t groups) {
     size_t before = slots_.size();
-    while (slots_.size() < std::min(groups, kSlots))
-        if (!add_slot()) break;
+    while (slots_.size() < std::min(groups, kSlots)) {
+        Slot slot = device_.acquire_slot();
+        if (!slot.memory) break;
+        slots_.push_back(slot);
+    }
     if (slots_.size() > before) next_ = before;
-    return !slots_.empty();
+    if (slots_.empty()) return false;
+    transfers_++;
+    return true;
 }
 
-bool Lane::add_slot() {
-    char *memory = device_.acquire_packing();
-    if (!memory) return false;
-    slots_.emplace_back();
-    Slot &slot = slots_.back();
-    slot.memory = memory;
-    try {
-        for (cudaEvent_t *event : {&slot.full, &slot.empty})
-            check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
-    } catch (...) {
-        if (slot.full) (void)cudaEventDestroy(slot.full);
-        device_.release_packing(memory);
-        slots_.pop_back();
-        throw;
-    }
-    return true;
+void Lane::close() {
+    std::lock_guard<std::mutex> guard(lock);
+    if (--transfers_) return;
+    for (Slot &slot : slots_) device_.release_slot(slot);
+    slots_.clear();
 }
 
 }  // namespace kvlc

@@ -15,7 +15,7 @@ class Device;
 struct Slot {
     char *memory = nullptr;
     cudaEvent_t full = nullptr, empty = nullptr;
-    bool is_used = false;  // before: `empty` was recorded
+    bool is_used = false;  // `empty` was recorded, and may lie ahead
 };
 
 class Lane {
@@ -32,20 +32,20 @@ class Lane {
     cudaStream_t engines() const { return engines_; }
     cudaStream_t kernels() const { return kernels_; }
 
-    // Provide slots for so many groups, or as many as are ever in use at once. False if the device
-    // has no memory for one.
-    bool reserve(size_t groups);
+    // Begin a transfer of so many groups that are packed; false if the device has no memory for
+    // it. The lock is held.
+    bool open(size_t groups);
+    // End one whose work is over. Slots that no transfer uses are the device's again. Locks.
+    void close();
     // The slots in turn: the one of the `ahead`-th group from now on.
     Slot &slot(size_t ahead = 0) { return slots_[(next_ + ahead) % slots_.size()]; }
     void advance() { next_ = (next_ + 1) % slots_.size(); }
 
   private:
-    bool add_slot();
-
     Device &device_;
     cudaStream_t engines_ = nullptr, kernels_ = nullptr;
     std::vector<Slot> slots_;
-    size_t next_ = 0;
+    size_t next_ = 0, transfers_ = 0;
 };
 
 }  // namespace kvlc

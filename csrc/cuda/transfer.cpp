@@ -28,7 +28,7 @@ void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) 
     if (plan.groups().empty()) return;
     events_.reserve(plan.groups().size());
     std::lock_guard<std::mutex> guard(lane_.lock);
-    is_packed_ = !plan.tasks().empty() && !payload.on_device && lane_.reserve(plan.groups().size());
+    is_packed_ = !plan.tasks().empty() && !payload.on_device && lane_.open(plan.groups().size());
     if (is_packed_ && !plan.gather()) last_ = lane_.kernels();
     if (staging_.nbytes) stage(plan, payload.shift);
     try {
@@ -143,6 +143,8 @@ void Transfer::release() {
     events_.clear();
     device_.release_staging(staging_);
     staging_ = {};
+    if (is_packed_) lane_.close();
+    is_packed_ = false;
 }
 
 }  // namespace kvlc

@@ -69,6 +69,14 @@ void run(const Position &position) {
     }
 }
 
+// Each stream to its end, as far ahead of the others as the events allow.
+void run_all(bool reversed) {
+    std::vector<Position> ends;
+    for (auto &[handle, stream] : streams) ends.push_back({stream, stream->enqueued});
+    if (reversed) std::reverse(ends.begin(), ends.end());
+    for (const Position &end : ends) run(end);
+}
+
 // The device's memory that an address lies in, or null; views count as the device's, unlisted.
 const DeviceMemory *memory_at(const void *address) {
     auto at = static_cast<const char *>(address);
@@ -333,6 +341,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     blocks();
     if (cudaError_t status = unsafe()) return status;
     if (fake_cuda().wait_fails) return cudaErrorLaunchFailure;
+    if (fake_cuda().eager) run_all(fake_cuda().eager == 2);
     run(event->position);
     return cudaSuccess;
 }

@@ -19,6 +19,7 @@ struct FakeCuda {
     int readonly = 0;                                // registrations of that kind
     int blocking = 0;        // calls that may block, by threads that were told not to make any
     int off_device = 0;      // calls that would open a context on device 0
+    int eager = 0;           // waiting runs all streams first: 1 in one order, 2 in the other one
     int held = 0;            // events are reached once it is 0; such threads do not wait for that
     int refuses_memory = 0;  // of the device
     uint64_t device_nbytes = 0;   // allocated, and not freed

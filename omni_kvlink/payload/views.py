@@ -58,7 +58,7 @@ def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -
     for view, spec in zip(views, manifest.tensors, strict=True):
         if view.device.type == "meta":
             raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-        if tuple(view.shape) != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
+        if view.shape != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
             raise SchemaError(
                 f"{spec.where()}: {view.dtype} {list(view.shape)}, "
                 f"the manifest says {spec.dtype} {list(spec.shape)}"
