@@ -135,8 +135,9 @@ def test_a_rank_of_the_producer_is_killed(
 ) -> None:
     """The consumer's request ends on all ranks, and the producer's own with its engine.
 
-    "computing": the neighbour waits for the dead rank in a collective call, and exits. Requests
-    without that producer go on, and the next producer of its name is found.
+    "computing": the neighbour waits for the dead rank in a collective call, and ends: by itself, or
+    by vLLM where that is faster. Requests without that producer go on, and the next producer of
+    its name is found.
     """
     producer = start("p", "producer", **ranks(2))
     consumer = start("d", "consumer", extra={"load": load, "timeout": FOREVER}, **ranks(2))
@@ -161,8 +162,7 @@ def test_a_rank_of_the_producer_is_killed(
                 with pytest.raises((RuntimeError, EOFError)):
                     sending.result(PATIENCE)
                 print(f"the producer's request ended {since(killed)} after the rank")
-                text = "forward pass needs the rank that has ended"
-                until(lambda: text in producer.output(), "the neighbour exited", timeout=PATIENCE)
+                until(lambda: not is_alive(pids[0]), "the neighbour ended", timeout=PATIENCE)
         assert (got["reason"], got["tokens"]) == ("error", [])
         assert moved["tokens"] == cold["tokens"]
         consumer.call("settle")

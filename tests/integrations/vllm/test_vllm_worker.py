@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 from omni_kvlink import KVCacheBundle, KVLink, SchemaError, UnavailableError
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.integrations.vllm import declining
+from omni_kvlink.integrations.vllm import OmniKVLinkConnector, declining
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.peers import Peers
@@ -27,7 +27,7 @@ from omni_kvlink.integrations.vllm.pools import (
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
-from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache
+from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
 from omni_kvlink.testing.rig import until, until_requested
 
 if TYPE_CHECKING:
@@ -368,3 +368,21 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
 
 def is_requested(halves: Halves, name: str) -> bool:
     return halves.loader._decliner._reads[name, name]._pending is not None
+
+
+@pytest.mark.parametrize("in_pass", [False, True])
+def test_only_a_rank_amid_a_pass_exits_when_another_ends(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch, in_pass: bool
+) -> None:
+    """Its pass waits for the other rank, and cannot end. Either way its reader is told."""
+    exits: list[int] = []
+    monkeypatch.setattr("os._exit", exits.append)
+    rank = OmniKVLinkConnector.__new__(OmniKVLinkConnector)
+    rank._saver, rank._meter, rank._connector_metadata = halves.saver, halves.sent, None
+    if in_pass:
+        rank.bind_connector_metadata(StepMetadata())
+    rank._on_rank_ended()
+    assert exits == ([1] if in_pass else [])
+    halves.loader.start([load([4, 6, 9])])
+    assert halves.settled() == {"r"}
+    assert halves.loader.take_invalid_blocks()
