@@ -12,6 +12,7 @@ from omni_kvlink.bench.chart import chart as svg
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 AMD, XEON = "amd-epyc-2core", "intel-xeon-2core"
+H100 = "nvidia-h100-80gb-hbm3"
 
 
 def read(machine: str, name: str) -> dict[str, Any]:
@@ -109,6 +110,23 @@ def copies() -> None:
     chart("copy", "Copies within one process, 235 MB (EPYC)", "GB/s", rows)
 
 
+def device() -> None:
+    """`gpu_extraction`: a cache out of an H100, alone and beside a forward pass."""
+    found = read(H100, "gpu_extraction")["results"]
+    rows = []
+    for kind, label in (("dense", "dense"), ("paged", "from blocks")):
+        ms = found[f"28 layers × 4096 tokens, {kind}"]["ms"]
+        rows += [
+            times(f"{label}: one plain copy out", ms["plain out"], OTHER),
+            times(f"{label}: gather, with digests", ms["gather"]),
+            times(f"{label}: the forward pass alone", ms["pass"], OTHER),
+            times(f"{label}: the pass, the cache taken out meanwhile", ms["pass, streamed"]),
+            times(f"{label}: until the last digest is there", ms["streamed"]),
+            times(f"{label}: the pass, then gather", ms["one after the other"], OTHER),
+        ]
+    chart("device", "Out of an H100, 235 MB: alone, and beside a forward pass", "ms", rows)
+
+
 if __name__ == "__main__":
-    for draw in (ratios, phases, network, streams, copies):
+    for draw in (ratios, phases, network, streams, copies, device):
         draw()

@@ -63,8 +63,8 @@ class Moved:
         here = _bytes_of(view)
         _, there = self._storages.setdefault(here.data_ptr(), (here, here.to(DEVICE)))
         blank = torch.empty(0, dtype=view.dtype, device=DEVICE)
-        place = view.storage_offset(), view.shape, view.stride()
-        return blank.set_(there.untyped_storage(), *place)
+        form = view.storage_offset(), view.shape, view.stride()
+        return blank.set_(there.untyped_storage(), *form)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

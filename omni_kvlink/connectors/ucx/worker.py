@@ -187,7 +187,7 @@ class UcxWorker:
     def array(self, memory: object) -> Any:
         """Return a region, or a contiguous buffer, in the form that UCX takes; copies nothing."""
         if isinstance(memory, Region) and memory.device != "cpu":
-            memory = _CudaMemory(memory)  # not tested on a GPU yet
+            memory = _CudaMemory(memory)
         elif isinstance(memory, Region):
             # A view of no bytes cannot be cast.
             memory = memory.view() if memory.nbytes else bytearray()
