@@ -61,7 +61,9 @@ class NativeCopier(Copier):
                     pass
             else:
                 target.copy_(source.detach())
-        digests = {**native.gather(), **others.digest()}
+        digests = native.gather()
+        if others is not None:
+            digests |= others.digest()
         return [digests[spec.name] for spec in manifest.tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
@@ -69,7 +71,8 @@ class NativeCopier(Copier):
         check_targets(targets, manifest, region)
         native, others, rest = self._split(targets, manifest, region)
         native.scatter()
-        others.verify()
+        if others is not None:
+            others.verify()
         for target, source in rest:
             if isinstance(target, PagedTensor):
                 target.fill(source)
@@ -93,15 +96,16 @@ class NativeCopier(Copier):
 
     def _split(
         self, views: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> tuple[_Batch, _Batch, list[tuple[TensorView, torch.Tensor]]]:
+    ) -> tuple[_Batch, _Batch | None, list[tuple[TensorView, torch.Tensor]]]:
         """Return what the library copies, and what torch does: its digests, and both tensors."""
-        native, others = (_Batch(manifest, region, self.threads) for _ in range(2))
+        native, others = _Batch(manifest, region, self.threads), None
         rest = []
         for view, spec in zip(views, manifest.tensors, strict=True):
             packed = packed_view(view)
             if packed:
                 native.add(spec, packed)
             else:
+                others = others or _Batch(manifest, region, self.threads)
                 others.add(spec)
                 rest.append((view, tensor_view(region, spec, manifest.header_nbytes)))
         self._count([view for view, _ in rest])
