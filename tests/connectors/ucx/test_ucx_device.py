@@ -340,9 +340,15 @@ def test_host_tensors_and_views_of_the_payload(device: FakeDevice) -> None:
         assert 0 < copies["device"] < 2 * sum(map(len, expected))
 
 
+def opened_nbytes(device: FakeDevice) -> int:
+    """What the library keeps on a device from its first use on, to pack blocks in."""
+    cuda.record(0, 0).close()
+    assert device.allocated_nbytes < 26 << 20
+    return device.allocated_nbytes
+
+
 def test_nothing_is_left_on_the_device(device: FakeDevice) -> None:
-    with KVLink.serve("inproc://first", copier="pinned"):
-        cuda.describe(0)
+    opened = opened_nbytes(device)
     data, _ = ucx_device_peer.paged("k", 1, "cpu")
     for _ in range(2):
         with KVLink.serve(fresh_url(), **OPTIONS) as producer:
@@ -358,7 +364,7 @@ def test_nothing_is_left_on_the_device(device: FakeDevice) -> None:
                     receipt.wait(timeout=60)
                     until(lambda: not reader.stats()["memory"]["used"], "it was freed")
             assert device.allocated_nbytes >= OPTIONS["quota"]
-        staged = device.allocated_nbytes
+        staged = device.allocated_nbytes - opened
         assert staged < 1 << 20  # tables of the kernels, which the library keeps
 
 
@@ -367,17 +373,19 @@ def test_nothing_is_left_on_the_device(device: FakeDevice) -> None:
 
 def test_a_killed_producer(field: Field, device: FakeDevice, target: ProcessPeer) -> None:
     field.options["quota"] = 256 << 20
+    opened = opened_nbytes(device)
     producer, reader = field.serve_at(target), field.connect()
     waiting = stop_amid(target, producer, reader, timeout=PATIENCE)
     kill(target)
     expect(PeerLostError, lambda: waiting.result(PATIENCE), mentions=("'k'",))
     until(lambda: reader.call("stats")["memory"]["used"] == 0, "the reader's memory is free")
     reader.call("close")
-    assert device.allocated_nbytes < 1 << 20
+    assert device.allocated_nbytes - opened < 1 << 20
 
 
 def test_a_killed_reader(field: Field, device: FakeDevice, target: ProcessPeer) -> None:
     field.options["quota"] = 256 << 20
+    opened = opened_nbytes(device)
     producer = field.serve()
     reader = field.connect_at(target)
     producer.put(HUGE.make())
@@ -390,7 +398,7 @@ def test_a_killed_reader(field: Field, device: FakeDevice, target: ProcessPeer) 
     until(lambda: producer.stats()["memory"]["used"] == 0, "the producer's memory is free")
     other.call("close")
     producer.close()
-    assert device.allocated_nbytes < 1 << 20
+    assert device.allocated_nbytes - opened < 1 << 20
 
 
 def live(producer: Any) -> int:
