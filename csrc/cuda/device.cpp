@@ -11,7 +11,7 @@ namespace kvlc {
 namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
-constexpr int kFirstSlots = 6;
+constexpr int kFirstBuffers = 6;
 
 using ull = unsigned long long;
 
@@ -33,23 +33,23 @@ Staging make_staging(size_t nbytes) {
 }
 
 // Without memory if the device has none left: engines take almost all of it for their caches.
-Slot make_slot() {
-    Slot slot;
+PackBuffer make_buffer() {
+    PackBuffer buffer;
     void *memory = nullptr;
     if (cudaMalloc(&memory, kPacking) != cudaSuccess) {
         (void)cudaGetLastError();
-        return slot;
+        return buffer;
     }
     try {
-        for (cudaEvent_t *event : {&slot.full, &slot.empty})
+        for (cudaEvent_t *event : {&buffer.full, &buffer.empty})
             check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
     } catch (...) {
-        if (slot.full) (void)cudaEventDestroy(slot.full);
+        if (buffer.full) (void)cudaEventDestroy(buffer.full);
         (void)cudaFree(memory);
         throw;
     }
-    slot.memory = static_cast<char *>(memory);
-    return slot;
+    buffer.memory = static_cast<char *>(memory);
+    return buffer;
 }
 
 }  // namespace
@@ -85,23 +85,23 @@ Device::Device(uint64_t number) : number_(number) {
     blocks_ = choose_blocks(processors);
     check(load_kernels(), "loading the kernels");
     free_.push_back(make_staging(kStaging));
-    // For a lane in each direction: allocating later might wait for the device.
-    for (int i = 0; i < kFirstSlots; i++) {
-        Slot slot = make_slot();
-        if (slot.memory) free_slots_.push_back(slot);
+    // For a stream in each direction: allocating later might wait for the device.
+    for (int i = 0; i < kFirstBuffers; i++) {
+        PackBuffer buffer = make_buffer();
+        if (buffer.memory) free_buffers_.push_back(buffer);
     }
 }
 
-Lane &Device::lane(bool gather, cudaStream_t caller_stream) {
-    std::lock_guard<std::mutex> guard(lanes_lock_);
-    std::unique_ptr<Lane> &lane = lanes_[{gather, caller_stream}];
-    if (!lane) lane = std::make_unique<Lane>(*this);
-    return *lane;
+StreamPair &Device::stream_pair(bool gather, cudaStream_t caller_stream) {
+    std::lock_guard<std::mutex> guard(lock_);
+    std::unique_ptr<StreamPair> &pair = pairs_[{gather, caller_stream}];
+    if (!pair) pair = std::make_unique<StreamPair>(*this);
+    return *pair;
 }
 
 void Device::forget(cudaStream_t caller_stream) {
-    std::lock_guard<std::mutex> guard(lanes_lock_);
-    for (bool gather : {true, false}) lanes_.erase({gather, caller_stream});
+    std::lock_guard<std::mutex> guard(lock_);
+    for (bool gather : {true, false}) pairs_.erase({gather, caller_stream});
 }
 
 cudaStream_t Device::staged_stream() {
@@ -132,22 +132,22 @@ void Device::release_staging(Staging staging) {
     free_.push_back(staging);
 }
 
-Slot Device::acquire_slot() {
+PackBuffer Device::acquire_buffer() {
     {
         std::lock_guard<std::mutex> guard(lock_);
-        if (!free_slots_.empty()) {
-            Slot slot = free_slots_.back();
-            free_slots_.pop_back();
-            return slot;
+        if (!free_buffers_.empty()) {
+            PackBuffer buffer = free_buffers_.back();
+            free_buffers_.pop_back();
+            return buffer;
         }
     }
-    return make_slot();
+    return make_buffer();
 }
 
-void Device::release_slot(Slot slot) {
-    slot.is_used = false;
+void Device::release_buffer(PackBuffer buffer) {
+    buffer.is_used = false;
     std::lock_guard<std::mutex> guard(lock_);
-    free_slots_.push_back(slot);
+    free_buffers_.push_back(buffer);
 }
 
 cudaEvent_t Device::acquire_event(unsigned flags) {

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "kvlink_cuda.h"
-#include "lane.h"
 #include "plan.h"
 #include "runtime.h"
+#include "stream_pair.h"
 
 namespace kvlc {
 
@@ -31,8 +31,8 @@ class Device {
 
     // Where copies run that follow `caller_stream`; one each, so that callers do not wait for each
     // other.
-    Lane &lane(bool gather, cudaStream_t caller_stream);
-    // Give up the lanes of a stream that will be destroyed; nothing is in progress on them.
+    StreamPair &stream_pair(bool gather, cudaStream_t caller_stream);
+    // Destroy the streams for one that will be destroyed itself; nothing is in progress on them.
     void forget(cudaStream_t caller_stream);
 
     // The stream for work that follows no caller's, and that its caller waits for.
@@ -42,9 +42,9 @@ class Device {
     Staging acquire_staging(size_t nbytes);
     void release_staging(Staging staging);
 
-    // A slot of `kPacking` bytes that no work uses; without memory if the device has none left.
-    Slot acquire_slot();
-    void release_slot(Slot slot);
+    // A buffer of `kPacking` bytes that no work uses; without memory if the device has none left.
+    PackBuffer acquire_buffer();
+    void release_buffer(PackBuffer buffer);
 
     // Released events are used again, also while streams still wait for what they recorded.
     cudaEvent_t acquire_event(unsigned flags);
@@ -59,11 +59,11 @@ class Device {
   private:
     explicit Device(uint64_t number);
 
-    std::mutex lock_, lanes_lock_, measuring_;  // a lane takes `lock_` while it is made
-    std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<Lane>> lanes_;
+    std::mutex lock_, measuring_;
+    std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<StreamPair>> pairs_;
     cudaStream_t staged_stream_ = nullptr;
     std::vector<Staging> free_;
-    std::vector<Slot> free_slots_;
+    std::vector<PackBuffer> free_buffers_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
     const uint64_t number_;
     unsigned blocks_ = 0;

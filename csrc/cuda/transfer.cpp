@@ -11,8 +11,8 @@ namespace kvlc {
 
 Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
                    unsigned flags)
-    : Pending(device), lane_(device.lane(plan.gather(), before.stream)), last_(lane_.engines()),
-      flags_(flags), copies_(plan.copies()),
+    : Pending(device), streams_(device.stream_pair(plan.gather(), before.stream)),
+      last_(streams_.engines()), flags_(flags), copies_(plan.copies()),
       staging_(device.acquire_staging(plan.staged_nbytes())) {
     try {
         enqueue(plan, payload, before);
@@ -27,20 +27,20 @@ Transfer::~Transfer() { release(); }
 void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) {
     if (plan.groups().empty()) return;
     events_.reserve(plan.groups().size());
-    std::lock_guard<std::mutex> guard(lane_.lock);
-    is_packed_ = !plan.tasks().empty() && !payload.on_device && lane_.open(plan.groups().size());
-    if (is_packed_ && !plan.gather()) last_ = lane_.kernels();
+    std::lock_guard<std::mutex> guard(streams_.lock);
+    is_packed_ = !plan.tasks().empty() && !payload.on_device && streams_.open(plan.groups().size());
+    if (is_packed_ && !plan.gather()) last_ = streams_.kernels();
     if (staging_.nbytes) stage(plan, payload.shift);
     try {
         follow(before);
-        cudaStream_t tables = is_packed_ ? lane_.kernels() : lane_.engines();
+        cudaStream_t tables = is_packed_ ? streams_.kernels() : streams_.engines();
         if (staging_.nbytes)
             check(cudaMemcpyAsync(staging_.device, staging_.host, plan.staged_nbytes(),
                                   cudaMemcpyHostToDevice, tables),
                   "cudaMemcpyAsync");
         for (const Group &group : plan.groups()) {
             if (is_packed_)
-                enqueue_packed(plan, group, lane_.slot()), lane_.advance();
+                enqueue_packed(plan, group, streams_.buffer()), streams_.advance();
             else
                 enqueue_direct(plan, group, payload.on_device);
             record_event();
@@ -49,7 +49,7 @@ void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) 
         if (!plan.gather() && !before.recorded) hold_back(before.stream);
     } catch (...) {
         // An event after what was enqueued may fail, too.
-        for (cudaStream_t stream : {lane_.kernels(), lane_.engines()})
+        for (cudaStream_t stream : {streams_.kernels(), streams_.engines()})
             (void)cudaStreamSynchronize(stream);
         throw;
     }
@@ -61,31 +61,31 @@ void Transfer::stage(const Plan &plan, ptrdiff_t shift) {
     for (size_t number = 0; number < plan.groups().size(); number++) {
         const Group &group = plan.groups()[number];
         for (size_t task = group.first_task; task < group.stop_task; task++)
-            payloads.push_back(is_packed_ ? plan.packed(task, lane_.slot(number).memory)
+            payloads.push_back(is_packed_ ? plan.packed(task, streams_.buffer(number).memory)
                                           : plan.mapped(task, shift));
     }
     plan.stage(staging_.host, staging_.device, payloads);
 }
 
 void Transfer::enqueue_direct(const Plan &plan, const Group &group, bool on_device) {
-    launch_tasks(plan, group, lane_.engines());
+    launch_tasks(plan, group, streams_.engines());
     copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run, plan.gather(),
-              on_device, lane_.engines());
+              on_device, streams_.engines());
 }
 
-void Transfer::enqueue_packed(const Plan &plan, const Group &group, Slot &slot) {
-    cudaStream_t first = plan.gather() ? lane_.kernels() : lane_.engines();
-    if (slot.is_used) check(cudaStreamWaitEvent(first, slot.empty, 0), "cudaStreamWaitEvent");
+void Transfer::enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer) {
+    cudaStream_t first = plan.gather() ? streams_.kernels() : streams_.engines();
+    if (buffer.is_used) check(cudaStreamWaitEvent(first, buffer.empty, 0), "cudaStreamWaitEvent");
     auto move = [&] {
-        std::vector<Run> runs = plan.packed_runs(group, slot.memory);
-        copy_runs(runs.data(), runs.size(), plan.gather(), false, lane_.engines());
+        std::vector<Run> runs = plan.packed_runs(group, buffer.memory);
+        copy_runs(runs.data(), runs.size(), plan.gather(), false, streams_.engines());
     };
     plan.gather() ? launch_tasks(plan, group, first) : move();
-    check(cudaEventRecord(slot.full, first), "cudaEventRecord");
-    check(cudaStreamWaitEvent(last_, slot.full, 0), "cudaStreamWaitEvent");
+    check(cudaEventRecord(buffer.full, first), "cudaEventRecord");
+    check(cudaStreamWaitEvent(last_, buffer.full, 0), "cudaStreamWaitEvent");
     plan.gather() ? move() : launch_tasks(plan, group, last_);
-    check(cudaEventRecord(slot.empty, last_), "cudaEventRecord");
-    slot.is_used = true;
+    check(cudaEventRecord(buffer.empty, last_), "cudaEventRecord");
+    buffer.is_used = true;
 }
 
 void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream) {
@@ -99,8 +99,8 @@ void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t s
 
 void Transfer::follow(Predecessor before) {
     auto hold_back = [&](const Pending &pending) {
-        pending.hold_back(lane_.engines());
-        if (is_packed_) pending.hold_back(lane_.kernels());
+        pending.hold_back(streams_.engines());
+        if (is_packed_) pending.hold_back(streams_.kernels());
     };
     before.recorded ? hold_back(*before.recorded) : hold_back(Recorded(device_, before.stream));
 }
@@ -143,7 +143,7 @@ void Transfer::release() {
     events_.clear();
     device_.release_staging(staging_);
     staging_ = {};
-    if (is_packed_) lane_.close();
+    if (is_packed_) streams_.close();
     is_packed_ = false;
 }
 

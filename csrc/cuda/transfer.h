@@ -43,13 +43,13 @@ class Transfer : public Pending {
     void enqueue(const Plan &plan, Placement payload, Predecessor before);
     void stage(const Plan &plan, ptrdiff_t shift);
     void enqueue_direct(const Plan &plan, const Group &group, bool on_device);
-    void enqueue_packed(const Plan &plan, const Group &group, Slot &slot);
+    void enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer);
     void launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream);
     void follow(Predecessor before);
     void record_event();
     void release();
 
-    Lane &lane_;
+    StreamPair &streams_;
     bool is_packed_ = false;
     cudaStream_t last_;  // on which groups end
     unsigned flags_;

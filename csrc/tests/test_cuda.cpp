@@ -129,7 +129,7 @@ void copies_of_both_kinds() {
     fake.has_batch = true;
 }
 
-// Longer than a group, and more groups than slots; with tensors that need none between them.
+// Longer than a group, and more groups than buffers; with tensors that need none between them.
 void long_views(uint64_t stream, int64_t rows) {
     Random random(13);
     Fixture fixture;
@@ -160,7 +160,7 @@ void long_views(uint64_t stream, int64_t rows) {
     for (size_t i = 0; i < before.size(); i++) CHECK(fixture.cases[i].memory == before[i]);
 }
 
-// Two callers of one stream's lane at once, and two of another one's.
+// Two callers that follow one stream at once, and two that follow another one.
 void many_threads() {
     std::vector<std::thread> threads;
     for (uint64_t stream : {200, 200, 201, 201})
@@ -171,19 +171,20 @@ void many_threads() {
 void no_memory_to_pack_in() {
     FakeCuda &fake = fake_cuda();
     kvlc::Device &device = kvlc::Device::get(0);
-    std::vector<kvlc::Slot> taken;
+    std::vector<kvlc::PackBuffer> taken;
     fake.refuses_memory = true;
-    for (kvlc::Slot slot; (slot = device.acquire_slot()).memory;) taken.push_back(slot);
+    for (kvlc::PackBuffer buffer; (buffer = device.acquire_buffer()).memory;)
+        taken.push_back(buffer);
     CHECK(taken.size() >= 6);  // all were given back
     uint64_t by_engines = fake.copied + fake.batched, launches = fake.launches;
     long_views(0, 1800);
     CHECK(fake.copied + fake.batched - by_engines == 2);  // the tables of both directions
     CHECK(fake.launches > launches + 2);
     fake.refuses_memory = false;
-    for (kvlc::Slot slot : taken) device.release_slot(slot);
+    for (kvlc::PackBuffer buffer : taken) device.release_buffer(buffer);
 }
 
-// The memory of one stream's slots is the next one's.
+// The memory of one stream's buffers is the next one's.
 void many_streams() {
     uint64_t nbytes = fake_cuda().device_nbytes;
     for (uint64_t stream = 100; stream < 104; stream++) long_views(stream, 300);

@@ -12,21 +12,21 @@ namespace kvlc {
 class Device;
 
 // Memory of the device in which a kernel packs what a copy engine then moves, or the reverse.
-struct Slot {
+struct PackBuffer {
     char *memory = nullptr;
     cudaEvent_t full = nullptr, empty = nullptr;
     bool is_used = false;  // `empty` was recorded, and may lie ahead
 };
 
-class Lane {
+class StreamPair {
   public:
     // The caller is on the device.
-    explicit Lane(Device &device);
-    ~Lane();
-    Lane(const Lane &) = delete;
-    Lane &operator=(const Lane &) = delete;
+    explicit StreamPair(Device &device);
+    ~StreamPair();
+    StreamPair(const StreamPair &) = delete;
+    StreamPair &operator=(const StreamPair &) = delete;
 
-    // Held while a transfer is enqueued: slots are used in the order of the streams.
+    // Held while a transfer is enqueued: buffers are used in the order of the streams.
     std::mutex lock;
 
     cudaStream_t engines() const { return engines_; }
@@ -35,16 +35,16 @@ class Lane {
     // Begin a transfer of so many groups that are packed; false if the device has no memory for
     // it. The lock is held.
     bool open(size_t groups);
-    // End one whose work is over. Slots that no transfer uses are the device's again. Locks.
+    // End one whose work is over. Buffers that no transfer uses are the device's again. Locks.
     void close();
-    // The slots in turn: the one of the `ahead`-th group from now on.
-    Slot &slot(size_t ahead = 0) { return slots_[(next_ + ahead) % slots_.size()]; }
-    void advance() { next_ = (next_ + 1) % slots_.size(); }
+    // The buffers in turn: the one of the `ahead`-th group from now on.
+    PackBuffer &buffer(size_t ahead = 0) { return buffers_[(next_ + ahead) % buffers_.size()]; }
+    void advance() { next_ = (next_ + 1) % buffers_.size(); }
 
   private:
     Device &device_;
     cudaStream_t engines_ = nullptr, kernels_ = nullptr;
-    std::vector<Slot> slots_;
+    std::vector<PackBuffer> buffers_;
     size_t next_ = 0, transfers_ = 0;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lane.h"
+#include "stream_pair.h"
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@ namespace kvlc {
 namespace {
 
 // One is packed and one is moved, and the third lets neither wait for the other.
-constexpr size_t kSlots = 3;
+constexpr size_t kBuffers = 3;
 
 cudaStream_t make_stream() {
     cudaStream_t made;
@@ -19,7 +19,7 @@ cudaStream_t make_stream() {
 
 }  // namespace
 
-Lane::Lane(Device &device) : device_(device), engines_(make_stream()) {
+StreamPair::StreamPair(Device &device) : device_(device), engines_(make_stream()) {
     try {
         kernels_ = make_stream();
     } catch (...) {
@@ -28,28 +28,28 @@ Lane::Lane(Device &device) : device_(device), engines_(make_stream()) {
     }
 }
 
-Lane::~Lane() {
+StreamPair::~StreamPair() {
     for (cudaStream_t stream : {engines_, kernels_}) (void)cudaStreamDestroy(stream);
 }
 
-bool Lane::open(size_t groups) {
-    size_t before = slots_.size();
-    while (slots_.size() < std::min(groups, kSlots)) {
-        Slot slot = device_.acquire_slot();
-        if (!slot.memory) break;
-        slots_.push_back(slot);
+bool StreamPair::open(size_t groups) {
+    size_t before = buffers_.size();
+    while (buffers_.size() < std::min(groups, kBuffers)) {
+        PackBuffer buffer = device_.acquire_buffer();
+        if (!buffer.memory) break;
+        buffers_.push_back(buffer);
     }
-    if (slots_.size() > before) next_ = before;
-    if (slots_.empty()) return false;
+    if (buffers_.size() > before) next_ = before;
+    if (buffers_.empty()) return false;
     transfers_++;
     return true;
 }
 
-void Lane::close() {
+void StreamPair::close() {
     std::lock_guard<std::mutex> guard(lock);
     if (--transfers_) return;
-    for (Slot &slot : slots_) device_.release_slot(slot);
-    slots_.clear();
+    for (PackBuffer &buffer : buffers_) device_.release_buffer(buffer);
+    buffers_.clear();
 }
 
 }  // namespace kvlc
