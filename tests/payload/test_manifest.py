@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import headers
@@ -118,17 +119,16 @@ def big_bundle() -> KVCacheBundle:
     )
 
 
-def test_the_header_of_a_big_bundle_decodes_fast() -> None:
-    header = big_bundle().plan().encode()
-    nbytes = big_bundle().plan().nbytes
-    best = min(_seconds(header, nbytes) for _ in range(20))
-    assert best < 2e-3
-
-
-def _seconds(header: bytes, nbytes: int) -> float:
-    start = time.thread_time()
-    Manifest.decode(header, nbytes)
-    return time.thread_time() - start
+def test_the_header_of_a_big_bundle_decodes_in_few_calls() -> None:
+    """Counted: seconds would fail on a busy machine. A callback for each object is too many."""
+    plan = big_bundle().plan()
+    header, calls = plan.encode(), Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        Manifest.decode(header, plan.nbytes)
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] + calls["c_call"] < 19 * len(plan.tensors)
 
 
 def test_digests_are_one_for_each_started_mib() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -128,15 +129,15 @@ def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: 
 def test_the_engine_computes_while_a_layer_is_copied(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fault_points, "_ARMED", {"stream.layer": "sleep:0.1"})
+    """No call of a forward pass waits for a copy: each returns while the first one is held up."""
+    may_copy = threading.Event()
+    monkeypatch.setattr(fault_points, "point", lambda name: may_copy.wait())
     monkeypatch.setattr(fault_points, "enabled", True)
     halves.saver.begin([CACHE])
-    began = time.monotonic()
     for number in range(len(LAYERS)):
         halves.saver.layer(number)
-    assert time.monotonic() - began < 0.1
+    may_copy.set()
     halves.saver.commit()
-    assert time.monotonic() - began > 0.3
     taken = halves.sent.take()
     assert taken is not None
     assert len(taken.data["save_bytes"]) == 1
@@ -186,7 +187,7 @@ def test_nobody_sends_it(halves: Halves) -> None:
         [load([1, 3, 8], local=BLOCK), load([4, 6, 9], request_id="s", is_async=False)]
     )
     halves.loader.wait_for_layer(2)
-    assert 0.3 < time.monotonic() - began < 1.0
+    assert time.monotonic() - began > 0.3
     ended = halves.settled()
     assert ended == {"r"}
     assert halves.loader.take_invalid_blocks() == {3, 8, 4, 6}
@@ -196,11 +197,10 @@ def test_nobody_sends_it(halves: Halves) -> None:
 
 
 def test_a_dropped_load_ends_at_once(halves: Halves) -> None:
+    halves.loader._timeout = 1e6
     halves.loader.start([load([1, 3, 8])])
-    began = time.monotonic()
     halves.loader.cancel(cancelled("r", declines=True))
     assert halves.settled() == {"r"}
-    assert time.monotonic() - began < 1.0
     assert halves.loader.take_invalid_blocks() == set()
 
 
