@@ -38,12 +38,12 @@ from omni_kvlink.link import Received as Received
 from omni_kvlink.link import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link import ReceivedStream as ReceivedStream
 from omni_kvlink.link import Verify as Verify
+from omni_kvlink.payload.branches import Shard as Shard
 from omni_kvlink.payload.bundle import BundleBranch as BundleBranch
 from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
 from omni_kvlink.payload.bundle import KVPayload as KVPayload
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
-from omni_kvlink.payload.manifest import Shard as Shard
 from omni_kvlink.payload.paged import BlockTable as BlockTable
 from omni_kvlink.payload.paged import PagedTensor as PagedTensor
 from omni_kvlink.payload.pools import split_packed as split_packed

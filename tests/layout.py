@@ -80,6 +80,7 @@ ONLY = {
         "memory",
         "_native",
         "payload.digests",
+        "payload.limits",
         "payload.manifest",
         "connectors",
     },

@@ -22,7 +22,7 @@ from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import TensorView, dense, first_tokens, same_bytes
 
 if TYPE_CHECKING:
-    from omni_kvlink.payload.manifest import Shard
+    from omni_kvlink.payload.branches import Shard
 
 GEN = "gen"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import Branch, Manifest, Reuse, as_int, check_branches
+from omni_kvlink.payload.branches import Branch, Reuse, as_int, check_branches
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, PayloadBase, Reserve
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
 
@@ -60,6 +61,8 @@ class KVCacheBundle(PayloadBase):
         self.request_id = request_id
         self.branches: dict[str, BundleBranch] = dict(branches)
         for name, branch in self.branches.items():
+            if not isinstance(name, str):
+                raise SchemaError(f"branch {name!r}: its name is a {type(name).__name__}")
             if isinstance(branch, OWNERS):
                 if branch.request_id != request_id:
                     raise SchemaError(
@@ -190,6 +193,9 @@ class KVCacheBundle(PayloadBase):
         if isinstance(branch, PrefixOf):
             return Reuse(branch.branch, operator.index(branch.tokens))
         return Reuse(branch.branch) if isinstance(branch, SameAs) else None
+
+    def _shapes(self) -> tuple[Any, ...]:
+        return tuple([each._shapes() for each in self.tensor_data.values()])
 
     def _branches(self) -> list[Branch]:
         return [

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from omni_kvlink._native.crc32c import combine
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import IntegrityError, WireError
-from omni_kvlink.payload.manifest import DIGEST_CHUNK, Manifest, TensorSpec
+from omni_kvlink.payload.limits import DIGEST_CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 
 _MAX_PIECES = 64

@@ -9,256 +9,33 @@ touched. docs/wire.md describes the format; a change here is a change of the for
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 import platform
-import re
-import reprlib
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from omni_kvlink._native.host import crc32c
 from omni_kvlink._version import __version__
-from omni_kvlink.errors import IntegrityError, KVLinkError, SchemaError, VersionError, WireError
-from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE, KV_DTYPES
+from omni_kvlink.errors import SchemaError, WireError
+from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, leaves, tensor_names
+from omni_kvlink.payload.dtypes import ITEMSIZE
+from omni_kvlink.payload.header import Header, HeaderEntry, excess
+from omni_kvlink.payload.header_template import MAX_ID, MAX_SMALL, HeaderTemplate
+from omni_kvlink.payload.limits import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.memory.region import Region
 
-VERSION = (1, 1)
-"""The newest version that this library writes."""
-KV_VERSION = (1, 0)
-"""The version of a payload without a `TensorTransferData`, which every 1.x reads."""
-
-ALIGN = 256
-"""Every tensor, and the data section itself, starts on a multiple of this many bytes."""
-DIGEST_CHUNK = 1 << 20
-"""Each started MiB of a tensor has a CRC-32C, so that a mismatch can be localised."""
 SLACK = 4096
 """Bytes of a header that `Manifest.as_capacity` keeps for metadata that is not known yet."""
-
-MAX_HEADER = 1 << 20
-MAX_TENSORS = 4096
-MAX_BRANCHES = 256
-MAX_LAYERS = 4096
-MAX_RANK = 8
-MAX_DEPTH = 32
-"""Levels of dicts and lists in `extra`, in metadata and in a tree of tensors."""
 _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
-_MAX_MARKS = {mark: n * MAX_TENSORS for mark, n in ((b'"', 28), (b"{", 3), (b"[", 5), (b",", 40))}
-"""How often a character may occur in a header: bounds what decoding allocates."""
-
-PART_WORDS = {"key": "K", "value": "V", "latent": "latent"}
-PARTS = {"NHD": ("key", "value"), "ND": ("latent",)}
-"""A layer's tensors by layout: K and V of [tokens, heads, dim], or one latent of [tokens, dim].
-
-A layout has a letter for each dimension.
-"""
-
-_BRANCH_NAME = re.compile(r"(?!pad$)[A-Za-z_][A-Za-z0-9_-]{0,63}")
-_ZERO_CRC = "0" * 8
-_CRC_FIELD = b'header_crc32c\\":\\"'
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
-# ---- branches: the caches and the trees of tensors of a payload, without their bytes
-
-
-class Reuse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A branch whose bytes are those of branch `of`: its first `tokens` tokens, or (None) all."""
-
-    of: str
-    tokens: Count | None = None
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """The KV heads, `start` to `stop` of the whole model, that a tensor-parallel rank holds."""
-
-    rank: Count
-    world: Count
-    heads: tuple[Count, Count]
-
-
-class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One KV cache, or (with `tree` set) the tensors of one `TensorTransferData`.
-
-    Every tensor of a cache has `shape` and `dtype`. A tree is a dict of nested dicts and lists with
-    a 0 for each tensor; then `extra` is the metadata, and no field of a cache is set.
-    """
-
-    name: str
-    kv_lens: tuple[Count, ...]
-    ropes: tuple[Count, ...]
-    num_layers: Count
-    seq_len: Count
-    dtype: str = ""
-    layout: str = "NHD"
-    shape: tuple[Count, ...] = ()
-    block_size: Count = 0
-    block_ids: tuple[Count, ...] = ()
-    image_shape: tuple[Count, Count] | None = None
-    extra: dict[str, Any] = {}
-    reuse: Reuse | None = None
-    shard: Shard | None = None
-    tree: dict[str, Any] | None = None
-
-    @classmethod
-    def of_tree(cls, name: str, tree: dict[str, Any], extra: dict[str, Any]) -> Branch:
-        """The branch of a `TensorTransferData`; `extra` is its metadata."""
-        return cls(name=name, kv_lens=(), ropes=(), num_layers=0, seq_len=0, extra=extra, tree=tree)
-
-    @property
-    def carries_tensors(self) -> bool:
-        """Whether a cache has tensors of its own: it is not empty and reuses no other branch."""
-        return self.reuse is None and self.seq_len > 0
-
-    @property
-    def parts(self) -> int:
-        """Tensors of a layer; each tensor of a tree counts as a layer of its own."""
-        return len(PARTS[self.layout]) if self.tree is None else 1
-
-    @property
-    def code(self) -> str:
-        """The safetensors code of the dtype."""
-        return DTYPES[self.dtype]
-
-
-def length_complaints(branch: Branch) -> Iterator[str]:
-    """Yield what is wrong with a cache's lengths and metadata, before there are tensors."""
-    if not 1 <= branch.num_layers <= MAX_LAYERS:
-        yield f"num_layers {branch.num_layers}; must be 1 to {MAX_LAYERS}"
-    if sum(branch.kv_lens) != branch.seq_len:
-        shown = reprlib.repr(list(branch.kv_lens))  # a hostile header may have many
-        yield f"kv_lens {shown} do not add up to seq_len {branch.seq_len}"
-    if not branch.kv_lens or len(branch.ropes) != len(branch.kv_lens):
-        yield (
-            f"{len(branch.ropes)} ropes for {len(branch.kv_lens)} kv_lens; "
-            "each sequence has one length and one next position"
-        )
-    if _depth(branch.extra) > MAX_DEPTH:
-        yield f"extra is nested deeper than {MAX_DEPTH}"
-
-
-def flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Path (a JSON pointer, RFC 6901) and value of each leaf of dicts and lists, depth first."""
-    if isinstance(node, dict):
-        for key, child in node.items():
-            yield from flatten(child, f"{path}/{key.replace('~', '~0').replace('/', '~1')}")
-    elif isinstance(node, list):
-        for index, child in enumerate(node):
-            yield from flatten(child, f"{path}/{index}")
-    else:
-        yield path, node
-
-
-def check_branches(branches: Sequence[Branch], *, bundle: bool, error: type[KVLinkError]) -> None:
-    """Raise `error` with the first thing that is wrong; used on both sides of a transfer."""
-    if not 1 <= len(branches) <= MAX_BRANCHES:
-        raise error(f"{len(branches)} branches; a payload has 1 to {MAX_BRANCHES}")
-    if not bundle and (len(branches) != 1 or branches[0].reuse):
-        raise error("a payload that is no bundle has exactly one branch, with tensors of its own")
-    by_name = {branch.name: branch for branch in branches}
-    if len(by_name) != len(branches):
-        raise error("two branches have the same name")
-    for branch in branches:
-        where = f"branch {branch.name[:80]!r}"
-        if not _BRANCH_NAME.fullmatch(branch.name):
-            raise error(f"{where}: a name is 1 to 64 letters, digits, '_' or '-', and not 'pad'")
-        complaints = (
-            (*length_complaints(branch), *_shape_complaints(branch), *_reuse_of(branch, by_name))
-            if branch.tree is None
-            else _tree_complaints(branch, branch.tree)
-        )
-        for complaint in complaints:
-            raise error(f"{where}: {complaint}")
-
-
-def _tree_complaints(branch: Branch, tree: dict[str, Any]) -> Iterator[str]:
-    if branch != Branch.of_tree(branch.name, tree, branch.extra):
-        yield "it has a tree of tensors and fields of a KV cache"
-    if max(_depth(tree), _depth(branch.extra)) > MAX_DEPTH:
-        yield f"tensors or metadata are nested deeper than {MAX_DEPTH}"
-    for count, leaf in enumerate(_leaves(tree), 1):
-        if type(leaf) is not int or leaf != 0:  # False and 0.0 are equal to 0
-            yield f"its tree holds a {type(leaf).__name__}; only dicts, lists, and 0 for a tensor"
-        if count > MAX_TENSORS:
-            yield f"it has more than {MAX_TENSORS} tensors"
-
-
-def _shape_complaints(branch: Branch) -> Iterator[str]:
-    if branch.layout not in PARTS:
-        yield f"layout {branch.layout[:40]!r}; must be one of {', '.join(PARTS)}"
-        return
-    rank = len(branch.layout)
-    if branch.dtype not in KV_DTYPES and (branch.dtype or branch.carries_tensors):
-        yield f"dtype {branch.dtype[:40]!r}; must be one of {', '.join(KV_DTYPES)}"
-    if not branch.carries_tensors:
-        if branch.shape:
-            yield "it has a shape but no tensors"
-        return
-    if len(branch.shape) != rank or branch.shape[0] != branch.seq_len or 0 in branch.shape:
-        yield f"shape {list(branch.shape)} of {branch.seq_len} tokens in layout {branch.layout}"
-    elif branch.shard and rank == 3:
-        shard, heads = branch.shard, branch.shape[1]
-        start, stop = shard.heads
-        if shard.rank >= shard.world or stop - start != heads:
-            yield f"rank {shard.rank} of {shard.world}, heads {start}…{stop}, but {heads} are here"
-
-
-def _reuse_of(branch: Branch, by_name: Mapping[str, Branch]) -> Iterator[str]:
-    if branch.reuse is None:
-        return
-    source = by_name.get(branch.reuse.of)
-    if source is None or source.reuse is not None or source.tree is not None:
-        what = "no tensors of its own" if source is None or source.tree is None else "no cache"
-        yield f"it reuses {branch.reuse.of[:80]!r}, which has {what}"
-        return
-    tokens = source.seq_len if branch.reuse.tokens is None else branch.reuse.tokens
-    if not 0 < tokens <= source.seq_len or tokens != branch.seq_len:
-        yield (
-            f"it reuses {tokens} tokens of {source.name!r} ({source.seq_len} tokens), "
-            f"but its own length is {branch.seq_len}"
-        )
-    for field in ("num_layers", "layout", "dtype"):
-        mine, theirs = getattr(branch, field), getattr(source, field)
-        if mine != theirs:
-            yield f"its {field} is {mine!r}, that of {source.name!r} is {theirs!r}"
-
-
-def _leaves(tree: dict[str, Any]) -> Iterator[object]:
-    """The values of `flatten` in any order, without the cost of paths: a tree may be hostile."""
-    stack: list[Any] = [tree]
-    while stack:
-        node = stack.pop()
-        for child in node.values() if isinstance(node, dict) else node:
-            if isinstance(child, (dict, list)):
-                stack.append(child)
-            else:
-                yield child
-
-
-def _depth(value: dict[str, Any]) -> int:
-    """Levels of dicts and lists, found without recursion."""
-    level: list[Any] = [value]
-    depth = 0
-    while level:
-        depth += 1
-        level = [
-            child
-            for item in level
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, (dict, list))
-        ]
-    return depth
-
-
-# ---- the manifest
+_MAX_LAYOUTS = 256
+_MAX_RECEIVED = 16
+_MAX_BLOCK_IDS = 64
+"""Block ids of a payload above which its layout is not kept: others rarely have the same."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -299,7 +76,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return f"branch {branch!r}, layer {layer}, {PART_WORDS[part]}"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All that is known of a payload before its first byte is copied.
 
     Made by `Manifest.lay_out` on the producer, by `Manifest.decode` on the consumer; both are
@@ -357,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 at = -(-at // ALIGN) * ALIGN
             else:
                 at = _allocated_start(allocated, name, size, at)
-            blank = _ZERO_CRC * -(-size // DIGEST_CHUNK) if digests else ""
+            blank = "0" * 8 * -(-size // DIGEST_CHUNK) if digests else ""
             specs.append(TensorSpec(name, dtype, shape, at, at + size, blank))
             at += size
         draft = cls(
@@ -370,7 +147,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             producer={"library": __version__, "host": _host()},
         )
         header = draft.encode()
-        if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or _excess(header):
+        if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or excess(header):
             raise SchemaError(
                 f"{len(specs)} tensors and a header of {len(header)} bytes; the limits are "
                 f"{MAX_TENSORS} and {MAX_HEADER}, less where block_ids or extra hold many values"
@@ -380,7 +157,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"a header of {len(header)} bytes, allocated were {capacity.header_nbytes}: "
                 "give the plan the extra, or the block_ids, that the payload will have"
             )
-        return msgspec.structs.replace(draft, header_nbytes=len(header), nbytes=len(header) + at)
+        nbytes = len(header) + at
+        plan = msgspec.structs.replace(draft, header_nbytes=len(header), nbytes=nbytes)
+        plan.__dict__["template"] = draft.template
+        return plan
 
     def as_capacity(self) -> Manifest:
         """The plan of a payload whose tensors may turn out smaller, its metadata other numbers."""
@@ -399,6 +179,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
         """The tensors that one branch carries, in the order of the wire."""
+        if len(self.branches) == 1:
+            return self.tensors
         numbers = next(numbers for other, numbers in self._numbers() if other is branch)
         return self.tensors[numbers.start : numbers.stop]
 
@@ -423,32 +205,42 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         start = 0
         for branch in self.branches:
             if branch.tree is not None:
-                count = sum(1 for _ in _leaves(branch.tree))
+                count = sum(1 for _ in leaves(branch.tree))
             else:
                 count = branch.parts * branch.num_layers if branch.carries_tensors else 0
             yield branch, range(start, start + count)
             start += count
 
-    def encode(self) -> bytes:
-        """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces."""
-        note = _Note(
-            version=KV_VERSION if all(b.tree is None for b in self.branches) else VERSION,
-            header_crc32c=_ZERO_CRC,
-            request_id=self.request_id,
-            bundle=self.bundle,
-            branches=list(self.branches),
-            digest="crc32c" if self.has_digests else "off",
-            digests=[spec.digest for spec in self.tensors],
-            producer=self.producer,
-        )
-        text = _encode(note, _entries(self.tensors), self.header_nbytes)
-        at = text.index(_CRC_FIELD) + len(_CRC_FIELD)
-        text = text[:at] + b"%08x" % crc32c(text) + text[at + 8 :]
-        return len(text).to_bytes(8, "little") + text
+    @property
+    def template(self) -> HeaderTemplate:
+        """The header as `encode` writes it, for any request id and digests; made once."""
+        template: HeaderTemplate | None = self.__dict__.get("template")
+        if template is None:
+            template = self.__dict__["template"] = HeaderTemplate(
+                bundle=self.bundle,
+                branches=self.branches,
+                producer=self.producer,
+                entries=_entries(self.tensors),
+                digests=[spec.digest for spec in self.tensors],
+            )
+        return template
+
+    def encode(self, digests: Sequence[str] | None = None) -> bytes:
+        """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces.
+
+        With `digests`, one string a tensor, the same as `with_digests(digests).encode()`, but
+        SchemaError if one is not as long as the layout says.
+        """
+        if digests is None:
+            digests = [spec.digest for spec in self.tensors]
+        return self.template.render(self.request_id, digests, self.header_nbytes)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
         """Read and completely validate a header; `buffer` may end before the payload's `nbytes`.
+
+        A header that differs from one of the last ones in request id and digests only is compared
+        with it, byte for byte, instead of being decoded.
 
         Raises:
             VersionError: another major version.
@@ -456,25 +248,187 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             WireError: anything else that is not a payload of this library.
         """
         total = len(buffer) if nbytes is None else nbytes
-        header = _Header(buffer, total)
-        note = header.note
-        manifest = cls(
-            request_id=note.request_id,
-            bundle=note.bundle,
-            branches=tuple(note.branches),
-            tensors=_tensor_specs(header, total),
-            header_nbytes=header.nbytes,
-            nbytes=total,
-            producer=note.producer,
-        )
-        if not note.request_id or len(note.request_id) > 1024:
-            raise WireError("a request id has 1 to 1024 characters")
-        if note.digest != ("crc32c" if manifest.has_digests else "off"):
-            raise WireError(f"digest algorithm {note.digest[:40]!r} does not go with the digests")
-        check_branches(manifest.branches, bundle=note.bundle, error=WireError)
-        _check_completeness(manifest)
-        header.refuse_duplicates()
+        text = _header_text(buffer, total)
+        if len(text) <= MAX_SMALL:
+            for layout in _received:
+                manifest = layout.match(text, total)
+                if manifest is not None:
+                    _remember(layout)
+                    return manifest
+        return _decoded(text, total)
+
+
+class Layout:
+    """What payloads have in common that differ in request id and digests only.
+
+    Made from any manifest of the layout. It shares no dict with the manifests that it returns, so
+    that a caller may modify the metadata in them.
+    """
+
+    def __init__(self, manifest: Manifest):
+        tensors = manifest.tensors
+        self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
+        self._branches = _copied(manifest.branches)
+        self._data = manifest.nbytes - manifest.header_nbytes
+        self._template = manifest.template
+        rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
+        self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
+        self._tensors = tuple(map(TensorSpec, *self._columns, self._template.blank_digests))
+
+    def plan(self, request_id: str) -> Manifest:
+        """What `Manifest.lay_out` returns for a payload of this layout."""
+        header_nbytes = self._template.header_nbytes(request_id)
+        manifest = self._manifest(request_id, self._tensors, header_nbytes)
+        manifest.__dict__["template"] = self._template
         return manifest
+
+    def header(self, request_id: str, digests: Sequence[str]) -> bytes:
+        """What `plan(request_id).with_digests(digests).encode()` returns."""
+        return self._template.render(request_id, digests)
+
+    def match(self, text: bytes, total: int) -> Manifest | None:
+        """What `Manifest.decode` returns for a header's JSON, or None if it is not of this layout.
+
+        `total` are the bytes of the payload.
+        """
+        found = self._template.match(text)
+        header_nbytes = 8 + len(text)
+        if found is None or header_nbytes + self._data != total:
+            return None
+        request_id, digests = found
+        tensors = tuple(map(TensorSpec, *self._columns, digests))
+        return self._manifest(request_id, tensors, header_nbytes)
+
+    def _manifest(
+        self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int
+    ) -> Manifest:
+        return Manifest(
+            request_id=request_id,
+            bundle=self._bundle,
+            branches=_copied(self._branches),
+            tensors=tensors,
+            header_nbytes=header_nbytes,
+            nbytes=header_nbytes + self._data,
+            producer=self._producer.copy(),
+        )
+
+
+class _Layouts:
+    """The layouts of the payloads that were planned last, at most `_MAX_LAYOUTS`.
+
+    Without a lock, which a fork could leave locked: two dicts, of which a full one replaces the
+    older one. Threads that add at the same time lose a layout at worst.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[Any, ...], Layout] = {}
+        self._older: dict[tuple[Any, ...], Layout] = {}
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._older)
+
+    def get(self, key: tuple[Any, ...]) -> Layout | None:
+        layout = self._recent.get(key)
+        if layout is None and (layout := self._older.get(key)) is not None:
+            self.put(key, layout)
+        return layout
+
+    def put(self, key: tuple[Any, ...], layout: Layout) -> None:
+        if len(self._recent) >= _MAX_LAYOUTS // 2:
+            self._recent, self._older = {}, self._recent
+        self._recent[key] = layout
+
+
+_planned = _Layouts()
+_received: tuple[Layout, ...] = ()
+"""The layouts of the headers that were decoded last; replaced as a whole, since threads read it."""
+
+
+def plan_like_before(
+    request_id: str,
+    branches: Sequence[Branch],
+    shapes: tuple[Any, ...],
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    *,
+    bundle: bool,
+    digests: bool,
+) -> Manifest:
+    """What `Manifest.lay_out` returns, from the layout of an earlier payload where one is alike.
+
+    `shapes` are dtype and shape of each tensor that its branch does not determine. `tensors` is
+    iterated only if there was no such payload.
+    """
+    is_kept = sum([len(branch.block_ids) for branch in branches]) <= _MAX_BLOCK_IDS
+    # The branches' JSON is the key, since it is what a header holds of them.
+    key = (bundle, digests, msgspec.json.encode(branches), shapes) if is_kept else ()
+    layout = _planned.get(key) if is_kept else None
+    if layout is not None:
+        return layout.plan(request_id)
+    plan = Manifest.lay_out(request_id, branches, tensors, bundle=bundle, digests=digests)
+    if is_kept and plan.template.is_small:
+        _planned.put(key, Layout(plan))
+    return plan
+
+
+def _remember(layout: Layout) -> None:
+    """Make a layout the first that `Manifest.decode` compares."""
+    global _received
+    known = _received
+    if not known or known[0] is not layout:
+        others = [each for each in known if each is not layout]
+        _received = (layout, *others[: _MAX_RECEIVED - 1])
+
+
+def _copied(branches: Sequence[Branch]) -> tuple[Branch, ...]:
+    """The same branches with dicts of their own."""
+    return tuple(
+        [
+            msgspec.structs.replace(
+                branch,
+                extra=_copy(branch.extra) if branch.extra else {},
+                tree=_copy(branch.tree) if branch.tree else branch.tree,
+            )
+            for branch in branches
+        ]
+    )
+
+
+def _copy(value: Any) -> Any:
+    """A copy of nested dicts and lists."""
+    if isinstance(value, dict):
+        return {
+            key: _copy(each) if isinstance(each, (dict, list)) else each
+            for key, each in value.items()
+        }
+    return [_copy(each) if isinstance(each, (dict, list)) else each for each in value]
+
+
+def _decoded(text: bytes, total: int) -> Manifest:
+    """The manifest of a header with this JSON, in a payload of `total` bytes."""
+    header = Header(text)
+    note = header.note
+    manifest = Manifest(
+        request_id=note.request_id,
+        bundle=note.bundle,
+        branches=tuple(note.branches),
+        tensors=_tensor_specs(header, 8 + len(text), total),
+        header_nbytes=8 + len(text),
+        nbytes=total,
+        producer=note.producer,
+    )
+    if not note.request_id or len(note.request_id) > MAX_ID:
+        raise WireError(f"a request id has 1 to {MAX_ID} characters")
+    if note.digest != ("crc32c" if manifest.has_digests else "off"):
+        raise WireError(f"digest algorithm {note.digest[:40]!r} does not go with the digests")
+    check_branches(manifest.branches, bundle=note.bundle, error=WireError)
+    _check_completeness(manifest)
+    # A header that encodes back to the same bytes has no key twice. One that does not is of a later
+    # minor version, or of another writer.
+    if manifest.encode()[8:] != text:
+        header.refuse_duplicates()
+    elif manifest.template.is_small:
+        _remember(Layout(manifest))
+    return manifest
 
 
 def header_bytes(region: Region, start: int = 0, stop: int | None = None) -> bytes | memoryview:
@@ -489,27 +443,6 @@ def header_bytes(region: Region, start: int = 0, stop: int | None = None) -> byt
     return region.read(start, min(limit, start + 8 + min(length, MAX_HEADER)))
 
 
-def as_int(value: object) -> object:
-    """An int for an integer of numpy or torch; all else, bools too, as it is, to be refused."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
-        return value
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return value
-
-
-def tensor_names(branch: Branch) -> Iterator[str]:
-    """The name of each tensor that a branch carries, in the order of the wire."""
-    if branch.tree is not None:
-        for path, _ in flatten(branch.tree):
-            yield branch.name + path
-    elif branch.carries_tensors:
-        for layer in range(branch.num_layers):
-            for part in PARTS[branch.layout]:
-                yield f"{branch.name}.{layer}.{part}"
-
-
 def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, at: int) -> int:
     """The offset of a tensor in memory that was allocated for it."""
     spec = allocated.get(name)
@@ -520,86 +453,6 @@ def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int
     if spec.start < at:
         raise SchemaError(f"{spec.where()}: the branches were allocated in another order")
     return spec.start
-
-
-# ---- the header as text: bounded before it is decoded, decoded by type, encoded one way only
-
-
-class _HeaderEntry(msgspec.Struct):
-    """One value of the header: a tensor, or (with only `kvlink` set) `__metadata__`."""
-
-    dtype: str | msgspec.UnsetType = msgspec.UNSET
-    shape: tuple[Count, ...] = ()
-    data_offsets: tuple[Count, Count] | msgspec.UnsetType = msgspec.UNSET
-    kvlink: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class _VersionOnly(msgspec.Struct):
-    version: tuple[int, int]
-
-
-class _Note(msgspec.Struct, kw_only=True):
-    """What the `kvlink` string holds, in the order it is written."""
-
-    version: tuple[int, int]
-    header_crc32c: str
-    request_id: str
-    bundle: bool
-    branches: list[Branch]
-    digest: str
-    digests: list[str]
-    producer: dict[str, str]
-
-
-_ENTRIES = msgspec.json.Decoder(dict[str, _HeaderEntry])
-_NOTE = msgspec.json.Decoder(_Note)
-_VERSION_ONLY = msgspec.json.Decoder(_VersionOnly)
-
-
-class _Header:
-    """A decoded header of `nbytes` with its length field; entries and note are not yet checked."""
-
-    def __init__(self, buffer: bytes | memoryview, total: int):
-        self._text = _header_text(buffer, total)
-        self.nbytes = 8 + len(self._text)
-        self.entries: dict[str, _HeaderEntry] = _decode(self._text, _ENTRIES)
-        metadata = self.entries.pop("__metadata__", _HeaderEntry())
-        if metadata.kvlink is msgspec.UNSET or metadata.dtype is not msgspec.UNSET:
-            raise WireError("no kvlink manifest in __metadata__: another kind of safetensors file")
-        self._note_json = metadata.kvlink.encode()
-        version = _decode(self._note_json, _VERSION_ONLY).version
-        if version[0] != VERSION[0]:
-            raise VersionError(
-                f"payload version {version[0]}.{version[1]}; this library reads {VERSION[0]}.x "
-                f"(it writes {VERSION[0]}.{VERSION[1]}): use the same major version on both sides"
-            )
-        self.note: _Note = _decode(self._note_json, _NOTE)
-        at = self._text.find(_CRC_FIELD) + len(_CRC_FIELD)
-        blank = self._text[:at] + _ZERO_CRC.encode() + self._text[at + 8 :]
-        if at < len(_CRC_FIELD) or self.note.header_crc32c != f"{crc32c(blank):08x}":
-            raise IntegrityError("the header's own digest does not match: its bytes were changed")
-
-    def refuse_duplicates(self) -> None:
-        """Refuse a key that occurs twice in one object of the header.
-
-        The decoder keeps the last of two, another reader might keep the first. A header that
-        encodes back to the same bytes has none. One that does not (a later minor version, another
-        writer) is parsed once more by a parser that shows every pair.
-        """
-        if _encode(self.note, self.entries, self.nbytes) == self._text:
-            return
-        try:
-            for part in (self._text, self._note_json):  # len is cheap; the numbers are not used
-                json.loads(part, object_pairs_hook=_refuse_twice, parse_int=len, parse_float=len)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise WireError(f"not a kvlink header: {error}") from None
-
-
-def _encode(note: _Note, entries: Mapping[str, _HeaderEntry], nbytes: int) -> bytes:
-    """The JSON, padded with spaces to the alignment and to `nbytes` at least."""
-    metadata = {"kvlink": msgspec.json.encode(note).decode()}
-    text = msgspec.json.encode({"__metadata__": metadata, **entries})
-    return text.ljust(max(len(text) + -(len(text) + 8) % ALIGN, nbytes - 8))
 
 
 def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
@@ -623,45 +476,24 @@ def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
     return text
 
 
-def _decode(text: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
-    if what := _excess(text):
-        raise WireError(f"too much in the header: {what}")
-    try:
-        return decoder.decode(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not a kvlink header: {error}") from None
-
-
-def _excess(text: bytes) -> str:
-    """What would cost too much memory to decode, or "": one wide character widens its string."""
-    if len(text) > MAX_HEADER // 2 and (b"\\u" in text or not text.isascii()):
-        return f"with non-ASCII characters, {len(text)} bytes"
-    return next((f"{mark!r}" for mark, most in _MAX_MARKS.items() if text.count(mark) > most), "")
-
-
-def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    if len(dict(pairs)) != len(pairs):
-        raise WireError("a key occurs twice in one object of the header")
-
-
-def _entries(tensors: Sequence[TensorSpec]) -> dict[str, _HeaderEntry]:
+def _entries(tensors: Sequence[TensorSpec]) -> dict[str, HeaderEntry]:
     """The tensors as the header lists them, with padding between: the format allows no holes."""
-    entries: dict[str, _HeaderEntry] = {}
+    entries: dict[str, HeaderEntry] = {}
     at = pads = 0
     for spec in tensors:
         if spec.start > at:
-            entries[f"pad.{pads}"] = _HeaderEntry("U8", (spec.start - at,), (at, spec.start))
+            entries[f"pad.{pads}"] = HeaderEntry("U8", (spec.start - at,), (at, spec.start))
             pads += 1
-        entries[spec.name] = _HeaderEntry(spec.dtype, spec.shape, (spec.start, spec.stop))
+        entries[spec.name] = HeaderEntry(spec.dtype, spec.shape, (spec.start, spec.stop))
         at = spec.stop
     return entries
 
 
-def _tensor_specs(header: _Header, total: int) -> tuple[TensorSpec, ...]:
+def _tensor_specs(header: Header, data: int, total: int) -> tuple[TensorSpec, ...]:
     """Spans contiguous from 0 to the payload's end, each exactly as long as its shape says."""
     specs: list[TensorSpec] = []
     at = 0
-    data, digests = header.nbytes, header.note.digests
+    digests = header.note.digests
     for name, entry in header.entries.items():
         dtype, span = entry.dtype, entry.data_offsets
         if dtype is msgspec.UNSET or span is msgspec.UNSET or entry.kvlink is not msgspec.UNSET:

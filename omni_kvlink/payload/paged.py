@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import as_int
+from omni_kvlink.payload.branches import as_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

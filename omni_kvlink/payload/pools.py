@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import PART_WORDS, PARTS
+from omni_kvlink.payload.branches import PART_WORDS, PARTS
 from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
 
 PoolLayers: TypeAlias = Sequence[torch.Tensor]

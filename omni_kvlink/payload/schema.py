@@ -14,12 +14,10 @@ import msgspec
 import torch
 
 from omni_kvlink.errors import ClosedError, SchemaError
-from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.manifest import (
+from omni_kvlink.payload.branches import (
     PART_WORDS,
     PARTS,
     Branch,
-    Manifest,
     Reuse,
     Shard,
     as_int,
@@ -27,6 +25,8 @@ from omni_kvlink.payload.manifest import (
     length_complaints,
     tensor_names,
 )
+from omni_kvlink.payload.dtypes import KV_DTYPES
+from omni_kvlink.payload.manifest import Manifest, plan_like_before
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (
@@ -110,7 +110,7 @@ class KVMetadata:
                 put(self, "shard", _converted({**shard, "heads": heads}, Shard))
             if self.seq_len == -1:
                 put(self, "seq_len", sum(self.kv_lens))
-            branch = self.as_branch("metadata")
+            branch = _converted({**vars(self), "name": "metadata"}, Branch)
         except TypeError as error:
             raise SchemaError(f"metadata: {error}") from None
         for complaint in length_complaints(branch):
@@ -144,14 +144,41 @@ class KVMetadata:
         block_ids: tuple[int, ...] = (),
         reuse: Reuse | None = None,
     ) -> Branch:
-        """This metadata as the wire carries it."""
-        own = {"name": name, "shape": shape, "block_ids": block_ids, "reuse": reuse}
-        return _converted({**vars(self), **own}, Branch)
+        """This metadata as the wire carries it; the types were checked when it was made."""
+        return Branch(
+            name=name,
+            kv_lens=self.kv_lens,
+            ropes=self.ropes,
+            num_layers=self.num_layers,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            layout=self.layout,
+            shape=shape,
+            block_size=self.block_size,
+            block_ids=block_ids,
+            image_shape=self.image_shape,
+            extra=self.extra,
+            reuse=reuse,
+            shard=self.shard,
+        )
 
     @classmethod
     def from_branch(cls, branch: Branch) -> KVMetadata:
-        """Read the metadata of a branch."""
-        return cls(**{field.name: getattr(branch, field.name) for field in dataclasses.fields(cls)})
+        """Read the metadata of a branch that was validated."""
+        metadata = object.__new__(cls)  # a second validation would take longer than all the rest
+        metadata.__dict__.update(
+            kv_lens=branch.kv_lens,
+            ropes=branch.ropes,
+            num_layers=branch.num_layers,
+            seq_len=branch.seq_len,
+            dtype=branch.dtype,
+            layout=branch.layout,
+            block_size=branch.block_size,
+            image_shape=branch.image_shape,
+            extra=json_copy(branch.extra, "metadata: extra") if branch.extra else {},
+            shard=branch.shard,
+        )
+        return metadata
 
 
 class PayloadBase(ABC):
@@ -168,6 +195,10 @@ class PayloadBase(ABC):
     def _branches(self) -> list[Branch]:
         """The payload as the wire carries it, without its bytes."""
 
+    def _shapes(self) -> tuple[Any, ...]:
+        """Dtype and shape of each tensor that its branch does not determine."""
+        return ()
+
     @abstractmethod
     def reserve(self, branch: Branch) -> Iterable[Reserve]:
         """Name, dtype code and shape of each tensor of a branch, in the order of the wire."""
@@ -179,14 +210,16 @@ class PayloadBase(ABC):
 
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        branches = self._branches()
+        branches, is_bundle = self._branches(), self._is_bundle
+        tensors = chain.from_iterable(map(self.reserve, branches))
+        name = self.request_id
+        if capacity is None:
+            shapes = self._shapes()
+            return plan_like_before(
+                name, branches, shapes, tensors, bundle=is_bundle, digests=digests
+            )
         return Manifest.lay_out(
-            self.request_id,
-            branches,
-            chain.from_iterable(map(self.reserve, branches)),
-            bundle=self._is_bundle,
-            digests=digests,
-            capacity=capacity,
+            name, branches, tensors, bundle=is_bundle, digests=digests, capacity=capacity
         )
 
     @classmethod

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import MAX_DEPTH, MAX_RANK, Branch, check_branches, flatten
+from omni_kvlink.payload.branches import Branch, check_branches, flatten
+from omni_kvlink.payload.limits import MAX_DEPTH, MAX_RANK
 from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
 from omni_kvlink.payload.views import TensorView, check_view, dtype_code, same_bytes, tensor_views
 
@@ -137,6 +138,9 @@ class TensorTransferData(PayloadBase):
 
     def _branches(self) -> list[Branch]:
         return [self.as_branch(TENSORS)]
+
+    def _shapes(self) -> tuple[Any, ...]:
+        return tuple([(view.dtype, tuple(view.shape)) for view in self.tensors()])
 
     def _flat(self) -> Iterator[tuple[str, TensorView]]:
         return flatten(self.tree)  # type: ignore[return-value]  # every leaf was checked

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.branches import Shard
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle
-from omni_kvlink.payload.manifest import Shard
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData

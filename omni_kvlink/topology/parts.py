@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.manifest import Shard
+from omni_kvlink.payload.branches import Shard
 from omni_kvlink.topology.heads import slice_heads
 from omni_kvlink.topology.shards import P, label, rank_of, suffix
 

@@ -9,7 +9,7 @@ from omni_kvlink.payload.bundle import KVCacheBundle, KVPayload
 from omni_kvlink.payload.schema import SINGLE, KVCacheTransferData
 
 if TYPE_CHECKING:
-    from omni_kvlink.payload.manifest import Shard
+    from omni_kvlink.payload.branches import Shard
 
 P = TypeVar("P", KVCacheTransferData, KVCacheBundle, KVPayload)
 

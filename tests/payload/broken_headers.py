@@ -19,7 +19,8 @@ from typing import Any
 from headers import ALIGN, branch, dump, entry, names, note, payload, sealed, spans, text
 
 from omni_kvlink.errors import WireError
-from omni_kvlink.payload.manifest import MAX_HEADER, Manifest
+from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.manifest import Manifest
 
 Case = tuple[str, str, Callable[[], bytes]]
 """Name, a pattern of the error's text, and how to make the payload."""

@@ -13,7 +13,8 @@ from omni_kvlink import WireError
 from omni_kvlink._native.crc32c import combine, numpy_crc32c
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.payload.digests import ArrivingDigests, mismatch
-from omni_kvlink.payload.manifest import DIGEST_CHUNK, TensorSpec
+from omni_kvlink.payload.limits import DIGEST_CHUNK
+from omni_kvlink.payload.manifest import TensorSpec
 
 DATA = 256
 SIZES = (700, 0, DIGEST_CHUNK, 2 * DIGEST_CHUNK + 513, 1)

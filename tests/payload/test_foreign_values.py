@@ -18,7 +18,7 @@ from omni_kvlink import (
     SchemaError,
     TensorTransferData,
 )
-from omni_kvlink.payload.manifest import Shard
+from omni_kvlink.payload.branches import Shard
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import pytest
 import safetensors.torch
 from payloads import bits
 
-from omni_kvlink.payload.manifest import KV_VERSION, VERSION, Manifest
+from omni_kvlink.payload.limits import KV_VERSION, VERSION
+from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,8 @@ from payloads import written
 from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
-from omni_kvlink.payload.manifest import MAX_HEADER, Manifest
+from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

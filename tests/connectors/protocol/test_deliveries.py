@@ -20,6 +20,7 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.lowlevel import begin_get, open_stream
 from omni_kvlink.memory.region import Region
+from omni_kvlink.payload import header as headers
 from omni_kvlink.payload import manifest as manifests
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe
@@ -194,13 +195,14 @@ def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch
     """Its producer, which can write to the memory, overwrites it after the first look."""
     plan = Recipe("k").make().plan()
     peer_memory = bytearray(plan.encode())
-    decode, looks = manifests._decode, list[int]()
+    decode, looks = headers._decode, list[int]()
 
     def overwrite_first(text: bytes, decoder: Any) -> Any:
         looks.append(len(text))
         peer_memory[:] = b"x" * len(peer_memory)
         return decode(text, decoder)
 
-    monkeypatch.setattr(manifests, "_decode", overwrite_first)
+    monkeypatch.setattr(manifests, "_received", ())
+    monkeypatch.setattr(headers, "_decode", overwrite_first)
     assert Manifest.decode(memoryview(peer_memory), plan.nbytes) == plan
     assert looks

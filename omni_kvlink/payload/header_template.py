@@ -1,0 +1,144 @@
+"""`HeaderTemplate`: the header of all payloads of one layout, encoded once."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omni_kvlink._native.host import crc32c
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.limits import ALIGN, KV_VERSION, MAX_MARKS, VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.payload.branches import Branch
+    from omni_kvlink.payload.header import HeaderEntry
+
+MAX_SMALL = 64 << 10
+"""Bytes of a header up to which its template may be kept."""
+MAX_ID = 1024
+"""Characters of a request id."""
+_MAX_ID_TEXT = 8 * MAX_ID
+"""Bytes of a request id in a header: a control character takes seven."""
+_CRC = 8
+_AFTER_CRC = b'\\",\\"request_id\\":'
+_SIMPLE_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"([A-Za-z0-9_.:/@+=,-]{1,1024})\\"')
+"""What follows the CRC, with a request id that JSON writes as it is."""
+_COMMA = '\\",\\"'
+_ZEROS = bytes.maketrans(b"123456789abcdef", b"0" * 15)
+
+
+class HeaderTemplate:
+    """The header of a layout as bytes around its CRC, the request id and the digests.
+
+    Made from the fields in the order in which they are written, not from an encoded header: a
+    request id, or `extra`, may hold text that looks like a field.
+
+    Args:
+        bundle: whether the payload is a bundle.
+        branches: all branches of the payload.
+        producer: who writes the header.
+        entries: the tensors and the padding between them.
+        digests: one string a tensor; those of all payloads of the layout are as long.
+    """
+
+    def __init__(
+        self,
+        *,
+        bundle: bool,
+        branches: Sequence[Branch],
+        producer: Mapping[str, str],
+        entries: Mapping[str, HeaderEntry],
+        digests: Sequence[str],
+    ):
+        version = KV_VERSION if all(branch.tree is None for branch in branches) else VERSION
+        algorithm = "crc32c" if any(digests) else "off"
+        self._head = b'{"__metadata__":{"kvlink":"' + _quoted(
+            b'{"version":%b,"header_crc32c":"' % msgspec.json.encode(version)
+        )
+        self._middle = _quoted(
+            b',"bundle":%b,"branches":%b,"digest":"%b","digests":['
+            % (*map(msgspec.json.encode, (bundle, branches)), algorithm.encode())
+        )
+        self._blank = _digest_list(digests).translate(_ZEROS)
+        tensors = b"," + msgspec.json.encode(entries)[1:] if entries else b"}"
+        self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(producer)) + b'"}' + tensors
+        self._head_crc = crc32c(self._head + b"0" * _CRC)
+        parts = (self._head, _AFTER_CRC, self._middle, self._blank, self._tail)
+        self._fixed = 8 + _CRC + sum(map(len, parts))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it may be kept: no request id brings such a header near a limit."""
+        text = self._middle + self._tail
+        return self._fixed + _MAX_ID_TEXT <= MAX_SMALL and all(
+            text.count(mark) + _MAX_ID_TEXT <= most for mark, most in MAX_MARKS.items()
+        )
+
+    @property
+    def blank_digests(self) -> list[str]:
+        """A digest for each tensor, all its digits zero."""
+        return _digests(self._blank)
+
+    def header_nbytes(self, request_id: str) -> int:
+        """Bytes of the header of a payload, its length field included."""
+        return -(-(self._fixed + len(_quoted_id(request_id))) // ALIGN) * ALIGN
+
+    def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:
+        """Return the header: length, JSON, and spaces up to the alignment and `nbytes` at least.
+
+        SchemaError if the digests are not of the layout's widths, in lower case.
+        """
+        listed = _digest_list(digests)
+        if listed.translate(_ZEROS) != self._blank:
+            raise SchemaError("digests of other widths than the payload's tensors have")
+        quoted = _quoted_id(request_id)
+        size = self._fixed + len(quoted)
+        length = max(size + -size % ALIGN, nbytes) - 8
+        rest = b"".join((_AFTER_CRC, quoted, self._middle, listed, self._tail))
+        rest = rest.ljust(length - len(self._head) - _CRC)
+        crc = b"%08x" % crc32c(rest, self._head_crc)
+        return b"".join((length.to_bytes(8, "little"), self._head, crc, rest))
+
+    def match(self, text: bytes) -> tuple[str, list[str]] | None:
+        """Request id and digests of which `render` makes this JSON with its padding, or None.
+
+        Every byte is compared, and the CRC. None also for a request id with other characters than
+        most have: the decoder of all headers reads those.
+        """
+        if not text.startswith(self._head):
+            return None
+        start = len(self._head) + _CRC
+        found = _SIMPLE_ID.match(text, start)
+        if found is None or not text.startswith(self._middle, found.end()):
+            return None
+        first = found.end() + len(self._middle)
+        last = first + len(self._blank)
+        listed = text[first:last]
+        if listed.translate(_ZEROS) != self._blank or not text.startswith(self._tail, last):
+            return None
+        if text[last + len(self._tail) :].strip(b" "):
+            return None
+        if text[start - _CRC : start] != b"%08x" % crc32c(text[start:], self._head_crc):
+            return None
+        return found[1].decode(), _digests(listed)
+
+
+def _quoted(part: bytes) -> bytes:
+    """Part of the manifest's JSON as it stands in the header: inside a string of JSON."""
+    return msgspec.json.encode(part.decode())[1:-1]
+
+
+def _quoted_id(request_id: str) -> bytes:
+    return _quoted(msgspec.json.encode(request_id))
+
+
+def _digests(listed: bytes) -> list[str]:
+    return listed[2:-2].decode().split(_COMMA) if listed else []
+
+
+def _digest_list(digests: Sequence[str]) -> bytes:
+    return f'\\"{_COMMA.join(digests)}\\"'.encode() if digests else b""
