@@ -80,7 +80,7 @@ ONLY = {
         "memory",
         "_native",
         "payload.digests",
-        "payload.limits",
+        "payload.format",
         "payload.manifest",
         "connectors",
     },

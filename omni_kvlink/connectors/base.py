@@ -16,7 +16,7 @@ from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import SLOT
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
-from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink._native import device_memory
 from omni_kvlink.copier.streams import synchronize
 from omni_kvlink.payload.digests import compare
-from omni_kvlink.payload.limits import DIGEST_CHUNK
+from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import TensorView, dense, tensor_view
 

@@ -281,7 +281,7 @@ class PutOperation:
     def publish(self, lease: Lease, digests: Sequence[str], *, deadline: float = 0.0) -> Receipt:
         """Write the header and commit; a direct put waits for readers until the `deadline`."""
         with self.ledger.phase("publish"):
-            header = self.plan.with_digests(digests).encode()
+            header = self.plan.encode(digests)
             lease.region.write(0, header)
             if fault_points.enabled:
                 fault_points.point("put.encoded")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from omni_kvlink.payload.dtypes import DTYPES, KV_DTYPES
-from omni_kvlink.payload.limits import MAX_BRANCHES, MAX_DEPTH, MAX_LAYERS, MAX_TENSORS
+from omni_kvlink.payload.format import MAX_BRANCHES, MAX_DEPTH, MAX_LAYERS, MAX_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

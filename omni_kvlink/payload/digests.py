@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from omni_kvlink._native.crc32c import combine
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import IntegrityError, WireError
-from omni_kvlink.payload.limits import DIGEST_CHUNK
+from omni_kvlink.payload.format import DIGEST_CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ import msgspec
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import IntegrityError, VersionError, WireError
 from omni_kvlink.payload.branches import Branch, Count
-from omni_kvlink.payload.limits import MAX_HEADER, MAX_MARKS, VERSION
+from omni_kvlink.payload.format import MAX_HEADER, MAX_MARKS, VERSION
 
 _ZERO_CRC = b"0" * 8
 _CRC_FIELD = b'header_crc32c\\":\\"'

@@ -9,7 +9,7 @@ import msgspec
 
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.limits import ALIGN, KV_VERSION, MAX_MARKS, VERSION
+from omni_kvlink.payload.format import ALIGN, KV_VERSION, MAX_MARKS, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,9 +19,9 @@ from omni_kvlink._version import __version__
 from omni_kvlink.errors import SchemaError, WireError
 from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, leaves, tensor_names
 from omni_kvlink.payload.dtypes import ITEMSIZE
+from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 from omni_kvlink.payload.header import Header, HeaderEntry, excess
 from omni_kvlink.payload.header_template import MAX_ID, MAX_SMALL, HeaderTemplate
-from omni_kvlink.payload.limits import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -426,7 +426,7 @@ def _decoded(text: bytes, total: int) -> Manifest:
     # minor version, or of another writer.
     if manifest.encode()[8:] != text:
         header.refuse_duplicates()
-    elif manifest.template.is_small:
+    elif manifest.template.is_small and manifest.template.match(text):
         _remember(Layout(manifest))
     return manifest
 

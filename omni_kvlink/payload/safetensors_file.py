@@ -33,7 +33,7 @@ def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[Ten
             region = Mapping(memory, plan.nbytes).region
             _copy(views, plan, region)
             digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
-            region.view()[: plan.header_nbytes] = plan.with_digests(digests).encode()
+            region.view()[: plan.header_nbytes] = plan.encode(digests)
             memory.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -18,6 +18,7 @@ from omni_kvlink.payload.branches import (
     PART_WORDS,
     PARTS,
     Branch,
+    Count,
     Reuse,
     Shard,
     as_int,
@@ -289,7 +290,7 @@ class KVCacheTransferData(PayloadBase):
             metadata = KVMetadata.from_dict(metadata)
         try:
             blocks = [as_int(block) for block in block_ids]
-            self.block_ids = msgspec.convert(blocks, list[int])
+            self.block_ids = msgspec.convert(blocks, list[Count])
         except (TypeError, msgspec.ValidationError) as error:
             raise SchemaError(f"block_ids: {error}") from None
         self._blocks: dict[str, list[TensorView | None]] | None

@@ -10,7 +10,7 @@ import torch
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import Branch, check_branches, flatten
-from omni_kvlink.payload.limits import MAX_DEPTH, MAX_RANK
+from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
 from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
 from omni_kvlink.payload.views import TensorView, check_view, dtype_code, same_bytes, tensor_views
 

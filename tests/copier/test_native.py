@@ -17,7 +17,7 @@ from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.limits import DIGEST_CHUNK
+from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.testing import COPIER_CHECKS
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 from headers import ALIGN, branch, dump, entry, names, note, payload, sealed, spans, text
 
 from omni_kvlink.errors import WireError
-from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import Manifest
 
 Case = tuple[str, str, Callable[[], bytes]]

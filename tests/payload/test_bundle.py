@@ -18,7 +18,7 @@ from omni_kvlink import (
     SameAs,
     SchemaError,
 )
-from omni_kvlink.payload.limits import MAX_BRANCHES
+from omni_kvlink.payload.format import MAX_BRANCHES
 from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:

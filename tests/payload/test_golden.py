@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 from payloads import bits
 
-from omni_kvlink.payload.limits import KV_VERSION, VERSION
+from omni_kvlink.payload.format import KV_VERSION, VERSION
 from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from payloads import written
 from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
-from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.payload import manifest as manifests
-from omni_kvlink.payload.limits import ALIGN, DIGEST_CHUNK, MAX_TENSORS
+from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_TENSORS
 from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import strategies
 from hypothesis import given
 
 from omni_kvlink import KVMetadata, SchemaError, Shard
-from omni_kvlink.payload.limits import MAX_DEPTH, MAX_LAYERS
+from omni_kvlink.payload.format import MAX_DEPTH, MAX_LAYERS
 
 
 def make(**other: Any) -> KVMetadata:

@@ -17,7 +17,7 @@ from strategies import EXAMPLES
 from omni_kvlink import ClosedError, IntegrityError, PrefixOf, SameAs, SchemaError
 from omni_kvlink.payload.bundle import KVCacheBundle, open_payload
 from omni_kvlink.payload.dtypes import DTYPES
-from omni_kvlink.payload.limits import KV_VERSION, MAX_DEPTH, MAX_TENSORS
+from omni_kvlink.payload.format import KV_VERSION, MAX_DEPTH, MAX_TENSORS
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata

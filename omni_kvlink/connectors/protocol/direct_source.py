@@ -11,7 +11,7 @@ import numpy as np
 from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.limits import ALIGN
+from omni_kvlink.payload.format import ALIGN
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -35,7 +35,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
-from omni_kvlink.payload.limits import MAX_HEADER, MAX_TENSORS
+from omni_kvlink.payload.format import MAX_HEADER, MAX_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -36,7 +36,7 @@ from omni_kvlink.errors import (
     VersionError,
     WireError,
 )
-from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.runtime.event_loop import EventLoop

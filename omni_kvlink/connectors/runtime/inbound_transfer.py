@@ -12,7 +12,7 @@ from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, Span, copy_into, crcs_of
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError
 from omni_kvlink.payload.digests import ArrivingDigests, mismatch
-from omni_kvlink.payload.limits import ALIGN, MAX_HEADER, MAX_TENSORS
+from omni_kvlink.payload.format import ALIGN, MAX_HEADER, MAX_TENSORS
 from omni_kvlink.payload.manifest import Manifest, header_bytes
 
 if TYPE_CHECKING:

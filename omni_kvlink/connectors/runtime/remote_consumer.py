@@ -41,7 +41,7 @@ from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.errors import KVLinkError, PeerLostError, TransferTimeout, WireError
-from omni_kvlink.payload.limits import MAX_HEADER
+from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options, PendingGet
