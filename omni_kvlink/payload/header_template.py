@@ -25,8 +25,11 @@ _MAX_ID_TEXT = 8 * MAX_ID
 """Bytes of a request id in a header: a control character takes seven."""
 _CRC = 8
 _AFTER_CRC = b'\\",\\"request_id\\":'
-_SIMPLE_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"([A-Za-z0-9_.:/@+=,-]{1,1024})\\"')
-"""What follows the CRC, with a request id that JSON writes as it is."""
+_SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
+"""Request ids that JSON writes as they are."""
+_IS_SIMPLE = re.compile(_SIMPLE_ID)
+_WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
+_SCARCE = {mark: most for mark, most in MAX_MARKS.items() if most < MAX_SMALL}
 _COMMA = '\\",\\"'
 _ZEROS = bytes.maketrans(b"123456789abcdef", b"0" * 15)
 
@@ -75,7 +78,7 @@ class HeaderTemplate:
         """Whether it may be kept: no request id brings such a header near a limit."""
         text = self._middle + self._tail
         return self._fixed + _MAX_ID_TEXT <= MAX_SMALL and all(
-            text.count(mark) + _MAX_ID_TEXT <= most for mark, most in MAX_MARKS.items()
+            text.count(mark) + _MAX_ID_TEXT <= most for mark, most in _SCARCE.items()
         )
 
     @property
@@ -109,10 +112,10 @@ class HeaderTemplate:
         Every byte is compared, and the CRC. None also for a request id with other characters than
         most have: the decoder of all headers reads those.
         """
-        if not text.startswith(self._head):
+        if self._middle not in text or not text.startswith(self._head):  # the first fails soonest
             return None
         start = len(self._head) + _CRC
-        found = _SIMPLE_ID.match(text, start)
+        found = _WITH_ID.match(text, start)
         if found is None or not text.startswith(self._middle, found.end()):
             return None
         first = found.end() + len(self._middle)
@@ -125,6 +128,11 @@ class HeaderTemplate:
         if text[start - _CRC : start] != b"%08x" % crc32c(text[start:], self._head_crc):
             return None
         return found[1].decode(), _digests(listed)
+
+
+def is_simple(request_id: str) -> bool:
+    """Whether `match` finds this request id."""
+    return _IS_SIMPLE.fullmatch(request_id) is not None
 
 
 def _quoted(part: bytes) -> bytes:

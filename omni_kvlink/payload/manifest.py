@@ -21,7 +21,7 @@ from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, lea
 from omni_kvlink.payload.dtypes import ITEMSIZE
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 from omni_kvlink.payload.header import Header, HeaderEntry, excess
-from omni_kvlink.payload.header_template import MAX_ID, MAX_SMALL, HeaderTemplate
+from omni_kvlink.payload.header_template import MAX_ID, MAX_SMALL, HeaderTemplate, is_simple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -426,7 +426,7 @@ def _decoded(text: bytes, total: int) -> Manifest:
     # minor version, or of another writer.
     if manifest.encode()[8:] != text:
         header.refuse_duplicates()
-    elif manifest.template.is_small and manifest.template.match(text):
+    elif is_simple(manifest.request_id) and manifest.template.is_small:
         _remember(Layout(manifest))
     return manifest
 
