@@ -23,6 +23,7 @@ MAX_ID = 1024
 """Characters of a request id."""
 _MAX_ID_TEXT = 8 * MAX_ID
 """Bytes of a request id in a header: a control character takes seven."""
+_HEAD = '{"version":[%d,%d],"header_crc32c":"'
 _CRC = 8
 _AFTER_CRC = b'\\",\\"request_id\\":'
 _SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
@@ -59,9 +60,7 @@ class HeaderTemplate:
     ):
         version = KV_VERSION if all(branch.tree is None for branch in branches) else VERSION
         algorithm = "crc32c" if any(digests) else "off"
-        self._head = b'{"__metadata__":{"kvlink":"' + _quoted(
-            b'{"version":%b,"header_crc32c":"' % msgspec.json.encode(version)
-        )
+        self._head = _head(version)
         self._middle = _quoted(
             b',"bundle":%b,"branches":%b,"digest":"%b","digests":['
             % (*map(msgspec.json.encode, (bundle, branches)), algorithm.encode())
@@ -106,18 +105,20 @@ class HeaderTemplate:
         crc = b"%08x" % crc32c(rest, self._head_crc)
         return b"".join((length.to_bytes(8, "little"), self._head, crc, rest))
 
-    def match(self, text: bytes) -> tuple[str, list[str]] | None:
+    def match(
+        self, text: bytes, found: re.Match[bytes] | None = None
+    ) -> tuple[str, list[str]] | None:
         """Request id and digests of which `render` makes this JSON with its padding, or None.
 
-        Every byte is compared, and the CRC. None also for a request id with other characters than
-        most have: the decoder of all headers reads those.
+        Every byte is compared, and the CRC. None also for a request id that is not simple: the
+        decoder of all headers reads those. `found` is what `find_id` returned for the text.
         """
-        if self._middle not in text or not text.startswith(self._head):  # the first fails soonest
-            return None
-        start = len(self._head) + _CRC
-        found = _WITH_ID.match(text, start)
+        found = found or find_id(text)
         if found is None or not text.startswith(self._middle, found.end()):
             return None
+        if not text.startswith(self._head):
+            return None
+        start = found.start()
         first = found.end() + len(self._middle)
         last = first + len(self._blank)
         listed = text[first:last]
@@ -135,9 +136,18 @@ def is_simple(request_id: str) -> bool:
     return _IS_SIMPLE.fullmatch(request_id) is not None
 
 
+def find_id(text: bytes) -> re.Match[bytes] | None:
+    """What follows the CRC in a header's JSON, up to the end of a simple request id."""
+    return _WITH_ID.match(text, _AT_ID)
+
+
 def _quoted(part: bytes) -> bytes:
     """Part of the manifest's JSON as it stands in the header: inside a string of JSON."""
     return msgspec.json.encode(part.decode())[1:-1]
+
+
+def _head(version: tuple[int, int]) -> bytes:
+    return b'{"__metadata__":{"kvlink":"' + _quoted((_HEAD % version).encode())
 
 
 def _quoted_id(request_id: str) -> bytes:
@@ -150,3 +160,6 @@ def _digests(listed: bytes) -> list[str]:
 
 def _digest_list(digests: Sequence[str]) -> bytes:
     return f'\\"{_COMMA.join(digests)}\\"'.encode() if digests else b""
+
+
+_AT_ID = len(_head(VERSION)) + _CRC  # both versions are as long

@@ -21,9 +21,16 @@ from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, lea
 from omni_kvlink.payload.dtypes import ITEMSIZE
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 from omni_kvlink.payload.header import Header, HeaderEntry, excess
-from omni_kvlink.payload.header_template import MAX_ID, MAX_SMALL, HeaderTemplate, is_simple
+from omni_kvlink.payload.header_template import (
+    MAX_ID,
+    MAX_SMALL,
+    HeaderTemplate,
+    find_id,
+    is_simple,
+)
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.memory.region import Region
@@ -249,9 +256,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         total = len(buffer) if nbytes is None else nbytes
         text = _header_text(buffer, total)
-        if len(text) <= MAX_SMALL:
+        found = find_id(text) if len(text) <= MAX_SMALL else None
+        if found is not None:
             for layout in _received:
-                manifest = layout.match(text, total)
+                manifest = layout.match(text, total, found)
                 if manifest is not None:
                     _remember(layout)
                     return manifest
@@ -286,16 +294,18 @@ class Layout:
         """What `plan(request_id).with_digests(digests).encode()` returns."""
         return self._template.render(request_id, digests)
 
-    def match(self, text: bytes, total: int) -> Manifest | None:
+    def match(
+        self, text: bytes, total: int, found: re.Match[bytes] | None = None
+    ) -> Manifest | None:
         """What `Manifest.decode` returns for a header's JSON, or None if it is not of this layout.
 
-        `total` are the bytes of the payload.
+        `total` are the bytes of the payload; `found` is what `find_id` returned for the text.
         """
-        found = self._template.match(text)
+        fields = self._template.match(text, found)
         header_nbytes = 8 + len(text)
-        if found is None or header_nbytes + self._data != total:
+        if fields is None or header_nbytes + self._data != total:
             return None
-        request_id, digests = found
+        request_id, digests = fields
         tensors = tuple(map(TensorSpec, *self._columns, digests))
         return self._manifest(request_id, tensors, header_nbytes)
 
