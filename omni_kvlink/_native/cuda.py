@@ -89,7 +89,8 @@ class DeviceBatch(host.CopyBatch):
         packed = array("q", self._copies())
         options = _DeviceOptions(device, stream, number, crossover())
         status = getattr(_load(), f"kvlc_{verb}")(
-            *self._payload,
+            ctypes.c_void_p(self._payload[0]),
+            ctypes.c_uint64(self._payload[1]),
             ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
             ctypes.c_uint64(len(self)),
             ctypes.byref(options),

@@ -102,7 +102,7 @@ class CopyBatch:
     """
 
     def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
-        self._payload = (ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
+        self._payload = address, nbytes
         self._options = _CopyOptions(threads, stores)
         self._views: list[int] = []
         self._spans: list[int] = []
@@ -157,10 +157,10 @@ class CopyBatch:
         library, packed = _load(), array("q", entries)
         status = getattr(library, name)(
             *self._payload,
-            ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
-            ctypes.c_uint64(len(self)),
-            ctypes.c_void_p(digests.buffer_info()[0] if digests else None),
-            ctypes.c_uint64(len(digests)),
+            packed.buffer_info()[0] if packed else None,
+            len(self),
+            digests.buffer_info()[0] if digests else None,
+            len(digests),
             ctypes.byref(self._options),
             ctypes.byref(self.report),
         )
@@ -179,7 +179,10 @@ def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
 
 def features() -> str:
     """Return the instruction set in use: avx512+clmul, avx512, avx2, neon or portable."""
-    return str(_load().kvl_features(), "ascii")
+    global _features
+    if not _features:
+        _features = str(_load().kvl_features(), "ascii")
+    return _features
 
 
 def select(name: str) -> None:
@@ -191,8 +194,12 @@ def _declare(library: ctypes.CDLL) -> int:
     version: int = library.kvl_version()
     library.kvl_features.restype = ctypes.c_char_p
     library.kvl_last_error.restype = ctypes.c_char_p
-    for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify", "kvl_select"):
-        getattr(library, name)  # AttributeError: another library
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    structs = ctypes.POINTER(_CopyOptions), ctypes.POINTER(_Report)
+    for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
+        call = getattr(library, name)  # AttributeError: another library
+        call.argtypes = (pointer, number, pointer, number, pointer, number, *structs)
+    _ = library.kvl_select
     library.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
     library.kvl_crc32c.restype = ctypes.c_uint32
     forced = os.environ.get(ENVIRONMENT)
@@ -201,6 +208,7 @@ def _declare(library: ctypes.CDLL) -> int:
     return version
 
 
+_features = ""  # as the library last told; a call of it costs a small copy more than this
 _part = CompiledPart("compiled part", LIBRARY, ABI, CURE, _declare)
 missing = _part.missing
 
@@ -211,6 +219,8 @@ def _load() -> ctypes.CDLL:
 
 
 def _select(library: ctypes.CDLL, name: str) -> None:
+    global _features
+    _features = ""
     if library.kvl_select(name.encode()):
         raise NativeError(f"{_last_error(library)}; selected by {ENVIRONMENT} or select()")
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PAGE = mmap.PAGESIZE
+_BOUNDARY = 256  # of a payload in memory
+_Byte = ctypes.c_char
 STEP = 16 << 20
 """Bytes of an arena that are allocated at a time; a few milliseconds."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
@@ -64,11 +66,9 @@ class Region:
     Attributes:
         owner: the object that every view of the region keeps alive.
         readonly: whether views are readonly.
-        span: a ctypes array that all views of this region share. A finalizer on it runs when the
-            last view is freed.
     """
 
-    __slots__ = ("address", "device", "nbytes", "owner", "readonly", "span")
+    __slots__ = ("_span", "address", "device", "nbytes", "owner", "readonly")
 
     def __init__(
         self,
@@ -81,8 +81,28 @@ class Region:
     ):
         self.address, self.nbytes, self.owner = address, nbytes, owner
         self.device, self.readonly = device, readonly
-        self.span = (ctypes.c_char * nbytes).from_address(address)
-        self.span.owner = owner  # type: ignore[attr-defined]
+        self._span: ctypes.Array[ctypes.c_char] | None = None
+
+    @property
+    def span(self) -> ctypes.Array[ctypes.c_char]:
+        """A ctypes array that all views share; a finalizer on it runs when the last is freed."""
+        if self._span is None:  # most regions are only an address to copy from or to
+            span = (ctypes.c_char * self.nbytes).from_address(self.address)
+            span.owner = self.owner  # type: ignore[attr-defined]
+            self._span = span
+        return self._span
+
+    @classmethod
+    def private(cls, nbytes: int) -> Region:
+        """Return new memory of the process, on a 256-byte boundary; the views free it."""
+        owner = bytearray(nbytes + _BOUNDARY - 1)
+        address = ctypes.addressof(_Byte.from_buffer(owner))
+        return cls(address + -address % _BOUNDARY, nbytes, owner)
+
+    @classmethod
+    def of_buffer(cls, buffer: memoryview) -> Region:
+        """Return the memory of a buffer, which the region keeps."""
+        return cls(_address_of(buffer), buffer.nbytes, buffer, readonly=buffer.readonly)
 
     @property
     def is_lost(self) -> bool:
@@ -199,7 +219,10 @@ class MappedPages:
     """
 
     def __init__(self, pages: mmap.mmap | _FilePages, nbytes: int, *, readonly: bool):
-        self.address = pages.address if isinstance(pages, _FilePages) else _address_of(pages)
+        if isinstance(pages, _FilePages):
+            self.address = pages.address
+        else:
+            self.address = _address_of(memoryview(pages))
         self.nbytes, self.readonly, self.is_lost = nbytes, readonly, False
         self._pages = pages
 
@@ -345,8 +368,8 @@ class Mapping:
         self.close_file()
 
 
-def _address_of(pages: mmap.mmap) -> int:
-    return np.frombuffer(memoryview(pages), np.uint8).ctypes.data
+def _address_of(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 LOST = "the memory belongs to the process that this one was forked from"

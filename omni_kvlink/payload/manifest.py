@@ -277,6 +277,7 @@ class Layout:
         tensors = manifest.tensors
         self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
         self._branches = _copied(manifest.branches)
+        self._has_dicts = any(branch.extra or branch.tree for branch in manifest.branches)
         self._data = manifest.nbytes - manifest.header_nbytes
         self._template = manifest.template
         rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
@@ -315,7 +316,7 @@ class Layout:
         return Manifest(
             request_id=request_id,
             bundle=self._bundle,
-            branches=_copied(self._branches),
+            branches=_copied(self._branches) if self._has_dicts else self._branches,
             tensors=tensors,
             header_nbytes=header_nbytes,
             nbytes=header_nbytes + self._data,

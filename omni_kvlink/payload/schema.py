@@ -158,7 +158,7 @@ class KVMetadata:
             block_size=self.block_size,
             block_ids=block_ids,
             image_shape=self.image_shape,
-            extra=self.extra,
+            extra=json_copy(self.extra, "metadata: extra") if self.extra else {},
             reuse=reuse,
             shard=self.shard,
         )

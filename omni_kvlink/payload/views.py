@@ -77,17 +77,23 @@ def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list
     tensor made here is gone. A ctypes span, not a memoryview, because torch warns about every
     readonly buffer and then ignores the flag; readonly memory is protected by its mapping.
     """
-    flat = byte_tensor(region)  # one buffer for all, and one call a tensor: a payload has hundreds
-    typed: dict[str, torch.Tensor] = {}
+    typed: dict[str, torch.Tensor] = {}  # one call a tensor: a payload has hundreds
     views = []
     for spec in specs:
-        if spec.dtype not in typed:
-            dtype = _BY_CODE[spec.dtype]
-            typed[spec.dtype] = flat[: region.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        whole = typed[spec.dtype]
+        whole = typed.get(spec.dtype)
+        if whole is None:
+            whole = typed[spec.dtype] = _typed_tensor(region, _BY_CODE[spec.dtype])
         first = (data + spec.start) // whole.itemsize
         views.append(whole.as_strided(spec.shape, _contiguous_strides(spec.shape), first))
     return views
+
+
+def _typed_tensor(region: Region, dtype: torch.dtype) -> torch.Tensor:
+    """The whole elements of a region."""
+    count = region.nbytes // dtype.itemsize
+    if region.device == "cpu":
+        return torch.frombuffer(region.span, dtype=dtype, count=count)  # type: ignore[call-overload, unused-ignore,no-any-return]
+    return byte_tensor(region)[: count * dtype.itemsize].view(dtype)
 
 
 def byte_tensor(region: Region) -> torch.Tensor:
