@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink, KVLinkError, KVProducer
+from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.testing.link_commands import LinkCommands
@@ -27,7 +28,9 @@ class Field:
 
     def __init__(self, directory: str, mode: str = "pooled", url: str = "shm://field"):
         self.url = url
-        self.options: dict[str, Any] = {"directory": directory, "mode": mode, "quota": 4 << 20}
+        self.options: dict[str, Any] = {"directory": directory, "quota": 4 << 20}
+        # "inline" is no mode of a link: small payloads travel inside their offers.
+        self.options |= {"inline": INLINE} if mode == "inline" else {"mode": mode}
         self.commands = LinkCommands()
         self.here = ThreadPeer(self.commands)
         self.links: list[KVProducer] = []

@@ -125,6 +125,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     bundle = "send a bundle: one branch with bytes, the others in turn half of it and the same"
     add("--branches", type=_positive, default=0, help=bundle)
+    add("--inline", action="store_true", help="a small payload inside the message that offers it")
     add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
     no_digests = "no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)

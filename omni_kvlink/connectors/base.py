@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink._native.device_memory import number_of
-from omni_kvlink.connectors.protocol.messages import SLOT
+from omni_kvlink.connectors.protocol.messages import INLINE, SLOT
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
 from omni_kvlink.payload.format import MAX_HEADER
@@ -44,6 +44,8 @@ class Options:
         prefault: bytes of payloads for which memory is mapped and touched in a thread from the
             moment the link opens, so that the first transfer is as fast as the later ones. `put`
             and `get` that need it earlier wait for it.
+        inline: bytes of the largest payload that is sent inside the message that offers it, and not
+            from the link's memory; 0: none is. Its readers must be of this version or a later one.
         directory: of the shared-memory sockets; by default one that is private to the user.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.
@@ -65,6 +67,7 @@ class Options:
     quota: int = 4 << 30
     mode: str = "pooled"
     prefault: int = 0
+    inline: int = 0
     directory: str = ""
     keys: str = ""
     peers: str = ""
@@ -80,6 +83,8 @@ class Options:
             raise ValueError(f"mode {self.mode!r} is unknown; use 'pooled' or 'sealed'")
         if not 0 <= self.prefault <= self.quota:
             raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
+        if not 0 <= self.inline <= INLINE:
+            raise ValueError(f"inline {self.inline} is not within 0…{INLINE}")
         if self.device and number_of(self.device) is None:
             raise ValueError(f"device {self.device!r}; wanted 'cuda:0', with another number, or ''")
 
@@ -150,6 +155,21 @@ class Producer(Connector):
     def bound_url(self) -> tuple[str, str]:
         """The address as in the URL, and the bound one with the port that was assigned."""
         return "", ""
+
+    @property
+    def inline_limit(self) -> int:
+        """Bytes of the largest payload that `publish_inline` takes; 0: it is not supported."""
+        return 0
+
+    def publish_inline(
+        self, key: str, payload: Region, *, readers: int, ttl: float, ledger: Ledger
+    ) -> Receipt | None:
+        """Publish a payload of at most `inline_limit` bytes, which becomes the connector's.
+
+        It is sent inside the message that offers it. None if the quota has no room now: `reserve`
+        memory, which waits. DuplicateKeyError if a live payload has this key.
+        """
+        raise KVLinkError("this end of the link has no payloads inside its messages")
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a reader waits for `key` that takes bytes while they are being written."""

@@ -103,6 +103,10 @@ class KVProducer(LinkEnd):
             operation = DirectPutOperation(self._end, plan, self._copier, ledger, readers, ttl)
             return operation.run_direct(views, timeout=limit)
         put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
+        if plan.nbytes <= self._end.inline_limit and not is_allocated:
+            receipt = put.run_inline(views)
+            if receipt is not None:
+                return receipt
         announced = put.has_waiting_reader
         draft = plan.header_nbytes if announced else 0
         lease, allocation = self._reserve(plan, limit, ledger, draft=draft)
@@ -254,6 +258,29 @@ class PutOperation:
             if fault_points.enabled:
                 fault_points.point("put.copied")
             return self.publish(lease, digests)
+
+    def run_inline(self, views: Sequence[TensorView]) -> Receipt | None:
+        """Send a small payload inside its offers; None if it needs memory of the link after all."""
+        plan = self.plan
+        if any(map(is_on_device, views)):
+            return None
+        with self.ledger.phase("reserve"):
+            region = Region.private(plan.nbytes)
+        if fault_points.enabled:
+            fault_points.point("put.reserved")
+        with self.ledger.phase("copy"):
+            digests = self.copier.gather(views, plan, region)
+            self.ledger.copies = int(any(spec.nbytes for spec in plan.tensors))
+        if fault_points.enabled:
+            fault_points.point("put.copied")
+        with self.ledger.phase("publish"):
+            region.write(0, plan.encode(digests))
+            if fault_points.enabled:
+                fault_points.point("put.encoded")
+            self.ledger.nbytes = plan.nbytes
+            return self.producer.publish_inline(
+                plan.request_id, region, readers=self.readers, ttl=self.ttl, ledger=self.ledger
+            )
 
     def run_in_thread(self, lease: Lease, views: Sequence[TensorView]) -> Receipt:
         """Do the same in a thread; the receipt reports a failure."""

@@ -89,6 +89,21 @@ class Block(NamedTuple):
     nbytes: int
 
 
+class QuotaShare:
+    """Bytes of a pool's quota that are used outside its arenas, until `release`."""
+
+    __slots__ = ("_nbytes", "_pool")
+
+    def __init__(self, pool: ArenaPool, nbytes: int):
+        self._pool, self._nbytes = pool, nbytes
+
+    def release(self) -> None:
+        """Return the bytes to the quota and wake who waits for them; a second call does nothing."""
+        nbytes, self._nbytes = self._nbytes, 0
+        if nbytes:
+            self._pool._return_share(nbytes)
+
+
 MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
 """Maps an arena of so many bytes, while the function that it is given returns True."""
 
@@ -120,6 +135,7 @@ class ArenaPool:
         self._min_arena = least if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
         self._made = self._mapped = self._waiting = 0
+        self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
         self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
         self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
@@ -160,6 +176,21 @@ class ArenaPool:
         """Reserve a block in an existing arena, or return None; never blocks, maps nothing."""
         with self._lock:
             return None if self._closed else self._allocate(-(-nbytes // GRAIN) * GRAIN)
+
+    def share(self, nbytes: int) -> QuotaShare | None:
+        """Return a share of the quota for memory outside the arenas; None if there is no room.
+
+        Never blocks. Raises ClosedError if the pool was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the arena pool is closed")
+            if self._mapped + nbytes > self.quota:
+                return None
+            self._mapped += nbytes
+            self._outside += nbytes
+            self._shares += 1
+        return QuotaShare(self, nbytes)
 
     def free(self, block: Block) -> None:
         """Free a block and wake the threads that wait for memory."""
@@ -235,9 +266,9 @@ class ArenaPool:
             return {
                 "quota": self.quota,
                 "mapped": self._mapped,
-                "used": sum(arena.nbytes for arena in arenas) - free,
+                "used": sum(arena.nbytes for arena in arenas) - free + self._outside,
                 "arenas": len(arenas),
-                "blocks": sum(arena.blocks for arena in arenas),
+                "blocks": sum(arena.blocks for arena in arenas) + self._shares,
                 "waiting": self._waiting,
                 "prefault": dict(self._prefault),
             }
@@ -250,6 +281,12 @@ class ArenaPool:
             self._prefaulted.clear()
             self._mapped = 0
             self._changed.notify_all()
+
+    def _return_share(self, nbytes: int) -> None:
+        with self._lock:
+            self._outside -= nbytes
+            self._shares -= 1
+            self._return_claim(nbytes)
 
     def _wait(self, seconds: float | None) -> None:
         self._waiting += 1

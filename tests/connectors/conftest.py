@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(params=["pooled", "sealed"])
+@pytest.fixture(params=["pooled", "sealed", "inline"])
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
@@ -32,13 +33,17 @@ def threads() -> ThreadPeer:
     return ThreadPeer(LinkCommands())
 
 
-@pytest.fixture(params=["inproc", "shm-pooled", "shm-sealed"])
+@pytest.fixture(params=["inproc", "inproc-inline", "shm-pooled", "shm-sealed", "shm-inline"])
 def rig(
     request: pytest.FixtureRequest, threads: ThreadPeer, process: ProcessPeer, sockets: str
 ) -> Rig:
     scheme, _, mode = request.param.partition("-")
     handle: Peer = process if scheme == "shm" else threads
-    options = {"mode": mode, "directory": sockets} if mode else {}
+    options: dict[str, Any] = {"directory": sockets}
+    if mode == "inline":  # the small payloads of the checks travel inside their offers
+        options["inline"] = INLINE
+    elif mode:
+        options["mode"] = mode
     return Rig(lambda: f"{scheme}://check-{next(_numbers)}", options, handle)
 
 

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 _ROOT = Path(omni_kvlink.__file__).parent
 TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"))
-URLS = {"inproc": "inproc://interrupt", "shm": "shm://interrupt", "zmq": "zmq+ipc://{root}/i"}
+URLS = {
+    "inproc": "inproc://interrupt",
+    "shm": "shm://interrupt",
+    "inline": "shm://interrupt?inline=32768",
+    "zmq": "zmq+ipc://{root}/i",
+}
 DATA = Recipe("k", layers=2).make()
 WRAPPERS = ("with ", "finally:", "def ", "@")
 """Beginnings of lines that are traced, too, where Python itself looks for no signal: it enters and

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from omni_kvlink import ClosedError, KVConsumer, KVLink, KVProducer
+from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.link.consumer import ReceivedLayer
 from omni_kvlink.memory.region import PAGE, Mapping
-from omni_kvlink.payload.views import dense
+from omni_kvlink.payload.views import dense, same_bytes
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect
 
@@ -142,6 +143,24 @@ def test_a_child_never_reads_another_payload(pair: tuple[KVProducer, KVConsumer]
         os.close(writing)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm"])
+def test_a_child_keeps_its_copy_of_a_payload_that_came_inline(scheme: str, sockets: str) -> None:
+    """Its parent does not reuse that memory."""
+    url, data = f"{scheme}://kept", Recipe("k").make()
+    with (
+        KVLink.serve(url, directory=sockets, inline=INLINE) as producer,
+        KVLink.connect(url, timeout=60, directory=sockets) as consumer,
+    ):
+        producer.put(data)
+        received = consumer.get("k", timeout=60)
+        tensor = dense(received.data.tensors()[0])
+        child = os.fork()
+        if child == 0:
+            os._exit(int(not same_bytes(tensor, data.tensors()[0])))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        received.release()
 
 
 def deliver(producer: KVProducer, consumer: KVConsumer, data: Payload) -> None:

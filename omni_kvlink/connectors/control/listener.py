@@ -253,16 +253,22 @@ class ControlListener(Listener):
         while self._outbox:
             peer, message = self._outbox.popleft()
             if self._peers.get(peer.identity) is peer:
-                self.send_frames(peer, [encode(message), *self._inline_bytes(peer, message)])
+                self.send_frames(peer, self._frames(peer, message))
 
-    def _inline_bytes(self, peer: PeerConnection, message: Message) -> list[Buffer]:
-        """Return the bytes that travel with an offer: a small payload, or a stream's draft."""
-        if not isinstance(message, Offer) or message.first[1] - message.first[0] > EAGER:
-            return []
-        transfer = self.producer.find_leased(peer, message.get_id, message.epoch)
+    def _frames(self, peer: PeerConnection, message: Message) -> list[Buffer]:
+        """Return a message as sent; beside an offer its small payload, or a stream's draft."""
+        if not isinstance(message, Offer):
+            return [encode(message)]
+        if message.inline:
+            alone = Offer(message.get_id, message.epoch, message.location)
+            return [encode(alone), message.inline]
+        start, stop = message.first
+        transfer = None
+        if stop - start <= EAGER:
+            transfer = self.producer.find_leased(peer, message.get_id, message.epoch)
         if transfer is None:
-            return []
-        return [self.producer.piece(transfer, *message.first).read()]
+            return [encode(message)]
+        return [encode(message), self.producer.piece(transfer, start, stop).read()]
 
     def send_frames(
         self, peer: PeerConnection, frames: Sequence[Buffer], *, copy: bool = True

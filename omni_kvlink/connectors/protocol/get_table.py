@@ -395,11 +395,11 @@ class GetTable:
             if get_state is None:
                 self.release(message.get_id, message.epoch, "unread")
             else:
-                self._leased.add(message.get_id)
+                get_state.offer = message  # first: a get that is dropped from here on releases it
                 if message.draft:
                     get_state.progress = Progress()
                     self._streams[message.get_id] = get_state.key, get_state.progress
-                get_state.offer = message
+                self._leased.add(message.get_id)
                 get_state.future.set_result(message)
                 if get_state.is_dropped:  # its finalizer ran meanwhile, and saw no offer
                     self.release(message.get_id, message.epoch, "unread")

@@ -21,6 +21,8 @@ PROTOCOL = (1, 1)
 """The lowest and the highest protocol version that this library speaks."""
 MAX_MESSAGE = 64 << 10
 """Bytes of the longest message."""
+INLINE = 32 << 10
+"""Bytes of the longest payload that may travel inside its offer."""
 MAX_TEXT = 4096
 """Characters of the longest text field."""
 
@@ -30,6 +32,9 @@ Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Outcome = Literal["read", "unread", "rejected"]
 Ending = Literal["failed", "aborted", "expired", "closed"]
+
+
+NOTHING = memoryview(b"")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,7 +105,8 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
     A key that is put again has another epoch. `draft` counts the bytes of a header without digests
     that lies behind the payload: 0 if the payload is committed; else its layers are announced one
     by one, and at last its commit. The bytes of a `direct` one are sent from the caller's tensors,
-    and are valid after the commit only.
+    and are valid after the commit only. `inline`, unless it is empty, is the payload itself: then
+    `location` has its length alone.
     """
 
     get_id: Number
@@ -108,6 +114,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
     location: Location
     draft: Number = 0
     direct: bool = False
+    inline: memoryview = NOTHING
 
     @property
     def first(self) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.messages import (
+    NOTHING,
     Committed,
     Ending,
     Failed,
@@ -82,6 +83,42 @@ _PHASES = {
 }
 
 
+class LazyEvent:
+    """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
+
+    __slots__ = ("_is_set", "_waiting")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake those who wait."""
+        self._is_set = True
+        while self._waiting:
+            with suppress(IndexError):  # another thread was faster
+                self._waiting.pop().release()
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        self._is_set = False
+
+    def wait(self, timeout: float) -> bool:
+        """Block until it is set, for `timeout` seconds at most; return whether it is."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        if not self._is_set:  # `set` may have come before the lock was there to be released
+            lock.acquire(timeout=timeout)
+        with suppress(ValueError):
+            self._waiting.remove(lock)
+        return self._is_set
+
+
 @dataclass(eq=False)
 class Transfer:
     """One payload from `reserve` to its release; `(key, epoch)` is unique.
@@ -105,12 +142,13 @@ class Transfer:
     pins: set[Claim] = field(default_factory=set)  # of disconnected peers that may still read it
     has_writer: bool = True  # whether the producer may still write to the memory
     is_lent: bool = False  # whether the caller keeps tensors of the memory
-    done: threading.Event = field(default_factory=threading.Event)  # set in a final state
+    done: LazyEvent = field(default_factory=LazyEvent)  # set in a final state
     done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     # Of a direct transfer: set when `is_sent` may have become true.
-    all_sent: threading.Event = field(default_factory=threading.Event)
+    all_sent: LazyEvent = field(default_factory=LazyEvent)
     block: object = None  # of the owner's memory, until that is freed
+    inline: memoryview = NOTHING  # a small payload itself, which has no block
 
     @property
     def is_sent(self) -> bool:
@@ -304,18 +342,28 @@ class TransferTable:
 
     def reserve(self, key: str) -> Transfer:
         """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
-        other = self._live.get(key)
-        if other is not None:
-            raise DuplicateKeyError(
-                f"key {key!r} is taken by a payload that is {other.state.value}; "
-                "wait for its receipt, or abort it"
-            )
-        self._epoch += 1
-        transfer = self._live[key] = Transfer(key, self._epoch)
-        self._tombstones.pop(key, None)
+        transfer = Transfer(key, self._epoch + 1)
+        self._add(transfer)
         for peer, get_id in self._waiting.get(key, ()):
             self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
         return transfer
+
+    def put(
+        self, key: str, inline: memoryview, block: object, readers: int, expires: float
+    ) -> Transfer:
+        """Reserve and commit a small payload that travels inside its offers."""
+        transfer = Transfer(key, self._epoch + 1, block=block, inline=inline)
+        self._add(transfer)
+        self.commit(transfer, Location(0, 0, len(inline)), readers, expires)
+        return transfer
+
+    def withdraw(self, key: str, block: object) -> bool:
+        """After an interrupted `put`: undo it unless it committed; whether it is live."""
+        transfer = self._live.get(key)
+        if transfer is None or transfer.block is not block:
+            return False
+        self.abort(transfer)
+        return transfer.is_committed
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
         """End a transfer that is not written to any more; after `commit` this changes nothing.
@@ -428,7 +476,7 @@ class TransferTable:
             if not self._expiring:
                 return float("inf")
             expires, _, transfer = self._expiring[0]
-            if transfer.is_offerable and expires > now:
+            if expires > now:  # also of one that has ended: else each commit would wake the owner
                 return expires
             heapq.heappop(self._expiring)
             transfer.is_scheduled = False
@@ -564,6 +612,18 @@ class TransferTable:
 
     # Inside
 
+    def _add(self, transfer: Transfer) -> None:
+        key = transfer.key
+        other = self._live.get(key)
+        if other is not None:
+            raise DuplicateKeyError(
+                f"key {key!r} is taken by a payload that is {other.state.value}; "
+                "wait for its receipt, or abort it"
+            )
+        self._epoch = transfer.epoch
+        self._live[key] = transfer
+        self._tombstones.pop(key, None)
+
     def _schedule(self, transfer: Transfer) -> None:
         """Have `tick` expire a transfer; it forgets those that are not offerable when it looks."""
         if transfer.is_scheduled:
@@ -609,7 +669,7 @@ class TransferTable:
         self._leases.setdefault(peer, {})[get_id, transfer.epoch] = transfer
         if transfer.state is not TransferState.STREAMING:
             transfer.state = TransferState.LEASED
-            self._send(peer, Offer(get_id, transfer.epoch, location))
+            self._send(peer, Offer(get_id, transfer.epoch, location, inline=transfer.inline))
             return
         direct = transfer.direct is not None
         self._send(peer, Offer(get_id, transfer.epoch, location, transfer.draft, direct))

@@ -12,7 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, GetTable
+from omni_kvlink.connectors.protocol.get_table import (
+    Delivery,
+    GetState,
+    GetTable,
+    check_timeout,
+)
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
     SLOT,
@@ -20,6 +25,8 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Location,
     Message,
+    Offer,
+    Outcome,
     Refused,
     common_version,
     holds,
@@ -36,11 +43,14 @@ from omni_kvlink.errors import (
     VersionError,
     WireError,
 )
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
-    from omni_kvlink.memory.region import Region
 
 _RECONNECT_SECONDS = 0.5
 """Seconds that a live producer may take to answer again after its connection broke."""
@@ -102,6 +112,9 @@ class MappedSession(Session):
         Raises WireError if there is no such memory.
         """
 
+    def receive_until(self, future: Future[Any], timeout: float) -> None:
+        """Receive messages in the calling thread until `future` is done, where that is possible."""
+
     def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
         """Request a payload, which is mapped when it is offered; nothing crosses a network."""
         return MappedGet(self, self.get_table.request(key, streamed=streamed))
@@ -114,15 +127,21 @@ class MappedGet(SessionGet):
 
     def __init__(self, session: MappedSession, get_state: GetState):
         self.session, self._get_state, self.future = session, get_state, get_state.future
+        self._pid = os.getpid()
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
         get_state, get_table = self._get_state, self.session.get_table
+        timeout = check_timeout(timeout)
+        if os.getpid() == self._pid:
+            self.session.receive_until(get_state.future, timeout)
         offer = get_table.wait(get_state, timeout)
         release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
                 fault_points.point("get.offered")
+            if offer.inline:
+                return self._deliver_inline(offer, release)
             nbytes, draft = offer.location.nbytes, offer.draft
             if draft > 8 + MAX_HEADER:  # it will be copied
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
@@ -141,6 +160,21 @@ class MappedGet(SessionGet):
         progress = get_state.progress
         reject = partial(get_table.reject, get_state.get_id, offer.epoch)
         delivery = Delivery(get_state.key, region, release, reject, draft=header, progress=progress)
+        get_state.settle()
+        return delivery
+
+    def _deliver_inline(self, offer: Offer, release: Callable[[Outcome, str], None]) -> Delivery:
+        """Copy a payload that came inside its offer into memory of its own, where it is aligned."""
+        get_state, nbytes = self._get_state, offer.inline.nbytes
+        if offer.location.nbytes != nbytes or offer.draft:
+            raise WireError(f"a payload of {nbytes} bytes was offered as another")
+        region = Region.private(nbytes)
+        region.write(0, offer.inline)
+        region.readonly = True
+        if fault_points.enabled:
+            fault_points.point("get.mapped")
+        reject = partial(self.session.get_table.reject, get_state.get_id, offer.epoch)
+        delivery = Delivery(get_state.key, region, release, reject, copies=1)
         get_state.settle()
         return delivery
 

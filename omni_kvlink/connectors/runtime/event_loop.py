@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import errno
 import os
-import selectors
+import select
 import threading
 import time
 import weakref
@@ -25,7 +25,7 @@ class HasFileno(Protocol):
 Handler = Callable[[int], None]
 """Called with the events (`READ | WRITE`) that happened."""
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 _AT_EXIT = 0.5
 """Seconds that an exiting process gives each loop for pending calls, such as releases."""
@@ -42,7 +42,7 @@ def _ignore(error: BaseException) -> None:
 
 
 class EventLoop:
-    """A daemon thread around a selector; handlers and `tick` run in it.
+    """A daemon thread around an epoll; handlers and `tick` run in it.
 
     `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and
     writes an eventfd. `tick` does what is due at the time it is given, and returns when to call it
@@ -65,13 +65,15 @@ class EventLoop:
         self._running = True
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._selector = selectors.DefaultSelector()
+        self._watched: dict[int, tuple[int, Handler]] = {}
+        self._epoll = select.epoll()
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+            self.watch(self._wake, READ, self._on_wake)
             self._thread.start()
-        except (OSError, RuntimeError):  # no thread runs; the selector is in a reference cycle
-            self._selector.close()
+        except (OSError, RuntimeError):  # no thread runs; the loop is in a reference cycle
+            self._watched.clear()
+            self._epoll.close()
             wake, self._wake = self._wake, -1
             if wake >= 0:
                 os.close(wake)
@@ -96,16 +98,26 @@ class EventLoop:
             self._wake_up()
 
     def watch(self, what: int | HasFileno, events: int, handler: Handler) -> None:
-        """Call `handler(events)` whenever they happen; in the loop's thread only."""
+        """Call `handler(events)` whenever they happen; any thread, one at a time a descriptor."""
+        fd = what if isinstance(what, int) else what.fileno()
+        if fd < 0:
+            return  # it was closed: nothing happens to it
+        is_watched, self._watched[fd] = fd in self._watched, (events, handler)
+        if is_watched:
+            with contextlib.suppress(FileNotFoundError):  # it was closed, and its number reused
+                self._epoll.modify(fd, events)
+                return
         try:
-            self._selector.modify(what, events, handler)
-        except KeyError:
-            self._selector.register(what, events, handler)
+            self._epoll.register(fd, events)
+        except FileExistsError:
+            self._epoll.modify(fd, events)
 
     def unwatch(self, what: int | HasFileno) -> None:
         """Undo `watch`; does nothing if `what` is not watched."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(what)
+        fd = what if isinstance(what, int) else what.fileno()
+        if self._watched.pop(fd, None) is not None:
+            with contextlib.suppress(OSError, ValueError):  # it was closed; or the loop has ended
+                self._epoll.unregister(fd)
 
     @property
     def is_own_thread(self) -> bool:
@@ -152,7 +164,8 @@ class EventLoop:
             self._crashed(error)
             raise
         finally:
-            self._selector.close()
+            self._epoll.close()
+            self._watched.clear()
             self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
             self._calls.clear()
             wake, self._wake = self._wake, -1  # for each `call` that begins now
@@ -175,8 +188,11 @@ class EventLoop:
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)
-        for key, events in self._selector.select(timeout):
-            key.data(events)
+        for fd, events in self._epoll.poll(timeout):
+            watched = self._watched.get(fd)
+            if watched is not None:  # an earlier handler may have closed it
+                interest, handler = watched
+                handler(events if events in (READ, WRITE) else interest)  # else an end, or both
 
 
 def _drain_all() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from omni_kvlink.connectors.base import Options, Producer
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import (
+    NOTHING,
     SLOT,
     Abort,
     Cancel,
@@ -40,7 +41,7 @@ from omni_kvlink.connectors.protocol.transfer_table import (
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import CapacityError, SchemaError, WireError
-from omni_kvlink.memory.arena import ArenaPool, Block, MakeArena
+from omni_kvlink.memory.arena import ArenaPool, Block, MakeArena, QuotaShare
 from omni_kvlink.memory.region import Lease, Region
 
 
@@ -207,6 +208,8 @@ class PooledProducer(Producer):
         nbytes = transfer.location.nbytes + transfer.draft
         if not start <= stop <= nbytes:
             raise WireError(f"bytes {start}…{stop} of {nbytes}")
+        if transfer.inline:
+            return Region.of_buffer(transfer.inline).slice(start, stop - start)
         return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
 
     def lend_piece(
@@ -218,15 +221,21 @@ class PooledProducer(Producer):
         """
         if fault_points.enabled:
             fault_points.point("send.chunk")
-        block, piece = _block(transfer), self.piece(transfer, start, stop)
-        with self.lock:
-            self._in_flight[block] += piece.nbytes
+        piece, block = self.piece(transfer, start, stop), transfer.block
+        if isinstance(block, Block):
+            with self.lock:
+                self._in_flight[block] += piece.nbytes
         on_sent = partial(self.transfers.on_sent, transfer, claim, start, stop)
         done = partial(self._on_sent, block, on_sent, piece.nbytes, sent)
         weakref.finalize(piece.span, self.loop.call, done).atexit = False
         return piece
 
     # The contract of `Producer`
+
+    @property
+    def inline_limit(self) -> int:
+        """Bytes of the largest payload that `publish_inline` takes; 0 on a device."""
+        return 0 if self.device else self._options.inline
 
     @property
     def bound_url(self) -> tuple[str, str]:
@@ -330,6 +339,35 @@ class PooledProducer(Producer):
             fault_points.point("publish.after")
         return Receipt(transfer, ledger)
 
+    def publish_inline(
+        self, key: str, payload: Region, *, readers: int, ttl: float, ledger: Ledger
+    ) -> Receipt | None:
+        """Publish a small payload that travels inside its offers; never blocks for memory."""
+        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+            self._check_open()
+        share = self.pool.share(payload.nbytes)
+        if share is None:
+            return None
+        expires = time.monotonic() + ttl
+        try:
+            if fault_points.enabled:
+                fault_points.point("publish.before")
+            with self.lock:
+                transfer = self.transfers.put(key, payload.view(), share, readers, expires)
+            for listener in self.listeners:
+                listener.flush()
+        except BaseException:
+            # An interrupt after the commit leaves a payload that will expire.
+            with self.lock:
+                is_held = self.transfers.withdraw(key, share)
+            if not is_held:
+                share.release()
+            raise
+        self.loop.tick_by(expires)
+        if fault_points.enabled:
+            fault_points.point("publish.after")
+        return Receipt(transfer, ledger)
+
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
         """End the transfer of this lease."""
         abort = partial(self._abort, _transfer(lease), reason)
@@ -413,19 +451,23 @@ class PooledProducer(Producer):
     def _free(self, transfer: Transfer) -> None:
         """Free the memory of a transfer, now or when no piece of it is being sent any more."""
         block, transfer.block = transfer.block, None
-        if isinstance(block, Block) and self._in_flight[block]:
+        if isinstance(block, QuotaShare):
+            block.release()
+            transfer.inline = NOTHING
+        elif isinstance(block, Block) and self._in_flight[block]:
             self._free_when_sent.add(block)
         elif isinstance(block, Block):
             self.pool.free(block)
 
     def _on_sent(
-        self, block: Block, on_sent: Callable[[], None], nbytes: int, sent: Callable[[int], None]
+        self, block: object, on_sent: Callable[[], None], nbytes: int, sent: Callable[[int], None]
     ) -> None:
         """The last view of a piece was freed: it was sent, or its connection was closed."""
         with self.lock:
             on_sent()
-            self._in_flight[block] -= nbytes
-            if not self._in_flight[block]:
+            if isinstance(block, Block):
+                self._in_flight[block] -= nbytes
+            if isinstance(block, Block) and not self._in_flight[block]:
                 del self._in_flight[block]
                 if block in self._free_when_sent:
                     self._free_when_sent.discard(block)

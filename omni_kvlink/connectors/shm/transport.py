@@ -22,6 +22,7 @@ from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Abort,
     Cancel,
+    Failed,
     Hello,
     Location,
     Memory,
@@ -30,6 +31,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Refused,
     Release,
     Retire,
+    Status,
     common_version,
     decode,
     encode,
@@ -58,6 +60,7 @@ from omni_kvlink.memory.arena import GRAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from omni_kvlink.memory.region import Mapping, Region
 
@@ -68,6 +71,9 @@ MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""
 _ACCEPT_PAUSE = 1.0
 """Seconds without accepting, after it failed for want of a descriptor and none was closed here."""
+_LEADER_SECONDS = 1.0
+"""Seconds that a thread may take to leave a connection whose producer has ended to the loop."""
+_MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
 
@@ -98,6 +104,11 @@ class ShmChannel:
         poll = select.poll()
         poll.register(self._sock, 0)
         return bool(poll.poll(0))
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether messages wait for `flush`."""
+        return bool(self._backlog)
 
     @property
     def is_backlog_full(self) -> bool:
@@ -170,6 +181,26 @@ class ShmChannel:
                     os.close(fd)
                 raise
             yield message, fds[0] if fds else -1
+
+    def peek(self) -> Message | None:
+        """Return the message that would be received next, which stays; None if it is not here.
+
+        Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
+        """
+        if self._sock is None:
+            raise ConnectionError("the connection was closed")
+        try:
+            data = self._sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionError("the connection was closed")
+        return decode(data)
+
+    def skip(self) -> None:
+        """Take the message away that `peek` returned."""
+        if self._sock is not None:
+            self._sock.recv(1)
 
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
@@ -254,7 +285,7 @@ class ShmListener(Listener):
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""
-        if isinstance(message, Offer):
+        if isinstance(message, Offer) and not message.inline:
             self._pass(peer, message.location.arena)
         peer.channel.send(message)
 
@@ -487,24 +518,32 @@ class ShmSession(MappedSession):
             sock.close()
             raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
         self._arenas = ReaderArenas(url)
+        # Held by the thread that receives: the loop's, or one that waits for a payload. Released by
+        # its owner alone, so that an interrupt just after `acquire` leaves it free.
+        self._receiving = threading.RLock()
+        self._leader = 0  # the thread that receives while it waits for a payload; 0: the loop's
+        self._has_exited = False  # the producer's process
+        self._posted = deque[Message]()  # by finalizers, to be sent in this order
         self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
         self._reads = READ  # 0 when nothing more is to be received
         self._has_ended = False
         self._close_done = threading.Event()
-        self._pidfd = -1
+        self._pidfd = self._wake = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
         try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         except BaseException as error:
             self._channel.close()
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
+            for fd in {self._pidfd, self._wake} - {-1}:
+                os.close(fd)
+            self._wake = -1
             if isinstance(error, OSError) and not isinstance(error, (ConnectionError, KVLinkError)):
                 raise ConnectorError(f"{url}: {error.strerror} (ulimit -n)") from None
             raise
-        post = partial(_post, self._loop, weakref.WeakMethod(self._release))
+        post = partial(_post, self._loop, self._posted, weakref.WeakMethod(self._send_posted))
         self.get_table = GetTable(self._channel.send, post)
         self._loop.call(self._watch)
 
@@ -543,6 +582,71 @@ class ShmSession(MappedSession):
         if self._has_ended:
             self._loop.close()
 
+    def receive_until(self, future: Future[Any], timeout: float) -> None:
+        """Receive in the calling thread until `future` is done, unless another thread receives.
+
+        It returns early, and leaves the rest to the loop, at whatever is no answer to a get.
+        """
+        if future.done() or self._loop.is_own_thread:
+            return
+        try:
+            if self._receiving.acquire(blocking=False):
+                self._leader = threading.get_ident()
+                self._lead(future, time.monotonic() + timeout)
+        finally:
+            try:
+                self._stop_leading()
+            except BaseException:  # an interrupt: without this nobody would receive
+                self._stop_leading()
+                raise
+
+    def _lead(self, future: Future[Any], deadline: float) -> None:
+        self._loop.unwatch(self._channel)
+        future.add_done_callback(self._wake_leader)
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not future.done():
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(min(1e3 * left + 1, _MAX_POLL)):
+                return
+            if not self._receive_answer():
+                return
+
+    def _receive_answer(self) -> bool:
+        """Handle one message, if it answers a get; return whether it was one, or there is none.
+
+        An interrupt at any line loses nothing: the message is taken away at last, and to handle it
+        twice changes nothing.
+        """
+        try:
+            message = self._channel.peek()
+        except (ConnectionError, WireError):
+            return False
+        if message is None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            return not self._has_exited
+        if not isinstance(message, (Offer, Status, Failed)):
+            return False
+        self._on_message(message, -1)
+        self._channel.skip()
+        return True
+
+    def _wake_leader(self, future: Future[Any]) -> None:
+        """Wake the thread that waits for its own payload, unless it is the caller."""
+        if self._leader not in (0, threading.get_ident()):
+            os.eventfd_write(self._wake, 1)
+
+    def _stop_leading(self) -> None:
+        if self._leader == threading.get_ident():
+            if not self._has_ended:
+                with contextlib.suppress(OSError):  # it ends now
+                    self._watch_channel(is_sent=not self._channel.has_backlog)
+            self._leader = 0
+        with contextlib.suppress(RuntimeError):  # another thread receives
+            self._receiving.release()
+
     def _greet(self, deadline: float, cancelled: int) -> Hello:
         """Send Hello and return the producer's."""
         self._channel.send(own_hello())
@@ -560,18 +664,30 @@ class ShmSession(MappedSession):
                     os.close(fd)
                 return check_hello(self._url, message)
 
+    def __del__(self) -> None:
+        if getattr(self, "_wake", -1) >= 0:  # not before: a thread that waits may still poll it
+            os.close(self._wake)
+
     # In the loop's thread
 
     def _watch(self) -> None:
+        if self._has_ended:
+            return  # a thread that received for a moment had the channel watched earlier
         self._loop.watch(self._channel, READ, self._on_events)
         if self._pidfd >= 0:
             self._loop.watch(self._pidfd, READ, self._on_exit)
 
-    def _release(self, message: Message) -> None:
-        self._channel.send(message)
-        if isinstance(message, Release):
-            self._leases.discard(message.get_id)
-        self._flush()
+    def _send_posted(self) -> None:
+        """Send what finalizers have posted; any thread."""
+        while self._posted:
+            message = self._posted[0]
+            self._channel.send(message)
+            if isinstance(message, Release):
+                self._leases.discard(message.get_id)
+            with contextlib.suppress(ValueError):  # another thread was faster; twice does no harm
+                self._posted.remove(message)
+        if self.is_closed:
+            self._loop.call(self._flush)
 
     def _close_here(self) -> None:
         self._close(closed_here(self._url))
@@ -584,7 +700,11 @@ class ShmSession(MappedSession):
         is_sent = self._channel.flush()
         if is_sent and self.is_closed and not self._leases:
             self._end()
-        elif events := self._reads | (0 if is_sent else WRITE):
+        else:
+            self._watch_channel(is_sent=is_sent)
+
+    def _watch_channel(self, *, is_sent: bool) -> None:
+        if events := self._reads | (0 if is_sent else WRITE):
             self._loop.watch(self._channel, events, self._on_events)
         else:
             self._loop.unwatch(self._channel)
@@ -592,6 +712,14 @@ class ShmSession(MappedSession):
     def _on_events(self, events: int) -> None:
         if events & WRITE:
             self._flush()
+        if not self._receiving.acquire(blocking=False):
+            return  # a thread that waits for a payload receives
+        try:
+            self._receive()
+        finally:
+            self._receiving.release()
+
+    def _receive(self) -> None:
         if not self._reads or self._has_ended:
             return
         try:
@@ -618,12 +746,18 @@ class ShmSession(MappedSession):
             if isinstance(message, Offer):
                 # What was released before goes out first: a process killed after a get has not
                 # kept the lease of the one before.
-                self._loop.run_pending()
+                self._send_posted()
                 self._leases.add(message.get_id)
             self.get_table.on_message(message)
 
     def _on_exit(self, events: int) -> None:
-        self._on_events(READ)
+        self._has_exited = True
+        os.eventfd_write(self._wake, 1)
+        if self._receiving.acquire(timeout=_LEADER_SECONDS):
+            try:
+                self._receive()
+            finally:
+                self._receiving.release()
         self._close(PeerLostError(f"{self._url}: the producer's process ended"))
         self._end()
 
@@ -645,6 +779,7 @@ class ShmSession(MappedSession):
         if self._has_ended:
             return
         self._has_ended = True
+        os.eventfd_write(self._wake, 1)
         self._channel.flush()
         self._loop.unwatch(self._channel)
         if self._pidfd >= 0:
@@ -661,15 +796,18 @@ class ShmSession(MappedSession):
         self._end()
 
 
-def _post(loop: EventLoop, release: weakref.WeakMethod[Any], message: Message) -> None:
-    """Have a session send a Release; for finalizers: it takes no lock, and no socket.
+def _post(
+    loop: EventLoop, posted: deque[Message], send: weakref.WeakMethod[Any], message: Message
+) -> None:
+    """Have a session send a message; for finalizers: it takes no lock, and no socket.
 
     After its end a session is kept by no view that is still in use.
     """
-    loop.call(partial(_call, release, message))
+    posted.append(message)
+    loop.call(partial(_call, send))
 
 
-def _call(release: weakref.WeakMethod[Any], message: Message) -> None:
-    method = release()
+def _call(send: weakref.WeakMethod[Any]) -> None:
+    method = send()
     if method is not None:
-        method(message)
+        method()

@@ -18,6 +18,7 @@ from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, Wir
 from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offer, own_hello
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.memory.region import F_ADD_SEALS, SEALS
+from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ def _slot(epoch: int, nbytes: int, commit: int) -> bytes:
     return struct.pack("<8sQQQ", b"kvlslot1", epoch, nbytes, commit)
 
 
+_PLAN = Recipe("k").make().plan(digests=False)
+WHOLE = _PLAN.encode() + bytes(_PLAN.nbytes - _PLAN.header_nbytes)
+"""A correct payload."""
+
 HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exception]]] = {
     "unsealed": (lambda: pass_arena(arena(8192, seals=0)), WireError),
     "shrinkable": (lambda: pass_arena(arena(8192, seals=SEALS & ~0x2)), WireError),
@@ -111,6 +116,22 @@ HOSTILE: dict[str, tuple[Callable[[], Callable[[Raw, Get], None]], type[Exceptio
     "another epoch": (lambda: pass_arena(arena(8192, head=_slot(2, 1000, 2))), IntegrityError),
     "another size": (lambda: pass_arena(arena(8192, head=_slot(3, 999, 3))), IntegrityError),
     "no payload": (lambda: pass_arena(arena(8192, head=_slot(3, 1000, 3))), WireError),
+    "inline of another size": (
+        lambda: (
+            lambda peer, get: peer.send(
+                Offer(get.get_id, 1, Location(0, 0, len(WHOLE) + 256), inline=memoryview(WHOLE))
+            )
+        ),
+        WireError,
+    ),
+    "inline garbage": (
+        lambda: (
+            lambda peer, get: peer.send(
+                Offer(get.get_id, 1, Location(0, 0, 50), inline=memoryview(b"x" * 50))
+            )
+        ),
+        WireError,
+    ),
     "garbage": (lambda: lambda peer, get: peer.send(b"\xff" * 100), WireError),
     "too long": (lambda: lambda peer, get: peer.send(b"\xff" * 66_000), WireError),
     "a get": (lambda: lambda peer, get: peer.send(Get(1, "k")), WireError),

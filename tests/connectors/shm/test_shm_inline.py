@@ -1,0 +1,220 @@
+"""Small payloads that travel inside their offers, and gets that receive in their own thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+from unauthorized import greeted
+
+from omni_kvlink import (
+    CapacityError,
+    DuplicateKeyError,
+    KVConsumer,
+    KVLink,
+    KVProducer,
+    TensorTransferData,
+    TransferTimeout,
+)
+from omni_kvlink.connectors.protocol.messages import INLINE, Get, Message, Offer, Release
+from omni_kvlink.connectors.shm.transport import ShmSession
+from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+QUOTA = 2 << 20
+
+
+def data(key: str = "k", nbytes: int = 4096) -> TensorTransferData:
+    return TensorTransferData(key, {"hidden": torch.arange(nbytes, dtype=torch.uint8)})
+
+
+@pytest.fixture
+def producer(sockets: str) -> Iterator[KVProducer]:
+    with KVLink.serve("shm://name", directory=sockets, inline=INLINE, quota=QUOTA) as link:
+        yield link
+
+
+@pytest.fixture
+def consumer(producer: KVProducer, sockets: str) -> Iterator[KVConsumer]:
+    with KVLink.connect("shm://name", timeout=60, directory=sockets) as link:
+        yield link
+
+
+def memory(producer: KVProducer) -> dict[str, Any]:
+    found: dict[str, Any] = producer.stats()["memory"]
+    return found
+
+
+# What travels
+
+
+def test_an_offer_holds_the_payload(producer: KVProducer, sockets: str) -> None:
+    receipt = producer.put(data())
+    with greeted(f"{sockets}/name.sock") as peer:
+        peer.send(Get(1, "k"))
+        offer, descriptors = peer.receive()
+        assert isinstance(offer, Offer)
+        assert not descriptors
+        tensors = safetensors.torch.load(bytes(offer.inline))
+        assert torch.equal(tensors["tensors/hidden"], data()["hidden"])
+        peer.send(Release(1, offer.epoch, "read"))
+        receipt.wait(timeout=60)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 20_000, INLINE - 512, INLINE, 3 * INLINE])
+def test_each_size_arrives_aligned(producer: KVProducer, consumer: KVConsumer, nbytes: int) -> None:
+    """Beyond the limit by the link's memory, of which the reader has no copy."""
+    receipt = producer.put(data(nbytes=nbytes))
+    received = consumer.get("k", timeout=60, verify="full")
+    with received as found:
+        assert isinstance(found, TensorTransferData)
+        assert found.difference(data(nbytes=nbytes)) == ""
+        assert nbytes == 0 or found["hidden"].data_ptr() % 256 == 0
+    assert received.ledger.copies == int(receipt.ledger.nbytes <= INLINE)
+    del received, found
+    receipt.wait(timeout=60)
+
+
+def test_it_counts_against_the_quota(producer: KVProducer, consumer: KVConsumer) -> None:
+    receipts = [producer.put(data(f"k{number}")) for number in range(10)]
+    nbytes = receipts[0].ledger.nbytes
+    assert (memory(producer)["used"], memory(producer)["blocks"]) == (10 * nbytes, 10)
+    assert memory(producer)["arenas"] == 0
+    expect(DuplicateKeyError, lambda: producer.put(data("k0")))
+    assert memory(producer)["blocks"] == 10
+    producer.abort("k9")
+    assert memory(producer)["blocks"] == 9
+    for number in range(9):
+        consumer.get(f"k{number}", timeout=60).release()
+    until_freed(producer)
+
+
+def test_a_full_quota_is_waited_for(producer: KVProducer, consumer: KVConsumer) -> None:
+    held = producer.put(data("large", QUOTA - 20_000))
+    small = [producer.put(data(f"k{number}")) for number in range(2)]
+    error = expect(CapacityError, lambda: producer.put(data("more", 20_000), timeout=0.0))
+    assert error.requested > 20_000
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(producer.put, data("more", 20_000), timeout=60)
+        until(lambda: memory(producer)["waiting"] == 1, "it waits for memory")
+        consumer.get("large", timeout=60).release()
+        small.append(waiting.result(60))
+    held.wait(timeout=60)
+    for key in ("k0", "k1", "more"):
+        consumer.get(key, timeout=60).release()
+    for receipt in small:
+        receipt.wait(timeout=60)
+
+
+def test_a_reader_that_is_lost_is_replaced(producer: KVProducer, consumer: KVConsumer) -> None:
+    receipt = producer.put(data())
+    with greeted(f"{consumer._end._path}") as peer:  # type: ignore[attr-defined]
+        peer.send(Get(1, "k"))
+        peer.receive()
+        until(lambda: receipt.state == "leased", "it was offered")
+    with consumer.get("k", timeout=60) as found:
+        assert isinstance(found, TensorTransferData)
+        assert found.difference(data()) == ""
+    del found
+    receipt.wait(timeout=60)
+
+
+# Who receives
+
+
+def session_of(consumer: KVConsumer) -> ShmSession:
+    session = consumer._end._session  # type: ignore[attr-defined]
+    assert isinstance(session, ShmSession)
+    return session
+
+
+@pytest.fixture
+def receivers(consumer: KVConsumer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that handled offers."""
+    names, session = list[str](), session_of(consumer)
+    handle = session._on_message
+
+    def watched(message: Message, fd: int) -> None:
+        if isinstance(message, Offer):
+            names.append(threading.current_thread().name)
+        handle(message, fd)
+
+    monkeypatch.setattr(session, "_on_message", watched)
+    return names
+
+
+def get_in_thread(pool: ThreadPoolExecutor, consumer: KVConsumer, key: str) -> Any:
+    return pool.submit(lambda: consumer.get(key, timeout=60).release())
+
+
+def test_a_get_that_waits_alone_receives(
+    producer: KVProducer, consumer: KVConsumer, receivers: list[str]
+) -> None:
+    with ThreadPoolExecutor(1, "alone") as pool:
+        for number in range(5):
+            got = get_in_thread(pool, consumer, f"k{number}")
+            until_requested(producer, 1)
+            until(lambda: session_of(consumer)._leader != 0, "it receives")
+            producer.put(data(f"k{number}"))
+            got.result(60)
+    assert receivers == ["alone_0"] * 5
+
+
+def test_one_receives_for_all_and_hands_over(
+    producer: KVProducer, consumer: KVConsumer, receivers: list[str]
+) -> None:
+    """The first of three gets to wait is the last to be answered; then another order."""
+    with ThreadPoolExecutor(3, "reader") as pool:
+        for order in ((2, 1, 0), (0, 1, 2), (1, 0, 2)):
+            got = list[Any]()
+            for number in range(3):
+                got.append(get_in_thread(pool, consumer, f"k{number}"))
+                until_requested(producer, number + 1)
+            for number in order:
+                producer.put(data(f"k{number}"))
+                got[number].result(60)
+            until_freed(producer)
+    assert len(receivers) == 9
+    assert session_of(consumer)._leader == 0
+
+
+def test_a_get_that_receives_keeps_its_deadline(
+    producer: KVProducer, consumer: KVConsumer, receivers: list[str]
+) -> None:
+    expect(TransferTimeout, lambda: consumer.get("never", timeout=0.05))
+    receipt = producer.put(data())
+    consumer.get("k", timeout=60).release()
+    receipt.wait(timeout=60)
+
+
+def test_the_link_is_closed_while_a_get_receives(
+    producer: KVProducer, consumer: KVConsumer
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        got = get_in_thread(pool, consumer, "k")
+        until_requested(producer, 1)
+        until(lambda: session_of(consumer)._leader != 0, "it receives")
+        consumer.close()
+        assert type(got.exception(60)).__name__ == "ClosedError"
+
+
+def test_a_get_of_large_payloads_receives_too(
+    producer: KVProducer, consumer: KVConsumer, receivers: list[str]
+) -> None:
+    """Its arena comes first, which is left to the loop."""
+    with ThreadPoolExecutor(1, "alone") as pool:
+        for number in range(2):
+            got = get_in_thread(pool, consumer, f"k{number}")
+            until_requested(producer, 1)
+            until(lambda: session_of(consumer)._leader != 0, "it receives")
+            producer.put(data(f"k{number}", 100_000))
+            got.result(60)
+            until_freed(producer)
+    assert receivers == ["kvlink-reader", "alone_0"]
