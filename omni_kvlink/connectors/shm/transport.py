@@ -187,20 +187,22 @@ class ShmChannel:
 
         Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
-        if self._sock is None:
-            raise ConnectionError("the connection was closed")
-        try:
-            data = self._sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
-        except BlockingIOError:
-            return None
+        with self._lock:  # `close`, by another thread, must not free the descriptor meanwhile
+            if self._sock is None:
+                raise ConnectionError("the connection was closed")
+            try:
+                data = self._sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
+            except BlockingIOError:
+                return None
         if not data:
             raise ConnectionError("the connection was closed")
         return decode(data)
 
     def skip(self) -> None:
         """Take the message away that `peek` returned."""
-        if self._sock is not None:
-            self._sock.recv(1)
+        with self._lock, contextlib.suppress(OSError):  # the connection may have ended
+            if self._sock is not None:
+                self._sock.recv(1)
 
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
@@ -603,8 +605,11 @@ class ShmSession(MappedSession):
     def _lead(self, future: Future[Any], deadline: float) -> None:
         self._loop.unwatch(self._channel)
         future.add_done_callback(self._wake_leader)
+        fd = self._channel.fileno()
+        if fd < 0:
+            return  # it has ended
         poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(fd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while not future.done():
             left = deadline - time.monotonic()

@@ -205,6 +205,21 @@ def test_the_link_is_closed_while_a_get_receives(
         assert type(got.exception(60)).__name__ == "ClosedError"
 
 
+def test_the_producer_closes_while_gets_receive(sockets: str) -> None:
+    """At any moment of theirs: each ends with an error of the library."""
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(100):
+            with (
+                KVLink.serve("shm://name", directory=sockets, inline=INLINE) as producer,
+                KVLink.connect("shm://name", timeout=60, directory=sockets) as consumer,
+            ):
+                got = [get_in_thread(pool, consumer, key) for key in ("a", "b")]
+                until(lambda: producer.stats()["transfers"]["waiting"] > 0, "one waits")
+                producer.close()
+                for each in got:
+                    assert type(each.exception(60)).__name__ in ("PeerLostError", "ClosedError")
+
+
 def test_a_get_of_large_payloads_receives_too(
     producer: KVProducer, consumer: KVConsumer, receivers: list[str]
 ) -> None:
