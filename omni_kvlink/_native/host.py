@@ -220,8 +220,9 @@ def _load() -> ctypes.CDLL:
 
 def _select(library: ctypes.CDLL, name: str) -> None:
     global _features
-    _features = ""
-    if library.kvl_select(name.encode()):
+    failed = library.kvl_select(name.encode())
+    _features = ""  # after the call: another thread may have asked meanwhile
+    if failed:
         raise NativeError(f"{_last_error(library)}; selected by {ENVIRONMENT} or select()")
 
 

@@ -112,8 +112,11 @@ class MappedSession(Session):
         Raises WireError if there is no such memory.
         """
 
-    def receive_until(self, future: Future[Any], timeout: float) -> None:
-        """Receive messages in the calling thread until `future` is done, where that is possible."""
+    def receive_until(self, future: Future[Any], deadline: float) -> None:
+        """Receive messages in the calling thread until `future` is done, where that is possible.
+
+        It returns at the `deadline` (`time.monotonic`) at the latest.
+        """
 
     def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
         """Request a payload, which is mapped when it is offered; nothing crosses a network."""
@@ -132,10 +135,10 @@ class MappedGet(SessionGet):
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
         get_state, get_table = self._get_state, self.session.get_table
-        timeout = check_timeout(timeout)
+        deadline = time.monotonic() + check_timeout(timeout)
         if os.getpid() == self._pid:
-            self.session.receive_until(get_state.future, timeout)
-        offer = get_table.wait(get_state, timeout)
+            self.session.receive_until(get_state.future, deadline)
+        offer = get_table.wait(get_state, max(0.0, deadline - time.monotonic()))
         release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:

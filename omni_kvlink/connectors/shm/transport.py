@@ -199,7 +199,7 @@ class ShmChannel:
         return decode(data)
 
     def skip(self) -> None:
-        """Take the message away that `peek` returned."""
+        """Discard the message that `peek` returned."""
         with self._lock, contextlib.suppress(OSError):  # the connection may have ended
             if self._sock is not None:
                 self._sock.recv(1)
@@ -584,7 +584,7 @@ class ShmSession(MappedSession):
         if self._has_ended:
             self._loop.close()
 
-    def receive_until(self, future: Future[Any], timeout: float) -> None:
+    def receive_until(self, future: Future[Any], deadline: float) -> None:
         """Receive in the calling thread until `future` is done, unless another thread receives.
 
         It returns early, and leaves the rest to the loop, at whatever is no answer to a get.
@@ -594,7 +594,7 @@ class ShmSession(MappedSession):
         try:
             if self._receiving.acquire(blocking=False):
                 self._leader = threading.get_ident()
-                self._lead(future, time.monotonic() + timeout)
+                self._lead(future, deadline)
         finally:
             try:
                 self._stop_leading()

@@ -27,6 +27,8 @@ from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink.connectors.protocol.get_table import GetState
+
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 QUOTA = 2 << 20
 
@@ -186,9 +188,19 @@ def test_one_receives_for_all_and_hands_over(
 
 
 def test_a_get_that_receives_keeps_its_deadline(
-    producer: KVProducer, consumer: KVConsumer, receivers: list[str]
+    producer: KVProducer, consumer: KVConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it spent with receiving is not waited for once more."""
+    table, left = session_of(consumer).get_table, list[float]()
+    wait = table.wait
+
+    def watched(get_state: GetState, timeout: float) -> Offer:
+        left.append(timeout)
+        return wait(get_state, timeout)
+
+    monkeypatch.setattr(table, "wait", watched)
     expect(TransferTimeout, lambda: consumer.get("never", timeout=0.05))
+    assert left == [0.0]
     receipt = producer.put(data())
     consumer.get("k", timeout=60).release()
     receipt.wait(timeout=60)
