@@ -10,7 +10,10 @@ has no device.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[1]
 HARDWARE = "this processor has no "
@@ -54,6 +58,10 @@ PACKAGES = (
     "wheel-aarch64-test",
 )
 SUITES = tuple(suite for suite in (*SOURCES, *PACKAGES, *PYTEST) if suite != SLOW)
+LIMIT = 1800
+"""Seconds after which a suite is ended, as a failure; the longest takes 1,200."""
+GRACE, NO_END = 10, 124
+"""Seconds that such a suite has to print its traces; its exit status."""
 _printing = threading.Lock()
 SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
 """Programs that the suites of the second architecture need, and Debian's packages of them."""
@@ -96,12 +104,35 @@ def run(suite: str) -> Outcome:
     began = time.monotonic()
     with log.open("wb") as file:
         make = ["make", suite, *arguments]
-        done = subprocess.run(make, cwd=ROOT, check=False, stdout=file, stderr=subprocess.STDOUT)
-    outcome = Outcome(suite, time.monotonic() - began, done.returncode)
+        status = finish(make, file)
+    outcome = Outcome(suite, time.monotonic() - began, status)
     if report.exists():
         read(report, outcome)
     say(f"\n=== make {suite}: {outcome.seconds:.0f} s\n{log.read_text(errors='replace')}")
     return outcome
+
+
+def finish(command: Sequence[str], output: BinaryIO) -> int:
+    """Run `command` as a process group; return its exit status, or `NO_END` past `LIMIT`.
+
+    At the limit each process gets SIGABRT: pytest's prints where its threads are.
+    """
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+        until = time.monotonic() + GRACE
+        # A group without processes is an error to send to.
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < until:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGKILL)
+    return NO_END
 
 
 def say(text: str) -> None:

@@ -1,8 +1,10 @@
-"""The table of CI: a test that no suite ran is found, and so is a suite that ran nothing."""
+"""The table of CI: tests that no suite ran, suites that ran nothing or never ended."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,16 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_skips"><skipped message="no ray"/></testcase>
 <testcase classname="" name="tests.test_ray"><skipped message="no ray"/></testcase>
 </testsuite></testsuites>"""
+
+WAITS = """
+import pathlib, sys, threading
+
+def waits():
+    pathlib.Path(sys.argv[1]).write_text("runs")
+    threading.Event().wait()
+
+waits()
+"""
 
 
 @pytest.fixture
@@ -70,3 +82,24 @@ def test_a_suite_that_ran_no_test_is_not_green(suites: Any, tmp_path: Path) -> N
     assert not outcome(suites, tmp_path, "<s/>").is_green
     assert suites.Outcome("lint", 1.0, 0).is_green
     assert not suites.Outcome("lint", 1.0, 2).is_green
+
+
+def test_a_suite_that_never_ends_says_where_it_is(
+    suites: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo, log = tmp_path / "runs", tmp_path / "log"
+    os.mkfifo(fifo)
+    real = subprocess.Popen.wait
+
+    def once_it_runs(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout == suites.LIMIT:
+            fifo.read_text()
+            timeout = 0.01
+        return real(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", once_it_runs)
+    command = [sys.executable, "-X", "faulthandler", "-c", WAITS, str(fifo)]
+    with log.open("wb") as output:
+        status = suites.finish(command, output)
+    assert status == suites.NO_END
+    assert "in waits" in log.read_text()
