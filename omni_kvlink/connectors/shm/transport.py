@@ -187,16 +187,14 @@ class ShmChannel:
 
         Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
-        with self._lock:  # `close`, by another thread, must not free the descriptor meanwhile
-            if self._sock is None:
-                raise ConnectionError("the connection was closed")
-            try:
-                data = self._sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
-            except BlockingIOError:
-                return None
-        if not data:
+        data: bytes | None = b""
+        # With the lock: `close`, by another thread, must not free the descriptor meanwhile.
+        with self._lock:
+            if self._sock is not None:
+                data = _peeked(self._sock)
+        if data == b"":
             raise ConnectionError("the connection was closed")
-        return decode(data)
+        return None if data is None else decode(data)
 
     def skip(self) -> None:
         """Discard the message that `peek` returned."""
@@ -230,6 +228,13 @@ class ShmChannel:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         return True
+
+
+def _peeked(sock: socket.socket) -> bytes | None:
+    try:
+        return sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
