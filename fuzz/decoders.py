@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import struct
 import tempfile
@@ -29,6 +30,7 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.keys import read_all
 from omni_kvlink.connectors.protocol import messages
 from omni_kvlink.connectors.protocol.get_table import GetTable
+from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
@@ -122,11 +124,14 @@ def feed_producer(data: bytes) -> None:
     whole, stream = table.reserve("k"), table.reserve("k2")
     table.commit(whole, location, 2, 100.0)
     table.begin_stream(stream, location, 100, 1)
+    growing = table.reserve("g")
+    table.begin_stream(growing, location, 100, 2, growing=GrowingStream(2, 9))
+    table.commit(table.reserve_chunk(growing), location, 1, math.inf)
     for number, part in enumerate(split(data)):
         with contextlib.suppress(WireError):
             message, peer = messages.decode(part), "peer"
             if isinstance(message, messages.Get):
-                table.on_get(peer, message.get_id, message.key, number, streamed=message.streamed)
+                table.on_get(peer, message, number)
             elif isinstance(message, messages.Cancel):
                 table.on_cancel(peer, message.get_id)
             elif isinstance(message, messages.Release):

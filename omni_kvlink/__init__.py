@@ -10,8 +10,8 @@ if _platform != "linux":  # before an import that fails for lack of memfd, event
     raise ImportError(f"omni_kvlink needs Linux; this Python runs on {_platform!r}")
 
 from omni_kvlink._version import __version__ as __version__
-from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
-from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
+from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
+from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
 from omni_kvlink.errors import BusyError as BusyError
 from omni_kvlink.errors import CapacityError as CapacityError
 from omni_kvlink.errors import ClosedError as ClosedError
@@ -28,6 +28,8 @@ from omni_kvlink.errors import UnavailableError as UnavailableError
 from omni_kvlink.errors import VersionError as VersionError
 from omni_kvlink.errors import WireError as WireError
 from omni_kvlink.link import Allocation as Allocation
+from omni_kvlink.link import AppendStream as AppendStream
+from omni_kvlink.link import ChunkStream as ChunkStream
 from omni_kvlink.link import KVConsumer as KVConsumer
 from omni_kvlink.link import KVLink as KVLink
 from omni_kvlink.link import KVProducer as KVProducer
@@ -35,6 +37,7 @@ from omni_kvlink.link import LinkOptions as LinkOptions
 from omni_kvlink.link import Payload as Payload
 from omni_kvlink.link import PutStream as PutStream
 from omni_kvlink.link import Received as Received
+from omni_kvlink.link import ReceivedChunk as ReceivedChunk
 from omni_kvlink.link import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link import ReceivedStream as ReceivedStream
 from omni_kvlink.link import Verify as Verify

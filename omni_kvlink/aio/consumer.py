@@ -7,29 +7,34 @@ import contextlib
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
+from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.errors import PeerLostError, TransferTimeout
 from omni_kvlink.link import (
+    ChunkStream,
     GetAttempts,
     KVConsumer,
     Payload,
     Received,
+    ReceivedChunk,
     ReceivedLayer,
     ReceivedStream,
     Verify,
+    begin_chunks,
     begin_get,
     can_retry,
     check_timeout,
     check_verify,
+    open_chunks,
     open_delivery,
     open_stream,
     verify_first,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
@@ -56,13 +61,25 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         stream = open_stream(self.link, delivery, started=started, timeout=timeout)
         return AsyncReceivedStream(stream)
 
+    async def read_stream(
+        self, request_id: str, *, timeout: float, start: int = 0, verify: Verify = "auto"
+    ) -> AsyncChunkStream:
+        """`KVConsumer.read_stream`; cancelling the task cancels the request."""
+        limit = check_timeout(timeout)
+        begin = partial(begin_chunks, self.link, request_id, start=start, verify=verify)
+        head = await self._answered(_AsyncGet(begin, limit))
+        delivery = head.wait(timeout=0.0)
+        stream = open_chunks(self.link, head, delivery, start=start, timeout=limit, verify=verify)
+        return AsyncChunkStream(stream)
+
     async def _receive(
         self, request_id: str, timeout: float, *, streamed: bool, verify: Verify = "auto"
     ) -> Delivery:
         attempts = GetAttempts(check_timeout(timeout))
         while True:
             left = attempts.seconds_left()
-            request = _AsyncGet(self.link, request_id, left, streamed=streamed, verify=verify)
+            begin = partial(begin_get, self.link, request_id, streamed=streamed, verify=verify)
+            request = _AsyncGet(begin, left)
             pending = await self._answered(request)
             try:
                 return pending.wait(timeout=0.0)  # answered or out of time: does not block
@@ -167,19 +184,60 @@ class AsyncReceivedStream:
         self.stream.check(future, what, seconds)
 
 
-class _AsyncGet:
-    """Runs `begin_get`, in any thread; after `cancel`, a get that was begun is cancelled."""
+class AsyncChunkStream:
+    """A `ChunkStream` whose chunks are awaited; `stream` is that one.
 
-    def __init__(
-        self,
-        consumer: KVConsumer,
-        request_id: str,
-        timeout: float,
-        *,
-        streamed: bool,
-        verify: Verify,
-    ):
-        self._begin = partial(begin_get, consumer, request_id, streamed=streamed, verify=verify)
+    `with await consumer.read_stream("r", timeout=5.0) as stream: async for chunk in stream: …`.
+    """
+
+    def __init__(self, stream: ChunkStream[ReceivedChunk]):
+        self.stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[ReceivedChunk]:
+        """The chunks in their order, up to the end; waits up to the stream's timeout for each."""
+        while (chunk := await self.receive()) is not None:
+            yield chunk
+
+    async def receive(self, *, timeout: float | None = None) -> ReceivedChunk | None:
+        """`ChunkStream.receive`; cancelling the task leaves the stream as it is."""
+        limit = self.stream.timeout if timeout is None else check_timeout(timeout)
+        deadline = time.monotonic() + limit
+        if self.stream.count is None:
+            following = self.stream.when_next()
+            await _wait_for(following, limit)
+            if following.done() and isinstance(following.exception(), StreamEnded):
+                await _wait_for(self.stream.when_whole(), max(0.0, deadline - time.monotonic()))
+        return self.stream.receive(timeout=0.0)
+
+    def release(self) -> None:
+        """`ChunkStream.release`; a task that waits for a chunk raises ClosedError."""
+        self.stream.release()
+
+    def __enter__(self) -> AsyncChunkStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+async def _wait_for(future: Future[Any], timeout: float) -> None:
+    """Wait until a future is done; raises nothing of its own.
+
+    Uses `asyncio.wait`, because `wait_for` may swallow a cancellation.
+    """
+    answer = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([answer], timeout=timeout)
+    finally:
+        if not answer.cancel() and not answer.cancelled():
+            answer.exception()  # retrieved here, raised by the stream
+
+
+class _AsyncGet:
+    """Runs `begin_get` or the like, in any thread; after `cancel`, what was begun is cancelled."""
+
+    def __init__(self, begin: Callable[..., PendingGet], timeout: float):
+        self._begin = begin
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._cancelled = False

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, in_thread, run_in_thread
-from omni_kvlink.link import KVProducer, PutStream, check_timeout
+from omni_kvlink.link import AppendStream, KVProducer, PutStream, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from typing_extensions import Self
+
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import Payload
     from omni_kvlink.payload.manifest import Manifest
 
@@ -35,6 +37,34 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
         """`KVProducer.stream_put`, to be used with `async with`."""
         begin = partial(self.link.stream_put, plan, readers=readers, ttl=ttl, timeout=timeout)
         return AsyncPutStream(begin)
+
+    def open_stream(
+        self,
+        request_id: str,
+        spec: Mapping[str, Any],
+        *,
+        dim: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        window: int = 64,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+        digests: bool | None = None,
+    ) -> AsyncAppendStream:
+        """`KVProducer.open_stream`, to be used with `async with`."""
+        begin = partial(
+            self.link.open_stream,
+            request_id,
+            spec,
+            dim=dim,
+            metadata=metadata,
+            window=window,
+            readers=readers,
+            ttl=ttl,
+            timeout=timeout,
+            digests=digests,
+        )
+        return AsyncAppendStream(begin)
 
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
         """`Receipt.wait`; holds no thread."""
@@ -58,25 +88,26 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
         self.link.fail(request_id, reason)
 
 
-class AsyncPutStream:
-    """`async with producer.stream_put(plan) as out: await out.write_layer(0, key, value)`.
+S = TypeVar("S", PutStream, AppendStream)
 
-    Copies run in threads. After a cancellation no copy writes any more: the end of the block waits
-    for them, in a thread, too. `out` is the synchronous stream below, once the block is entered.
+
+class _AsyncStream(Generic[S]):
+    """A stream that is opened, committed and left in threads.
+
+    `out` is the synchronous stream below, once the block is entered. After a cancellation no copy
+    writes any more: the end of the block waits for them, in a thread, too.
     """
 
-    out: PutStream
+    out: S
 
-    def __init__(self, begin: Callable[[], PutStream]):
-        self._begin = begin
-
-    write_layer = in_thread("out", PutStream.write_layer)
+    def __init__(self, begin: Callable[[], S]):
+        self._begin: Callable[[], S] = begin
 
     async def commit(self) -> Receipt:
-        """`PutStream.commit` in a thread; the end of the block calls it."""
+        """Commit the stream in a thread; the end of the block does it, too."""
         return await asyncio.shield(run_in_thread(self.out.commit))
 
-    async def __aenter__(self) -> AsyncPutStream:
+    async def __aenter__(self) -> Self:
         beginning = asyncio.ensure_future(run_in_thread(self._begin))
         try:
             self.out = await asyncio.shield(beginning)
@@ -91,7 +122,22 @@ class AsyncPutStream:
         await asyncio.shield(run_in_thread(partial(self.out.__exit__, kind, error, tb)))
 
 
-def _fail(beginning: asyncio.Task[PutStream]) -> None:
+class AsyncPutStream(_AsyncStream[PutStream]):
+    """`async with producer.stream_put(plan) as out: await out.write_layer(0, key, value)`."""
+
+    write_layer = in_thread("out", PutStream.write_layer)
+
+
+class AsyncAppendStream(_AsyncStream[AppendStream]):
+    """`async with producer.open_stream("r", spec) as out: await out.append(tensors)`.
+
+    A cancelled `append` fails the stream: whether its chunk was sent is not known.
+    """
+
+    append = in_thread("out", AppendStream.append)
+
+
+def _fail(beginning: asyncio.Task[Any]) -> None:
     """Fail a stream whose task was cancelled before it got it."""
     if not beginning.cancelled() and beginning.exception() is None:
         beginning.result().fail("its writer was cancelled")

@@ -18,7 +18,7 @@ from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
 from omni_kvlink.bench.stats import Summary, Timings
 from omni_kvlink.connectors.protocol.messages import INLINE
-from omni_kvlink.connectors.protocol.transfer_table import Ledger
+from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
 

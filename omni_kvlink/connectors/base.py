@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
-    from omni_kvlink.connectors.protocol.transfer_table import Ledger as Ledger
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt as Receipt
+    from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
+    from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
 
 _SLOT_OVERHEAD = SLOT + 2 * (8 + MAX_HEADER)
@@ -162,11 +162,19 @@ class Producer(Connector):
         return 0
 
     def publish_inline(
-        self, key: str, payload: Region, *, readers: int, ttl: float, ledger: Ledger
+        self,
+        key: str,
+        payload: Region,
+        *,
+        readers: int,
+        ttl: float,
+        ledger: Ledger,
+        stream: Lease | None = None,
     ) -> Receipt | None:
         """Publish a payload of at most `inline_limit` bytes, which becomes the connector's.
 
-        It is sent inside the message that offers it. None if the quota has no room now: `reserve`
+        With `stream` it is the next chunk of the stream that `begin_chunks` has begun. It is sent
+        inside the message that offers it. None if the quota has no room now: `reserve`
         memory, which waits. DuplicateKeyError if a live payload has this key.
         """
         raise KVLinkError("this end of the link has no payloads inside its messages")
@@ -196,6 +204,27 @@ class Producer(Connector):
 
         `draft` is its header without digests, as long as `reserve` was told.
         """
+
+    def begin_chunks(self, lease: Lease, draft: bytes, *, readers: int, window: int) -> None:
+        """Offer a stream that grows, to readers that take its chunks.
+
+        Its lease is published when it has ended; `draft` is as for `begin_stream`. Each chunk is
+        reserved by `reserve_chunk` and published, or goes through `publish_inline`. At most
+        `window` chunks are kept that a reader has not released.
+        """
+        raise KVLinkError(f"link {self._label} has no streams that grow: its connector lacks them")
+
+    def wait_for_window(self, stream: Lease, *, timeout: float) -> None:
+        """Block until the stream has room for another chunk.
+
+        Raises:
+            CapacityError: its readers have released none within `timeout` seconds.
+        """
+        raise NotImplementedError
+
+    def reserve_chunk(self, stream: Lease, nbytes: int, *, timeout: float) -> Lease:
+        """Return memory for the next chunk of a stream; errors as for `reserve`."""
+        raise NotImplementedError
 
     def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
@@ -273,6 +302,13 @@ class PendingGet(ABC):
             PeerLostError: the producer died, or closed the link.
         """
 
+    def request_chunk(self, number: int) -> PendingGet:
+        """Request a chunk of the stream that this get has received, written or not.
+
+        It ends with `StreamEnded` if there is no such chunk. Does not block.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def cancel(self) -> None:
         """Withdraw the request; if the payload arrived meanwhile, another reader may have it."""
@@ -302,6 +338,13 @@ class Consumer(Connector):
     @abstractmethod
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; waiting calls of this side raise TransferFailed."""
+
+    def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
+        """Request a stream that grows, the chunks from `start` on; errors as of `begin_get`.
+
+        Its delivery has a draft header and a progress; `request_chunk` requests the chunks.
+        """
+        raise KVLinkError(f"link {self._label} has no streams that grow: its connector lacks them")
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether only the connection of a get broke, so that it can be requested again.

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import check_timeout
-from omni_kvlink.connectors.protocol.transfer_table import Ledger
+from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     ClosedError,
     IntegrityError,
@@ -22,11 +23,14 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
 )
+from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
+from omni_kvlink.payload.growing import read_chunk
 from omni_kvlink.payload.manifest import Manifest, header_bytes
 from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, tensor_views
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
     from omni_kvlink.copier import Copier, StreamEvents
+    from omni_kvlink.payload.growing import StreamPosition
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 T = TypeVar("T")
@@ -86,6 +91,26 @@ class KVConsumer(LinkEnd):
         started, timeout = time.perf_counter(), check_timeout(timeout)
         delivery = self._receive(request_id, timeout, streamed=True, verify="auto")
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
+
+    def read_stream(
+        self, request_id: str, *, timeout: float, start: int = 0, verify: Verify = "auto"
+    ) -> ChunkStream[ReceivedChunk]:
+        """Wait until a stream that grows is opened, and return it as an iterator over its chunks.
+
+        `for chunk in consumer.read_stream("req-1", timeout=5.0): use(chunk.data["hidden"])`. The
+        timeout (seconds) is for the stream, and again for each chunk. A reader receives all chunks
+        from `start` on, also those from before it came, however many other readers there are. One
+        that replaces a lost reader begins with the first chunk that this one had not released: an
+        earlier `start` raises TransferFailed, whose text names the number.
+
+        Errors and `verify` are those of `get`, for each chunk; see `ChunkStream.receive`.
+        SchemaError if `start` is negative.
+        """
+        limit = check_timeout(timeout)
+        deadline = time.monotonic() + limit
+        head = begin_chunks(self, request_id, timeout=limit, start=start, verify=verify)
+        delivery = head.wait(timeout=max(0.0, deadline - time.monotonic()))
+        return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
     def is_connected(self) -> bool:
@@ -190,6 +215,33 @@ def open_stream(
     return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
 
 
+def begin_chunks(
+    consumer: KVConsumer, request_id: str, *, timeout: float, start: int = 0, verify: Verify
+) -> PendingGet:
+    """Request a stream that grows, as `begin_get` does a payload; open it with `open_chunks`."""
+    check_verify(verify)
+    key, limit = check_request_id(request_id), check_timeout(timeout)
+    if start < 0:
+        raise SchemaError(f"start={start}: the number of a chunk, from 0 on")
+    consumer._check_open()
+    return consumer._end.begin_chunks(key, timeout=limit, start=start, verify=verify != "off")
+
+
+def open_chunks(
+    consumer: KVConsumer,
+    head: PendingGet,
+    delivery: Delivery,
+    *,
+    start: int,
+    timeout: float,
+    verify: Verify,
+) -> ChunkStream[ReceivedChunk]:
+    """Open what `begin_chunks` has requested and its `wait` returned; `timeout` for each chunk."""
+    copier = consumer._copier
+    open_chunk = partial(ReceivedChunk, copier=copier, verify=verify)
+    return ChunkStream(head, delivery, open_chunk, copier, start=start, timeout=timeout)
+
+
 class Received:
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
@@ -277,6 +329,36 @@ class Received:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+
+class ReceivedChunk(Received):
+    """Chunk `number` of a stream, counted from 0; all else as of a payload that was got."""
+
+    data: TensorTransferData
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        position: StreamPosition,
+        accept: Callable[[ReceivedChunk, StreamPosition], None],
+        *,
+        copier: Copier,
+        verify: Verify,
+    ):
+        self.number = position.number
+        try:
+            super().__init__(delivery, copier, started=time.perf_counter(), verify=verify)
+            if not isinstance(self.data, TensorTransferData):
+                raise WireError(f"payload {delivery.key!r} is not of a stream that grows")
+            region = region_of(delivery)
+            self.manifest, following = read_chunk(self.manifest, region, self.data, position)
+            accept(self, following)
+        except Exception as error:
+            delivery.reject(str(error) or repr(error), at_once=True)
+            raise
+        except BaseException:  # an interrupt: it can be received again
+            delivery.release_unread()
+            raise
 
 
 class ReceivedLayer:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,21 +16,26 @@ import torch
 from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process
-from omni_kvlink.connectors.protocol.transfer_table import Ledger, Receipt
+from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.copier import Copier, CurrentStreams, GatherHandle, StreamEvents
+from omni_kvlink.copier import Copier, CurrentStreams, StreamEvents
 from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
+from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
+from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, dtype_code
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
 
     from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.tensor_data import TensorTransferData
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
@@ -175,6 +179,55 @@ class KVProducer(LinkEnd):
         put = PutOperation(self._end, layout, self._copier, ledger, readers, ttl)
         return PutStream(put, lease, None if allocation is None else allocation.data)
 
+    def open_stream(
+        self,
+        request_id: str,
+        spec: Mapping[str, Any],
+        *,
+        dim: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        window: int = 64,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+        digests: bool | None = None,
+    ) -> AppendStream:
+        """Send tensors that grow, chunk by chunk: `with producer.open_stream(…) as out: …`.
+
+        For hidden states, tokens or audio that leave a stage while it computes, in unknown number.
+        Each chunk that `out.append(tensors)` was given is with the readers that called
+        `read_stream` when it returns, and a reader that comes later begins with the first one.
+
+        Args:
+            request_id: names the stream; no payload may have this name at the same time.
+            spec: the tensors of a chunk, as `TensorTransferData` takes them. Names, dtypes and
+                shapes count, but for the size of dimension `dim`: meta tensors will do.
+            dim: the dimension in which the tensors grow.
+            metadata: a JSON object, which the readers have before the first chunk.
+            window: number of chunks that are kept for readers; `append` blocks when a reader has
+                not released the oldest of them.
+            readers: number of `read_stream` calls that the stream is for.
+            ttl: seconds after the commit in which they must have come.
+            timeout: seconds to wait for memory.
+            digests: compute CRC-32C digests or not; None for the link's default.
+
+        Raises:
+            DuplicateKeyError: a live payload has this request id.
+            CapacityError: not enough memory within the timeout.
+            SchemaError: the spec cannot be sent, or has no dimension `dim`.
+        """
+        ledger, limit = self._ledger(digests), check_timeout(timeout)
+        _check_delivery(readers, ttl)
+        if window < 1:
+            raise SchemaError(f"window {window}: at least one chunk")
+        stream = StreamSpec(request_id, spec, dim, metadata)
+        plan = stream.head(StreamPosition().encode()).plan(digests=ledger.digests != "off")
+        put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
+        lease = self._end.reserve(
+            plan.request_id, plan.nbytes, timeout=limit, draft=plan.header_nbytes
+        )
+        return AppendStream(stream, put, lease, window=window)
+
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""
         self._check_open()
@@ -233,6 +286,8 @@ class PutOperation:
     ledger: Ledger
     readers: int
     ttl: float
+    stream: Lease | None = None  # of which the payload is a chunk
+    header: bytes = b""  # once it was written
 
     @property
     def has_waiting_reader(self) -> bool:
@@ -274,13 +329,33 @@ class PutOperation:
         if fault_points.enabled:
             fault_points.point("put.copied")
         with self.ledger.phase("publish"):
-            region.write(0, plan.encode(digests))
+            self.header = plan.encode(digests)
+            region.write(0, self.header)
             if fault_points.enabled:
                 fault_points.point("put.encoded")
             self.ledger.nbytes = plan.nbytes
             return self.producer.publish_inline(
-                plan.request_id, region, readers=self.readers, ttl=self.ttl, ledger=self.ledger
+                plan.request_id,
+                region,
+                readers=self.readers,
+                ttl=self.ttl,
+                ledger=self.ledger,
+                stream=self.stream,
             )
+
+    def put_chunk(
+        self, stream: Lease, chunk: TensorTransferData, deadline: float
+    ) -> tuple[bytes, Ledger]:
+        """Put a chunk of the stream whose head this has put; return its header and its ledger."""
+        producer, copier, views = self.producer, self.copier, chunk.tensors()
+        ledger = Ledger(copier=copier.name, digests=self.ledger.digests)
+        plan = chunk.plan(digests=ledger.digests != "off")
+        put = PutOperation(producer, plan, copier, ledger, 1, float("inf"), stream)
+        if plan.nbytes > producer.inline_limit or put.run_inline(views) is None:
+            left = max(0.0, deadline - time.monotonic())
+            reserve = partial(producer.reserve_chunk, stream, plan.nbytes, timeout=left)
+            put.run(reserve(), views, announced=False)  # no interrupt comes in between
+        return put.header, ledger
 
     def run_in_thread(self, lease: Lease, views: Sequence[TensorView]) -> Receipt:
         """Do the same in a thread; the receipt reports a failure."""
@@ -308,8 +383,8 @@ class PutOperation:
     def publish(self, lease: Lease, digests: Sequence[str], *, deadline: float = 0.0) -> Receipt:
         """Write the header and commit; a direct put waits for readers until the `deadline`."""
         with self.ledger.phase("publish"):
-            header = self.plan.encode(digests)
-            lease.region.write(0, header)
+            self.header = self.plan.encode(digests)
+            lease.region.write(0, self.header)
             if fault_points.enabled:
                 fault_points.point("put.encoded")
             self.ledger.nbytes = self.plan.nbytes
@@ -464,48 +539,6 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
         where = "lies in the payload's memory, but not contiguous at its own place"
         raise SchemaError(f"{spec.where()} {where}")
     return False
-
-
-class GatherQueue:
-    """Waits in one thread for copies, in their order; there calls `on_gathered` for each."""
-
-    def __init__(self, on_gathered: Callable[[range, list[str]], None]):
-        self._on_gathered = on_gathered
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
-
-    def add(self, tensors: range, handle: GatherHandle) -> None:
-        """Add a copy that was begun. Raises what an earlier one raised."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvlink-gather")
-        while self._pending and self._pending[0].done():
-            self._pending.pop(0).result()
-        self._pending.append(self._thread.submit(lambda: self._on_gathered(tensors, handle.wait())))
-
-    def join(self) -> None:
-        """Wait until all copies have ended and were reported. Raises what one of them raised."""
-        pending, self._pending = self._pending, []
-        while pending:  # an error's traceback keeps this frame, which must not keep the error
-            pending.pop(0).result()
-
-    def call_when_drained(self, function: Callable[[], None]) -> None:
-        """Call this once no copy writes to the payload any more, in any thread; for finalizers."""
-        if self._pending:  # one thread does them in order
-            self._pending[-1].add_done_callback(lambda _: function())
-        else:
-            function()
-
-    def drain(self) -> None:
-        """Wait until no copy writes to the payload any more; ignore errors."""
-        wait(self._pending)  # raises nothing: the stream's end has an error of its own
-        self._pending = []
-
-    def close(self) -> None:
-        """Drain, and end the thread."""
-        self.drain()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
 
 
 class PutStream:

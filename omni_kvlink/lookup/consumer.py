@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.lookup.namespace import Namespace
 
 RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -174,6 +174,12 @@ def _checked(value: object, path: str, depth: int) -> TensorTree:
 def _skeleton(tree: dict[str, TensorTree]) -> dict[str, Any]:
     """The structure with a 0 in the place of each tensor."""
     return _mapped(tree, lambda _: 0)  # type: ignore[no-any-return]
+
+
+def filled(tree: dict[str, TensorTree], tensors: Iterable[torch.Tensor]) -> dict[str, TensorTree]:
+    """The structure of `tree` with other tensors, in the order of the wire."""
+    leaves = iter(tensors)
+    return _mapped(tree, lambda _: next(leaves))  # type: ignore[no-any-return]
 
 
 def _mapped(node: Any, replace: Callable[[Any], Any]) -> Any:

@@ -187,3 +187,21 @@ def hash_tensors(tensors: Sequence[TensorView]) -> str:
         found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
         found.update(dense(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+Tensors = dict[str, Any]
+"""What a chunk of a stream that grows is made of."""
+
+
+def chunk(number: int, rows: int = 5) -> Tensors:
+    """The tensors of a chunk, of three dtypes, nested; the same for each call."""
+    made = torch.Generator().manual_seed(number)
+    hidden = torch.randn(rows, 24, generator=made).to(torch.bfloat16)
+    tokens = torch.randint(0, 1000, (rows,), generator=made)
+    return {"hidden": hidden, "more": [tokens, {"scale": torch.rand(rows, 1, generator=made)}]}
+
+
+def hash_chunk(tensors: Tensors) -> str:
+    """The hash of a chunk's tensors, in the order of the wire."""
+    tokens, others = tensors["more"]
+    return hash_tensors([tensors["hidden"], tokens, others["scale"]])

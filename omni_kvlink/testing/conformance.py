@@ -10,6 +10,7 @@ from typing import Any
 from omni_kvlink.testing import (
     delivery_checks,
     ending_checks,
+    growing_checks,
     memory_checks,
     scatter_checks,
     stream_checks,
@@ -28,6 +29,7 @@ _MODULES = (
     ending_checks,
     memory_checks,
     stream_checks,
+    growing_checks,
     scatter_checks,
     zero_copy_checks,
     tensor_checks,

@@ -23,7 +23,7 @@ from omni_kvlink.testing.rig import (
 )
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import KVProducer
 
 

@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.link import KVLink, PutStream, Received, ReceivedStream
-from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of, parts_of
+from omni_kvlink.testing.caches import (
+    Recipe,
+    chunk,
+    fingerprint,
+    hash_tensors,
+    layers_of,
+    parts_of,
+)
 from omni_kvlink.testing.peer_harness import CommandSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.connectors.protocol.transfer import Receipt
+    from omni_kvlink.link import AppendStream, ChunkStream, ReceivedChunk
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.views import TensorView
     from omni_kvlink.testing.caches import Layers
@@ -39,13 +47,17 @@ class LinkCommands(CommandSet):
         self._open: dict[str, Received] = {}
         self._writing: dict[str, tuple[PutStream, Layers]] = {}
         self._streams: dict[str, ReceivedStream] = {}
+        self._appending: dict[str, AppendStream] = {}
+        self._growing: dict[str, ChunkStream[ReceivedChunk]] = {}
 
     def close_all(self) -> None:
         """Release every payload, fail every stream that is being written, close every link."""
-        for key in [*self._held, *self._open, *self._streams]:
+        for key in [*self._held, *self._open, *self._streams, *self._growing]:
             self.release(key)
         for key in list(self._writing):
             self.fail_stream(key, "its peer was closed")
+        for key in list(self._appending):
+            self._appending.pop(key).fail("its peer was closed")
         for link in list(self._links):
             self.remove(link)
         self._receipts.clear()
@@ -122,16 +134,48 @@ class LinkCommands(CommandSet):
         """Wait for a stream's commit; the fingerprint of its payload."""
         return fingerprint(self._streams[key].wait(timeout=timeout))
 
+    def open_stream(self, link: str, key: str, **options: Any) -> None:
+        """Open a stream that grows for `append` and `commit_chunks`."""
+        self._appending[key] = self._links[link].open_stream(key, chunk(0), **options)
+
+    def append(self, key: str, number: int, timeout: float = 60) -> int:
+        """Append the chunk that `caches.chunk` makes of a number; its number in the stream."""
+        return self._appending[key].append(chunk(number), timeout=timeout)
+
+    def commit_chunks(self, key: str) -> None:
+        """Commit a stream that grows, and keep its receipt."""
+        self._receipts[key] = self._appending.pop(key).commit()
+
+    def read_stream(self, link: str, key: str, **options: Any) -> None:
+        """Wait until a stream that grows is opened, and keep it for `receive`."""
+        self._growing[key] = self._links[link].read_stream(key, **options)
+
+    def receive(self, key: str, timeout: float | None = None) -> tuple[int, str] | None:
+        """Receive a chunk: its number and the hash of its tensors; None at the end."""
+        found = self._growing[key].receive(timeout=timeout)
+        return None if found is None else (found.number, hash_tensors(found.data.tensors()))
+
+    def receive_all(self, key: str) -> list[tuple[int, str]]:
+        """Receive the chunks that are left; the number of each and the hash of its tensors."""
+        growing = self._growing[key]
+        return [(found.number, hash_tensors(found.data.tensors())) for found in growing]
+
     def hash_held(self, key: str) -> str:
         """The hash of the tensors that `hold` kept, as they are now."""
         return hash_tensors(self._held[key])
 
     def release(self, key: str) -> None:
-        """Release what `hold`, `open` or `stream_get` kept."""
+        """Release what `hold`, `open`, `stream_get` or `read_stream` kept."""
         self._held.pop(key, None)
         received = self._open.pop(key, None) or self._streams.pop(key, None)
         if received is not None:
             received.release()
+        if key in self._growing:
+            self._growing.pop(key).release()
+
+    def release_unread(self, key: str) -> None:
+        """Let another reader go on with what `read_stream` kept."""
+        self._growing.pop(key).release_unread()
 
     def release_one(self, key: str) -> int:
         """Drop one tensor that `hold` kept; the number of those left."""

@@ -12,7 +12,7 @@ from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import Payload
 
 Raised = TypeVar("Raised", bound=BaseException)

@@ -40,7 +40,7 @@ from omni_kvlink.testing.stream_checks import finish, write_all
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.connectors.protocol.transfer_table import Receipt
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import Allocation, KVProducer, Payload
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest

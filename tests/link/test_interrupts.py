@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import linecache
@@ -9,14 +10,14 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 import omni_kvlink
-from omni_kvlink import KVLink, Receipt, Received
+from omni_kvlink import ClosedError, KVLink, Receipt, Received, ReceivedChunk, TransferFailed
 from omni_kvlink.lowlevel import begin_get
-from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until, until_freed
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink import KVConsumer, KVProducer
 
+T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 _ROOT = Path(omni_kvlink.__file__).parent
 TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"))
@@ -53,7 +55,7 @@ def pair(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
 def is_in_finalizer(frame: FrameType | None) -> bool:
     """Whether Python would ignore an exception, as it does in every finalizer."""
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_release_last"):
+        if frame.f_code.co_name in ("__del__", "_release_last", "_report"):
             return True
         frame = frame.f_back
     return False
@@ -77,7 +79,7 @@ def is_committed(receipt: Receipt) -> bool:
     return receipt.state == "committed"
 
 
-def interrupted(number: int, call: Callable[[], Received], found: list[Received]) -> bool:
+def interrupted(number: int, call: Callable[[], T], found: list[T]) -> bool:
     """Raise KeyboardInterrupt at the n-th line of the package that a call runs; False if fewer."""
     lines = itertools.count()
 
@@ -154,3 +156,62 @@ def test_a_pending_get_that_is_dropped_is_cancelled(pair: tuple[KVProducer, KVCo
     until(lambda: receipt.state == "committed", "nobody looked at it")
     consumer.get("k", timeout=60).release()
     receipt.wait(timeout=60)
+
+
+def test_a_receive_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+    """The next one returns the same chunk; at the end, it says again that it is the end."""
+    producer, consumer = pair
+    gc.disable()
+    try:
+        for number in itertools.count():
+            with producer.open_stream("g", chunk(0)) as out:
+                for each in range(2):
+                    out.append(chunk(each))
+            stream, found = consumer.read_stream("g", timeout=60), list[ReceivedChunk | None]()
+            was_interrupted = interrupted(number, partial(stream.receive, timeout=60), found)
+            first = found.pop() if found else stream.receive(timeout=60)
+            assert first is not None
+            assert first.number == 0
+            assert hash_tensors(first.data.tensors()) == hash_chunk(chunk(0))
+            del first
+            assert stream.receive(timeout=60).number == 1  # type: ignore[union-attr]
+            interrupted(number, partial(stream.receive, timeout=60), found)
+            assert stream.receive(timeout=60) is None
+            assert stream.count == 2
+            out.commit().wait(timeout=60)
+            until_freed(producer)
+            until(lambda: not received_nbytes(consumer), "the consumer's memory is free")
+            if not was_interrupted:
+                break
+        assert number > 30
+    finally:
+        gc.enable()
+
+
+def test_an_append_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+    """The stream goes on, or has failed; either way its reader knows, and no memory is left."""
+    producer, consumer = pair
+    gc.disable()
+    try:
+        for number in itertools.count():
+            out, found = producer.open_stream("g", chunk(0)), list[int]()
+            out.append(chunk(0))
+            was_interrupted = interrupted(number, partial(out.append, chunk(1)), found)
+            with contextlib.suppress(ClosedError):
+                out.append(chunk(out.count))
+                out.commit()
+            with contextlib.suppress(TransferFailed):
+                with consumer.read_stream("g", timeout=60) as stream:
+                    for each in stream:
+                        tensors = each.data.tensors()
+                        assert hash_tensors(tensors) == hash_chunk(chunk(each.number))
+                        del tensors, each
+                assert stream.count == out.count
+            out.fail("enough")
+            until_freed(producer)
+            until(lambda: not received_nbytes(consumer), "the consumer's memory is free")
+            if not was_interrupted:
+                break
+        assert number > 30
+    finally:
+        gc.enable()

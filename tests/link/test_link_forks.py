@@ -18,7 +18,7 @@ from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.link.producer import STEP
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 from omni_kvlink.lowlevel import begin_get, can_retry, open_delivery
-from omni_kvlink.testing.caches import Recipe
+from omni_kvlink.testing.caches import Recipe, chunk, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -89,10 +89,16 @@ def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
     received = consumer.get("k", timeout=60)
     out = producer.stream_put(STREAM, ttl=600)
     stream = consumer.stream_get("stream", timeout=60)
+    growing = producer.open_stream("growing", chunk(0))
+    growing.append(chunk(0))
+    growing.append(chunk(1))
+    chunks = consumer.read_stream("growing", timeout=60)
+    first = chunks.receive()
+    assert first is not None
     allocation = producer.allocate(Recipe("allocated").make())
     pending = begin_get(consumer, "pending", timeout=60)
     delivery = received._delivery
-    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get waits")
+    until(lambda: producer.stats()["transfers"]["waiting"] == 3, "the gets wait")
     layer = [tensors[0] for tensors in STREAM.layer_blocks.values()]
     aproducer, aconsumer = AsyncKVProducer(producer), AsyncKVConsumer(consumer)
     refused: dict[str, Callable[[], object]] = {
@@ -109,6 +115,13 @@ def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
         "write_layer": lambda: out.write_layer(0, *layer),
         "commit": out.commit,
         "fail a stream": lambda: out.fail("x"),
+        "open_stream": lambda: producer.open_stream("g", chunk(0)),
+        "append": lambda: growing.append(chunk(2)),
+        "commit a growing stream": growing.commit,
+        "fail a growing stream": lambda: growing.fail("x"),
+        "read_stream": lambda: consumer.read_stream("growing", timeout=600),
+        "receive": lambda: chunks.receive(timeout=600),
+        "concatenate": chunks.concatenate,
         "get": lambda: consumer.get("k", timeout=600),
         "stream_get": lambda: consumer.stream_get("k", timeout=600),
         "wait_for_layer": lambda: stream.wait_for_layer(0),
@@ -128,12 +141,15 @@ def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
         "cancel": pending.cancel,
         "release": received.release,
         "release a stream": stream.release,
+        "release a growing stream": chunks.release,
+        "leave a growing stream": lambda: growing.__exit__(None, None, None),
         "release an allocation": allocation.release,
         "close a producer": producer.close,
         "close a consumer": consumer.close,
         "repr": lambda: repr((producer, consumer, receipt)),
     }
-    with held(locks_of(producer, consumer, out, stream, received, receipt, pending)) as locks:
+    streams = out, stream, growing, chunks, first
+    with held(locks_of(producer, consumer, *streams, received, receipt, pending)) as locks:
         found = results_in_child({**refused, **allowed})
     assert locks > 8
     expected = {**dict.fromkeys(refused, "ClosedError"), **dict.fromkeys(allowed, "")}
@@ -145,6 +161,14 @@ def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
     receipt.wait(timeout=60)
     allocation.release()
     stream.release()
+    assert hash_tensors(first.data.tensors()) == hash_chunk(chunk(0))
+    second = chunks.receive(timeout=60)
+    assert second is not None
+    assert hash_tensors(second.data.tensors()) == hash_chunk(chunk(1))
+    growing.append(chunk(2))
+    del first, second
+    chunks.release()
+    growing.commit().wait(timeout=60)
 
 
 def test_lookups_in_a_child(sockets: str) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.get_table import Delivery
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 ROW = 600
 BLOCK = 1 << 14

@@ -23,10 +23,12 @@ from omni_kvlink.connectors.protocol.messages import (
     Reject,
     Release,
 )
-from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
+from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 LAYERS = 4
 
@@ -87,9 +89,7 @@ class Producer:
             return
         self.clock.record(f"  from {peer.name}:", message)
         if isinstance(message, Get):
-            self.transfers.on_get(
-                peer, message.get_id, message.key, self.clock.now, streamed=message.streamed
-            )
+            self.transfers.on_get(peer, message, self.clock.now)
         elif isinstance(message, Cancel):
             self.transfers.on_cancel(peer, message.get_id)
         elif isinstance(message, Release):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
     from omni_kvlink.connectors.control.security import Credentials
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.connectors.runtime.producer import PooledProducer
     from omni_kvlink.memory.region import Region
 

@@ -9,7 +9,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
+
+
+class StreamEnded(TransferFailed):
+    """The stream that grows has ended before the chunk that was requested."""
 
 
 class Progress:
@@ -221,6 +225,16 @@ def _report(
     release(*outcome[0])
 
 
+class ChunkOf(NamedTuple):
+    """Chunk `number` of the stream that the get number `stream` has received.
+
+    With `stream` 0 it is the stream itself, of which the chunks are requested from `number` on.
+    """
+
+    stream: int
+    number: int
+
+
 class GetState:
     """One get: its future ends with the producer's Offer, or with the error to raise.
 
@@ -312,11 +326,13 @@ class GetTable:
         early: bool = False,
         verify: bool = True,
         ready: Future[None] | None = None,
+        of: ChunkOf | None = None,
     ) -> GetState:
         """Request a payload; raises PeerLostError if the connection has ended.
 
         `early`: its bytes may be sent while it is being written, although it is taken whole.
         `verify`: compare them with their digests as they arrive, if they are copied here.
+        `of`: request a chunk, or a stream that grows.
         """
         with self._lock:
             if self._error is not None:
@@ -326,7 +342,13 @@ class GetTable:
                 self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
             )
             self._waiting[self._last_id] = weakref.ref(get_state)
-        self._send(Get(get_state.get_id, key, streamed or early))
+        number = get_state.get_id
+        if of is None:
+            self._send(Get(number, key, streamed or early))
+        else:
+            if of.stream:
+                get_state.phase = f"chunk {of.number} of the stream is not written yet"
+            self._send(Get(number, key, streamed or early, of.stream or number, of.number))
         return get_state
 
     def cancel(self, get_state: GetState) -> bool:
@@ -509,6 +531,6 @@ def get_error(key: str, message: Failed) -> KVLinkError:
     """Return the error that a get of `key` raises when the producer sends this message."""
     if message.ending == "closed":
         return PeerLostError(f"the producer closed the link while {key!r} was awaited")
-    return TransferFailed(
-        f"payload {key!r} {message.ending}: {message.reason}", key=key, reason=message.reason
-    )
+    kind = StreamEnded if message.ending == "complete" else TransferFailed
+    text = f"payload {key!r} {message.ending}: {message.reason}"
+    return kind(text, key=key, reason=message.reason)

@@ -31,7 +31,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Outcome = Literal["read", "unread", "rejected"]
-Ending = Literal["failed", "aborted", "expired", "closed"]
+Ending = Literal["failed", "aborted", "expired", "closed", "complete"]
 
 
 NOTHING = memoryview(b"")
@@ -64,12 +64,16 @@ class Get(_Message, frozen=True, array_like=True, tag=True):
     """Consumer: requests the payload `key`, now or when it is published.
 
     `get_id` is the consumer's number of this get, unique within the connection. `streamed`: offer
-    it while it is still being written, too.
+    it while it is still being written, too. A stream that grows is requested with its own `get_id`
+    as `stream`, and the first chunk wanted as `chunk`; then each `chunk` with that get's number as
+    `stream`.
     """
 
     get_id: Number
     key: Text
     streamed: bool = False
+    stream: Number = 0
+    chunk: Number = 0
 
 
 class Cancel(_Message, frozen=True, array_like=True, tag=True):
@@ -148,7 +152,7 @@ class Status(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Failed(_Message, frozen=True, array_like=True, tag=True):
-    """Producer: there will be no payload for this get."""
+    """Producer: there will be no payload for this get; "complete": its stream has no such chunk."""
 
     get_id: Number
     reason: Text

@@ -6,7 +6,8 @@
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
-A STREAMING transfer is offered to consumers that take layers while it is written.
+A STREAMING transfer is offered to consumers that take layers while it is written. That of a stream
+that grows (`Transfer.growing`) has chunks instead, transfers which its readers get one by one.
 
 `send` and `free` are called under the owner's lock: neither may block or call back. Time is an
 argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
@@ -14,23 +15,15 @@ argument (`time.monotonic` seconds), so that tests can drive the table with a cl
 
 from __future__ import annotations
 
-import enum
 import heapq
-import os
-import threading
-import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.direct_source import DirectSource
-from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.messages import (
-    NOTHING,
     Committed,
     Ending,
     Failed,
+    Get,
     Layer,
     Location,
     Message,
@@ -39,8 +32,14 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     shorten,
 )
-from omni_kvlink.connectors.protocol.process_check import check_process
-from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
+from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
+from omni_kvlink.errors import DuplicateKeyError, TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.protocol.direct_source import DirectSource
+    from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 
 MAX_TOMBSTONES = 4096
 """Failed or expired keys that are remembered, so that a later get learns the reason."""
@@ -53,26 +52,11 @@ MAX_KEY_CHARS = 8_388_608
 MAX_EXPIRED = 64
 """Transfers that one `TransferTable.tick` expires at most."""
 
-Peer = Hashable
-Claim = tuple[Peer, int]
-"""One get of one consumer: the peer, and the peer's number of the get."""
-
-
-class TransferState(enum.Enum):
-    """Where a transfer is; the last three are final."""
-
-    RESERVED = "reserved"
-    STREAMING = "streaming"
-    COMMITTED = "committed"
-    LEASED = "leased"
-    RELEASED = "released"
-    FAILED = "failed"
-    EXPIRED = "expired"
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the transfer has ended."""
-        return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
+Taken = tuple[bool, int]
+"""What a get takes: whether layers while they are written; and the chunks of a stream from which
+number on, or `WHOLE` for a payload."""
+WHOLE = -1
+GROWS = "a stream that grows: use read_stream"
 
 
 _PHASES = {
@@ -81,237 +65,6 @@ _PHASES = {
     TransferState.COMMITTED: "announced, not fetched",
     TransferState.LEASED: "announced, but every declared reader has it already",
 }
-
-
-class LazyEvent:
-    """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
-
-    __slots__ = ("_is_set", "_waiting")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[threading.Lock] = []
-
-    def is_set(self) -> bool:
-        """Whether it is set."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Set it, and wake those who wait."""
-        self._is_set = True
-        while self._waiting:
-            with suppress(IndexError):  # another thread was faster
-                self._waiting.pop().release()
-
-    def clear(self) -> None:
-        """Undo `set`."""
-        self._is_set = False
-
-    def wait(self, timeout: float) -> bool:
-        """Block until it is set, for `timeout` seconds at most; return whether it is."""
-        lock = threading.Lock()
-        lock.acquire()
-        self._waiting.append(lock)
-        if not self._is_set:  # `set` may have come before the lock was there to be released
-            lock.acquire(timeout=timeout)
-        with suppress(ValueError):
-            self._waiting.remove(lock)
-        return self._is_set
-
-
-@dataclass(eq=False)
-class Transfer:
-    """One payload from `reserve` to its release; `(key, epoch)` is unique.
-
-    Only the `TransferTable` changes its state.
-    """
-
-    key: str
-    epoch: int
-    state: TransferState = TransferState.RESERVED
-    reason: str = ""  # why it failed or expired
-    location: Location | None = None  # once it may be offered
-    draft: int = 0  # bytes of the header without digests behind the payload, if it is streamed
-    # Announced so far: the number of the first tensor, and the tensors' digests.
-    layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
-    expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
-    is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
-    unclaimed: int = 0  # readers that were declared and have no lease
-    is_committed: bool = False  # whether the payload is complete
-    leases: set[Claim] = field(default_factory=set)
-    pins: set[Claim] = field(default_factory=set)  # of disconnected peers that may still read it
-    has_writer: bool = True  # whether the producer may still write to the memory
-    is_lent: bool = False  # whether the caller keeps tensors of the memory
-    done: LazyEvent = field(default_factory=LazyEvent)  # set in a final state
-    done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
-    direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
-    # Of a direct transfer: set when `is_sent` may have become true.
-    all_sent: LazyEvent = field(default_factory=LazyEvent)
-    block: object = None  # of the owner's memory, until that is freed
-    inline: memoryview = NOTHING  # a small payload itself, which has no block
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether no reader needs the caller's own tensors any more."""
-        if self.direct is None:
-            return True
-        return not self.unclaimed and all(map(self.direct.has_sent_all, self.leases))
-
-    def wait_sent(self, deadline: float) -> None:
-        """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
-        left = max(0.0, deadline - time.monotonic())
-        if not self.all_sent.wait(left):
-            phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
-            raise TransferTimeout(
-                f"payload {self.key!r} was aborted: it is sent from its caller's tensors, and "
-                f"not every reader received it in time ({phase})",
-                key=self.key,
-                phase=phase,
-            )
-
-    def finish(self, state: TransferState, reason: str) -> None:
-        """Reach a final state, and wake what waits for it."""
-        self.state, self.reason = state, reason
-        self.done.set()
-        self.all_sent.set()
-        self.call_back()
-
-    def call_back(self) -> None:
-        """Make each call of `done_callbacks` once; any thread."""
-        while True:
-            try:
-                callback = self.done_callbacks.popleft()
-            except IndexError:
-                return
-            callback()
-
-    @property
-    def is_offerable(self) -> bool:
-        """Whether it is complete and readers are missing."""
-        return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
-
-
-class Phase:
-    """Times its `with` block; a class, since a generator's `with` costs a small transfer more."""
-
-    __slots__ = ("_name", "_seconds", "_start")
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._seconds[self._name] = time.perf_counter() - self._start
-
-
-@dataclass
-class Ledger:
-    """What one side of one transfer cost: bytes, copies and seconds.
-
-    Attributes:
-        nbytes: the whole payload, header and padding included.
-        copies: times the tensors' bytes were copied in host memory.
-        reused_nbytes: bytes not sent, because a branch is a prefix of another or the same.
-        copier: the copier that moved the bytes; "" if none did.
-        instructions: the instruction set it used, where it chooses one.
-        digests: "crc32c" or "off".
-        seconds: of each phase, in the order they ran.
-    """
-
-    nbytes: int = 0
-    copies: int = 0
-    reused_nbytes: int = 0
-    copier: str = ""
-    instructions: str = ""
-    digests: str = "off"
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def phase(self, name: str) -> Phase:
-        """Time a `with` block and record it in `seconds` under `name`."""
-        return Phase(self.seconds, name)
-
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
-        return (
-            f"{self.nbytes / 1e6:.2f} MB, {self.copies} host copies, "
-            f"{self.reused_nbytes / 1e6:.2f} MB not sent, digests {self.digests}: {phases}"
-        )
-
-
-class Receipt:
-    """The producer's view of a payload that was put: its state, and a way to wait for its release.
-
-    `ledger` tells what the put cost.
-    """
-
-    def __init__(self, transfer: Transfer, ledger: Ledger):
-        self._transfer, self._pid = transfer, os.getpid()
-        self.ledger = ledger
-
-    @property
-    def key(self) -> str:
-        """The payload's key."""
-        return self._transfer.key
-
-    @property
-    def state(self) -> str:
-        """The state now: "committed", "leased", or finally "released", "failed" or "expired"."""
-        return self._transfer.state.value
-
-    @property
-    def done(self) -> bool:
-        """Whether the state is final; never blocks."""
-        return self._transfer.done.is_set()
-
-    def wait(self, *, timeout: float) -> None:
-        """Block until every declared reader has released the payload, `timeout` seconds at most.
-
-        Raises:
-            TransferFailed: it failed, was aborted or rejected, or expired.
-            TransferTimeout: it was not released within `timeout` seconds.
-        """
-        limit = check_timeout(timeout)
-        check_process(self._pid, f"the receipt of {self.key!r}")
-        self._transfer.done.wait(limit)
-        self.check(waited=timeout)
-
-    def check(self, *, waited: float) -> None:
-        """Raise the error of `wait`, if it is not released after `waited` seconds; never blocks."""
-        transfer = self._transfer
-        if not transfer.done.is_set():
-            raise TransferTimeout(
-                f"payload {self.key!r} is still {self.state} after {waited:g} s: "
-                f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
-                key=self.key,
-                waited=waited,
-                phase=self.state,
-            )
-        if transfer.state is not TransferState.RELEASED:
-            raise TransferFailed(
-                f"payload {self.key!r} {self.state}: {transfer.reason}",
-                key=self.key,
-                reason=transfer.reason,
-            )
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call this once when `done` is true, at once or later; for event loops.
-
-        It runs in any thread, and the link may be locked: it must not block, raise or call back.
-        """
-        check_process(self._pid, f"the receipt of {self.key!r}")
-        self._transfer.done_callbacks.append(callback)
-        if self.done:
-            self._transfer.call_back()
-
-    def remove_done_callback(self, callback: Callable[[], None]) -> None:
-        """Undo `add_done_callback`, unless the call was made."""
-        with suppress(ValueError):
-            self._transfer.done_callbacks.remove(callback)
-
-    def __repr__(self) -> str:
-        return f"<Receipt {self.key!r}: {self.state}>"
 
 
 class TransferTable:
@@ -329,8 +82,9 @@ class TransferTable:
         self._leased: dict[int, Transfer] = {}
         self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
         self._pinned: dict[int, Transfer] = {}
-        self._waiting: dict[str, OrderedDict[Claim, bool]] = {}
+        self._waiting: dict[str, OrderedDict[Claim, Taken]] = {}
         self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
+        self._chunk_gets: dict[Peer, dict[int, GrowingStream[Transfer]]] = {}  # those of chunks
         self._key_chars: Counter[Peer] = Counter()
         self._leases: dict[Peer, dict[tuple[int, int], Transfer]] = {}  # by get and epoch
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
@@ -348,19 +102,36 @@ class TransferTable:
             self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
         return transfer
 
+    def reserve_chunk(self, stream: Transfer) -> Transfer:
+        """Start the next chunk of a stream that grows, not written yet."""
+        self._epoch += 1
+        return Transfer(stream.key, self._epoch, stream=stream)
+
     def put(
-        self, key: str, inline: memoryview, block: object, readers: int, expires: float
+        self,
+        key: str,
+        inline: memoryview,
+        block: object,
+        readers: int,
+        expires: float,
+        stream: Transfer | None = None,
     ) -> Transfer:
-        """Reserve and commit a small payload that travels inside its offers."""
-        transfer = Transfer(key, self._epoch + 1, block=block, inline=inline)
-        self._add(transfer)
+        """Reserve and commit a small payload, or chunk of a stream, that travels in its offers."""
+        transfer = Transfer(key, self._epoch + 1, block=block, inline=inline, stream=stream)
+        if stream is None:
+            self._add(transfer)
+        else:
+            self._epoch += 1
         self.commit(transfer, Location(0, 0, len(inline)), readers, expires)
         return transfer
 
-    def withdraw(self, key: str, block: object) -> bool:
+    def withdraw(self, key: str, block: object, stream: Transfer | None = None) -> bool:
         """After an interrupted `put`: undo it unless it committed; whether it is live."""
-        transfer = self._live.get(key)
-        if transfer is None or transfer.block is not block:
+        live = self._live.get(key)
+        chunks = stream.growing.chunks if stream is not None and stream.growing else ()
+        found = chunks if stream is not None else [] if live is None else [live]
+        transfer = next((each for each in found if each.block is block), None)
+        if transfer is None:
             return False
         self.abort(transfer)
         return transfer.is_committed
@@ -381,8 +152,10 @@ class TransferTable:
         if transfer.state is TransferState.STREAMING:
             self._end(transfer, TransferState.FAILED, "its producer gave it up", "failed")
             return
-        if self._live.get(transfer.key) is transfer:
+        is_live = self._live.get(transfer.key) is transfer
+        if is_live:
             del self._live[transfer.key]
+        if is_live or _is_lost(transfer):
             transfer.finish(TransferState.FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
@@ -393,15 +166,18 @@ class TransferTable:
         draft: int,
         readers: int,
         direct: DirectSource | None = None,
+        growing: GrowingStream[Transfer] | None = None,
     ) -> None:
         """Offer a payload that is still being written, to gets that take streams.
+
+        With `growing` it is a stream that grows, whose chunks follow.
 
         With `direct` it is sent from the caller's tensors: it may be committed as soon as
         `Transfer.is_sent`, and cannot be delivered again after that. Raises TransferFailed if the
         transfer was aborted meanwhile.
         """
         self._check_writing(transfer)
-        transfer.direct = direct
+        transfer.direct, transfer.growing = direct, growing
         transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
         transfer.state = TransferState.STREAMING
         self._offer(transfer)
@@ -423,6 +199,9 @@ class TransferTable:
         was aborted while it was being written.
         """
         self._check_writing(transfer)
+        if transfer.stream is not None:
+            self._append(transfer.stream, transfer, location)
+            return
         if transfer.state is TransferState.RESERVED:
             transfer.location, transfer.unclaimed = location, readers
         transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
@@ -433,6 +212,8 @@ class TransferTable:
         self.counters["committed"] += 1
         for peer, get_id in transfer.leases:
             self._send(peer, Committed(get_id))
+        if transfer.growing is not None:
+            self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
         self._offer(transfer)
         if not transfer.unclaimed and not transfer.leases:
             self._end(transfer, TransferState.RELEASED, "", "closed")
@@ -488,7 +269,7 @@ class TransferTable:
 
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits for `key` that takes it while it is being written."""
-        return any(self._waiting.get(key, {}).values())
+        return any(streamed for streamed, _ in self._waiting.get(key, {}).values())
 
     def find_leased(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
         """Return the transfer that a get may fetch bytes of, or None if it has no such lease.
@@ -502,18 +283,20 @@ class TransferTable:
 
     def stats(self) -> dict[str, int]:
         """Return the numbers now (live, leased, waiting, pinned) and those since the start."""
-        waiting = sum(len(claims) for claims in self._waiting.values())
+        waiting = sum(map(len, self._waiting.values())) + sum(map(len, self._chunk_gets.values()))
         leased = sum(len(transfer.leases) for transfer in self._leased.values())
         now = {"live": len(self._live), "leased": leased, "waiting": waiting}
         return {**now, "pinned": len(self._pinned), **self.counters}
 
     # Events of the peers
 
-    def on_get(
-        self, peer: Peer, get_id: int, key: str, now: float, *, streamed: bool = False
-    ) -> None:
-        """A consumer requests a key, before or after the payload exists."""
-        transfer, claim, self._now = self._live.get(key), (peer, get_id), now
+    def on_get(self, peer: Peer, get: Get, now: float) -> None:
+        """A consumer requests a key or a chunk, before or after it exists."""
+        get_id, key, claim = get.get_id, get.key, (peer, get.get_id)
+        transfer, self._now = self._live.get(key), now
+        if get.stream not in (0, get_id):
+            self._on_chunk_get(transfer, peer, get)
+            return
         if transfer is None and key in self._tombstones:
             _, reason, ending = self._tombstones[key]
             self._send(peer, Failed(get_id, reason, ending))
@@ -530,7 +313,8 @@ class TransferTable:
             self.counters["refused"] += 1
             self._send(peer, Failed(get_id, reason, "failed"))
             return
-        self._waiting.setdefault(key, claims)[claim] = streamed
+        start = get.chunk if get.stream else WHOLE
+        self._waiting.setdefault(key, claims)[claim] = get.streamed, start
         self._gets.setdefault(peer, {})[get_id] = key
         self._key_chars[peer] += len(key)
         if transfer is not None:
@@ -543,6 +327,11 @@ class TransferTable:
         key = self._gets.get(peer, {}).get(get_id)
         if key is not None:
             self._remove_waiting(key, (peer, get_id))
+            return
+        growing = self._chunk_gets.get(peer, {}).get(get_id)
+        if growing is not None:
+            growing.waiting.pop((peer, get_id), None)
+            self._remove_chunk_get((peer, get_id))
             return
         for transfer, claim in self._leases_of(peer):
             if claim == (peer, get_id):
@@ -588,6 +377,8 @@ class TransferTable:
         """Cancel the waiting gets of a peer; its leases stay."""
         for get_id, key in list(self._gets.get(peer, {}).items()):
             self._remove_waiting(key, (peer, get_id))
+        for get_id, growing in self._chunk_gets.pop(peer, {}).items():
+            growing.waiting.pop((peer, get_id), None)
 
     def on_disconnect(self, peer: Peer) -> bool:
         """A peer is disconnected, but its process lives and may read the memory of its leases.
@@ -654,19 +445,25 @@ class TransferTable:
         """Lease the payload to the gets that wait longest, as long as readers are missing."""
         if transfer.location is None or not transfer.unclaimed:
             return  # before the list of waiting gets, which may be long, is copied
-        for claim, streamed in list(self._waiting.get(transfer.key, {}).items()):
+        for claim, (streamed, start) in list(self._waiting.get(transfer.key, {}).items()):
             if not transfer.unclaimed:
                 return
-            if streamed or transfer.state is not TransferState.STREAMING:
+            if (start == WHOLE) is not (transfer.growing is None):
                 self._remove_waiting(transfer.key, claim)
+                peer, get_id = claim
+                is_or_not = "no stream that grows: use get" if transfer.growing is None else GROWS
+                self._send(peer, Failed(get_id, f"it is {is_or_not}", "failed"))
+            elif streamed or transfer.state is not TransferState.STREAMING:
+                self._remove_waiting(transfer.key, claim)
+                if transfer.growing is not None:
+                    transfer.growing.add_reader(claim, start)
                 self._lease(transfer, transfer.location, claim)
+                self._free_released(transfer)
 
     def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:
         transfer.unclaimed -= 1
-        transfer.leases.add(claim)
-        self._leased[transfer.epoch] = transfer
+        self._add_lease(transfer, claim)
         peer, get_id = claim
-        self._leases.setdefault(peer, {})[get_id, transfer.epoch] = transfer
         if transfer.state is not TransferState.STREAMING:
             transfer.state = TransferState.LEASED
             self._send(peer, Offer(get_id, transfer.epoch, location, inline=transfer.inline))
@@ -677,6 +474,12 @@ class TransferTable:
             self._send(peer, Layer(get_id, first, digests))
         self._check_sent(transfer)
 
+    def _add_lease(self, transfer: Transfer, claim: Claim) -> None:
+        transfer.leases.add(claim)
+        self._leased[transfer.epoch] = transfer
+        peer, get_id = claim
+        self._leases.setdefault(peer, {})[get_id, transfer.epoch] = transfer
+
     def _end_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
         transfer.leases.discard(claim)
         peer, get_id = claim
@@ -686,9 +489,16 @@ class TransferTable:
             del self._leases[peer]
         if not transfer.leases:
             self._leased.pop(transfer.epoch, None)
+        if transfer.stream is not None:
+            self._end_chunk_lease(transfer, claim, is_read=not redeliver)
+            return
         if transfer.state.is_final:
             self._free_if_unused(transfer)
             return
+        if transfer.growing is not None:
+            for waiting in transfer.growing.remove_reader(claim, is_lost=redeliver):
+                self._remove_chunk_get(waiting)
+            self._free_released(transfer)
         if redeliver and transfer.is_committed and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
             self.fail(transfer.key, reason, "failed", self._now)
@@ -721,6 +531,10 @@ class TransferTable:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
+        if transfer.growing is not None:
+            self._fail_chunk_gets(transfer.growing, reason, ending)
+            for chunk in transfer.growing.take_all():
+                self._end(chunk, state, reason, ending)
         self.counters[state.value] += 1
         if transfer.direct is not None:
             transfer.direct.release_tensors()
@@ -731,6 +545,94 @@ class TransferTable:
         is_used = transfer.leases or transfer.pins or transfer.has_writer or transfer.is_lent
         if transfer.state.is_final and not is_used:
             self._free(transfer)
+
+    # Chunks of streams that grow
+
+    def _append(self, stream: Transfer, chunk: Transfer, location: Location) -> None:
+        """Add the next chunk to its stream, and offer it to the readers that wait for it."""
+        self._check_writing(stream)
+        growing = stream.growing
+        assert growing is not None
+        number = growing.stop
+        chunk.location, chunk.is_committed, chunk.state = location, True, TransferState.LEASED
+        growing.chunks.append(chunk)  # before this, `abort` ends it
+        chunk.has_writer = False
+        self.counters["committed"] += 1
+        for claim, reader in growing.take_waiting(number):
+            self._remove_chunk_get(claim)
+            self._lease_chunk(growing, chunk, claim, reader, number)
+        self._free_released(stream)
+
+    def _on_chunk_get(self, stream: Transfer | None, peer: Peer, get: Get) -> None:
+        """A reader requests a chunk, before or after it is written."""
+        growing, claim = None if stream is None else stream.growing, (peer, get.get_id)
+        reader, reason = (peer, get.stream), ""
+        ending: Ending = "failed"
+        if growing is None or reader not in growing.readers:
+            tombstone = self._tombstones.get(get.key)
+            _, reason, ending = tombstone or (0.0, "the stream has ended", ending)
+        elif len(growing.waiting) >= MAX_WAITING:
+            reason = f"more than {MAX_WAITING} readers wait already"
+        elif get.get_id in self._chunk_gets.get(peer, ()):
+            reason = f"get {get.get_id} waits already"
+        else:
+            reason = growing.refusal(reader, get.chunk)
+        chunk = None if reason or growing is None else growing.find(get.chunk)
+        if not reason and chunk is None and stream is not None and stream.is_committed:
+            reason, ending = "the stream has ended", "complete"
+        if reason or growing is None:
+            self._send(peer, Failed(get.get_id, reason, ending))
+        elif chunk is not None:
+            self._lease_chunk(growing, chunk, claim, reader, get.chunk)
+        else:
+            growing.waiting[claim] = reader, get.chunk
+            self._chunk_gets.setdefault(peer, {})[get.get_id] = growing
+
+    def _lease_chunk(
+        self,
+        growing: GrowingStream[Transfer],
+        chunk: Transfer,
+        claim: Claim,
+        reader: Claim,
+        number: int,
+    ) -> None:
+        assert chunk.location is not None
+        growing.begin_reading(claim, reader, number)
+        self._add_lease(chunk, claim)
+        peer, get_id = claim
+        self._send(peer, Offer(get_id, chunk.epoch, chunk.location, inline=chunk.inline))
+
+    def _end_chunk_lease(self, chunk: Transfer, claim: Claim, *, is_read: bool) -> None:
+        stream = chunk.stream
+        assert stream is not None
+        assert stream.growing is not None
+        stream.growing.end_reading(claim, is_read=is_read)
+        if chunk.state.is_final:
+            self._free_if_unused(chunk)
+        else:
+            self._free_released(stream)
+
+    def _free_released(self, stream: Transfer) -> None:
+        """Release the chunks that every reader has released."""
+        if stream.growing is not None:
+            for chunk in stream.growing.take_released():
+                self._end(chunk, TransferState.RELEASED, "", "closed")
+
+    def _fail_chunk_gets(
+        self, growing: GrowingStream[Transfer], reason: str, ending: Ending
+    ) -> None:
+        """No more chunks will come: fail the gets that wait for one."""
+        for peer, get_id in list(growing.waiting):
+            del growing.waiting[peer, get_id]
+            self._remove_chunk_get((peer, get_id))
+            self._send(peer, Failed(get_id, shorten(reason), ending))
+
+    def _remove_chunk_get(self, claim: Claim) -> None:
+        peer, get_id = claim
+        gets = self._chunk_gets[peer]
+        del gets[get_id]
+        if not gets:
+            del self._chunk_gets[peer]
 
     def _leases_of(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
         leases = self._leases.get(peer, {})
@@ -756,3 +658,10 @@ class TransferTable:
         self._key_chars[peer] -= len(key)
         if not self._gets[peer]:
             del self._gets[peer], self._key_chars[peer]
+
+
+def _is_lost(transfer: Transfer) -> bool:
+    """Whether this is a chunk that its stream does not have: it was given up, or interrupted."""
+    if transfer.stream is None or transfer.stream.growing is None or transfer.state.is_final:
+        return False
+    return transfer not in transfer.stream.growing.chunks

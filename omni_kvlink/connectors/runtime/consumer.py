@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
+    ChunkOf,
     Delivery,
     GetState,
     GetTable,
@@ -66,10 +67,13 @@ class Session(ABC):
     """The loop in which `close` may be called."""
 
     @abstractmethod
-    def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
+    def request(
+        self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
+    ) -> PendingGet:
         """Request a payload; does not block. Raises PeerLostError if the connection has ended.
 
-        `verify`: compare bytes with their digests as they arrive, unless they are mapped.
+        `verify`: compare bytes with their digests as they arrive, unless they are mapped. `of` is
+        as for `GetTable.request`.
         """
 
     @abstractmethod
@@ -100,6 +104,13 @@ class SessionGet(PendingGet):
     """A get, and the session where it was requested."""
 
     session: Session
+    _get_state: GetState
+
+    def request_chunk(self, number: int) -> PendingGet:
+        """Request a chunk of the stream that this get has received."""
+        get_state = self._get_state
+        of = ChunkOf(get_state.get_id, number)
+        return self.session.request(get_state.key, streamed=False, verify=get_state.verify, of=of)
 
 
 class MappedSession(Session):
@@ -118,9 +129,11 @@ class MappedSession(Session):
         It returns at the `deadline` (`time.monotonic`) at the latest.
         """
 
-    def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
+    def request(
+        self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
+    ) -> PendingGet:
         """Request a payload, which is mapped when it is offered; nothing crosses a network."""
-        return MappedGet(self, self.get_table.request(key, streamed=streamed))
+        return MappedGet(self, self.get_table.request(key, streamed=streamed, of=of))
 
 
 class MappedGet(SessionGet):
@@ -231,6 +244,11 @@ class SessionConsumer(Consumer):
     ) -> PendingGet:
         """Request a payload; blocks only while it reconnects."""
         return self._live_session(timeout).request(key, streamed=streamed, verify=verify)
+
+    def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
+        """Request a stream that grows; blocks only while it reconnects."""
+        session = self._live_session(timeout)
+        return session.request(key, streamed=True, verify=verify, of=ChunkOf(0, start))
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from omni_kvlink.connectors.base import Options, Producer
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.messages import (
     NOTHING,
     SLOT,
@@ -30,14 +31,8 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
     write_head,
 )
-from omni_kvlink.connectors.protocol.transfer_table import (
-    Claim,
-    Ledger,
-    Peer,
-    Receipt,
-    Transfer,
-    TransferTable,
-)
+from omni_kvlink.connectors.protocol.transfer import Claim, Ledger, Peer, Receipt, Transfer
+from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import CapacityError, SchemaError, WireError
@@ -161,9 +156,7 @@ class PooledProducer(Producer):
         now = time.monotonic()
         with self.lock:
             if isinstance(message, Get):
-                self.transfers.on_get(
-                    peer, message.get_id, message.key, now, streamed=message.streamed
-                )
+                self.transfers.on_get(peer, message, now)
             elif isinstance(message, Cancel):
                 self.transfers.on_cancel(peer, message.get_id)
             elif isinstance(message, Release):
@@ -258,6 +251,16 @@ class PooledProducer(Producer):
             self._check_open()
         with self.lock:
             transfer = self.transfers.reserve(key)
+        return self._reserve(transfer, nbytes, timeout, draft)
+
+    def reserve_chunk(self, stream: Lease, nbytes: int, *, timeout: float) -> Lease:
+        """Reserve a slot of the pool; blocks while the pool is full."""
+        self._check_open()
+        with self.lock:
+            transfer = self.transfers.reserve_chunk(_transfer(stream))
+        return self._reserve(transfer, nbytes, timeout, 0)
+
+    def _reserve(self, transfer: Transfer, nbytes: int, timeout: float, draft: int) -> Lease:
         try:
             transfer.block = block = self.pool.reserve(SLOT + nbytes + draft, timeout=timeout)
             slot = self.pool.region(block)
@@ -266,7 +269,7 @@ class PooledProducer(Producer):
         except BaseException as error:
             self._abort(transfer)
             if isinstance(error, CapacityError):
-                text = f"key {key!r}: {error}"
+                text = f"key {transfer.key!r}: {error}"
                 raise CapacityError(text, requested=error.requested, free=error.free) from None
             raise
 
@@ -288,6 +291,27 @@ class PooledProducer(Producer):
     def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
         """Write the draft header and offer the payload to gets that take streams."""
         self._begin(lease, draft, lease.region.nbytes, readers, None)
+
+    def begin_chunks(self, lease: Lease, draft: bytes, *, readers: int, window: int) -> None:
+        """Write the draft header and offer the stream to gets that take chunks."""
+        growing = GrowingStream[Transfer](readers, window)
+        self._begin(lease, draft, lease.region.nbytes, readers, None, growing)
+
+    def wait_for_window(self, stream: Lease, *, timeout: float) -> None:
+        """Block until the oldest chunk is released, if the window is full."""
+        self._check_open()
+        deadline, growing = time.monotonic() + timeout, _transfer(stream).growing
+        assert growing is not None
+        while True:
+            with self.lock:
+                oldest = growing.chunks[0] if growing.is_full else None
+            if oldest is None:
+                return
+            if not oldest.done.wait(max(0.0, deadline - time.monotonic())):
+                raise CapacityError(
+                    f"stream {oldest.key!r}: not every reader has released chunk {growing.first} "
+                    f"within {timeout:g} s, and {growing.window} chunks are kept (window=)"
+                )
 
     def begin_direct(
         self,
@@ -319,9 +343,9 @@ class PooledProducer(Producer):
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
         transfer = _transfer(lease)
-        region = lease.move()
         expires = time.monotonic() + ttl
         try:
+            region = lease.move()
             if fault_points.enabled:
                 fault_points.point("publish.before")
             slot = self.pool.region(_block(transfer))
@@ -340,7 +364,14 @@ class PooledProducer(Producer):
         return Receipt(transfer, ledger)
 
     def publish_inline(
-        self, key: str, payload: Region, *, readers: int, ttl: float, ledger: Ledger
+        self,
+        key: str,
+        payload: Region,
+        *,
+        readers: int,
+        ttl: float,
+        ledger: Ledger,
+        stream: Lease | None = None,
     ) -> Receipt | None:
         """Publish a small payload that travels inside its offers; never blocks for memory."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
@@ -348,18 +379,19 @@ class PooledProducer(Producer):
         share = self.pool.share(payload.nbytes)
         if share is None:
             return None
-        expires = time.monotonic() + ttl
+        expires, head = time.monotonic() + ttl, None if stream is None else _transfer(stream)
         try:
             if fault_points.enabled:
                 fault_points.point("publish.before")
             with self.lock:
-                transfer = self.transfers.put(key, payload.view(), share, readers, expires)
+                inline = payload.view()
+                transfer = self.transfers.put(key, inline, share, readers, expires, head)
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
             # An interrupt after the commit leaves a payload that will expire.
             with self.lock:
-                is_held = self.transfers.withdraw(key, share)
+                is_held = self.transfers.withdraw(key, share, head)
             if not is_held:
                 share.release()
             raise
@@ -417,7 +449,13 @@ class PooledProducer(Producer):
     # Inside
 
     def _begin(
-        self, lease: Lease, draft: bytes, nbytes: int, readers: int, direct: DirectSource | None
+        self,
+        lease: Lease,
+        draft: bytes,
+        nbytes: int,
+        readers: int,
+        direct: DirectSource | None,
+        growing: GrowingStream[Transfer] | None = None,
     ) -> None:
         self._check_open()
         if readers < 1:
@@ -428,7 +466,7 @@ class PooledProducer(Producer):
         slot.write(SLOT + here, draft)
         with self.lock:
             location = _location(transfer, nbytes)
-            self.transfers.begin_stream(transfer, location, len(draft), readers, direct)
+            self.transfers.begin_stream(transfer, location, len(draft), readers, direct, growing)
 
     def _commit(self, transfer: Transfer, nbytes: int, readers: int, expires: float) -> bool:
         """Commit, unless readers still need the caller's own tensors; return whether it did."""

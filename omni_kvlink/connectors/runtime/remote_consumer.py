@@ -46,7 +46,7 @@ from omni_kvlink.payload.format import MAX_HEADER
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options, PendingGet
     from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.get_table import ChunkOf, Delivery
 
 VERIFICATION = ("verified", "unverified", "refetched", "rejected")
 """Counters of `stats()["verification"]`: payloads delivered with all of their bytes compared with
@@ -142,12 +142,14 @@ class RemoteSession(Session):
 
     # For any thread
 
-    def request(self, key: str, *, streamed: bool, verify: bool = True) -> PendingGet:
+    def request(
+        self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
+    ) -> PendingGet:
         """Ask for a payload; see `Session`."""
         ready: Future[None] = Future()
         ready.set_running_or_notify_cancel()  # only the session completes it
         get_state = self.get_table.request(
-            key, streamed=streamed, early=True, verify=verify, ready=ready
+            key, streamed=streamed, early=True, verify=verify, ready=ready, of=of
         )
         return RemoteGet(self, get_state)
 

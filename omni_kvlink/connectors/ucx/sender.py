@@ -14,7 +14,7 @@ from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 
 class UcxSender(RangeSender):

@@ -12,7 +12,7 @@ from omni_kvlink.connectors.protocol.messages import MAX_MESSAGE, Chunk, FetchRa
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 _MALLOC_KEEPS = 31 << 20
 """Bytes; glibc adapts its threshold to freed blocks of at most 32 MiB."""

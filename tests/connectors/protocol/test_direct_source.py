@@ -9,8 +9,8 @@ from transfer_table_fixtures import HERE, Bench
 
 from omni_kvlink import TransferFailed, WireError
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
-from omni_kvlink.connectors.protocol.messages import Committed, Failed, Layer, Offer
-from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferState
+from omni_kvlink.connectors.protocol.messages import Committed, Failed, Get, Layer, Offer
+from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
 from omni_kvlink.memory.region import Mapping
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class DirectBench(Bench):
         return transfer
 
     def follow(self, peer: str, number: int = 1) -> None:
-        self.transfers.on_get(peer, number, "k", 0.0, streamed=True)
+        self.transfers.on_get(peer, Get(number, "k", streamed=True), 0.0)
 
     def take(self, transfer: Transfer, peer: str, number: int = 1) -> None:
         self.transfers.on_sent(transfer, (peer, number), HEADER, HEADER + FIRST)

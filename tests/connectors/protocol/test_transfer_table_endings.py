@@ -7,7 +7,7 @@ from transfer_table_fixtures import HERE, Bench, offer, state_of
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol import transfer_table as module
-from omni_kvlink.connectors.protocol.messages import Failed, Status
+from omni_kvlink.connectors.protocol.messages import Failed, Get, Status
 from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED, TOMBSTONE_SECONDS
 
 
@@ -51,9 +51,9 @@ def test_a_cancel_looks_at_no_other_peer(bench: Bench) -> None:
 
     for number in range(300):
         peer = Counted(f"peer {number}")
-        bench.transfers.on_get(peer, 1, f"k{number}", 0.0)
+        bench.transfers.on_get(peer, Get(1, f"k{number}"), 0.0)
         bench.put(f"own {number}")
-        bench.transfers.on_get(peer, 2, f"own {number}", 0.0)
+        bench.transfers.on_get(peer, Get(2, f"own {number}"), 0.0)
     Counted.compared = 0
     for number in range(300):
         bench.transfers.on_cancel(Counted(f"peer {number}"), 1)

@@ -8,10 +8,18 @@ import pytest
 from transfer_table_fixtures import HERE, Bench, state_of
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
-from omni_kvlink.connectors.protocol.messages import Committed, Ending, Failed, Layer, Offer, Status
+from omni_kvlink.connectors.protocol.messages import (
+    Committed,
+    Ending,
+    Failed,
+    Get,
+    Layer,
+    Offer,
+    Status,
+)
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 K, V = (b"\1\2\3\4", b"\5\6\7\10"), (b"abcd", b"efgh")
 DRAFT = 512
@@ -27,7 +35,7 @@ class StreamBench(Bench):
 
     def follow(self, peer: str, number: int, key: str = "k") -> None:
         """Request the payload as a stream."""
-        self.transfers.on_get(peer, number, key, 0.0, streamed=True)
+        self.transfers.on_get(peer, Get(number, key, streamed=True), 0.0)
 
     def commit(self, transfer: Transfer, expires: float = 100.0) -> None:
         self.transfers.commit(transfer, HERE, 99, expires)  # `begin_stream` set the readers

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from omni_kvlink.connectors.protocol.messages import Location, Message, Offer, Outcome
-from omni_kvlink.connectors.protocol.transfer_table import Transfer, TransferTable
+from typing import TYPE_CHECKING
+
+from omni_kvlink.connectors.protocol.messages import Get, Location, Message, Offer, Outcome
+from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 HERE = Location(0, 4096, 100)
 
@@ -25,7 +30,7 @@ class Bench:
         return transfer
 
     def request(self, peer: str, number: int, key: str, now: float = 0.0) -> None:
-        self.transfers.on_get(peer, number, key, now)
+        self.transfers.on_get(peer, Get(number, key), now)
 
     def release(
         self,

@@ -22,7 +22,7 @@ from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

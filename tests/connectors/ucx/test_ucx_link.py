@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from omni_kvlink.connectors.protocol.transfer_table import Transfer
+    from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.memory.region import Region
 
 if importlib.util.find_spec("ucxx") is None:

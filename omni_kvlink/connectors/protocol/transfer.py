@@ -1,0 +1,273 @@
+"""One transfer of the producer: its state, its receipt, and the ledger of what it cost."""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
+from omni_kvlink.connectors.protocol.messages import NOTHING, Location
+from omni_kvlink.connectors.protocol.process_check import check_process
+from omni_kvlink.errors import TransferFailed, TransferTimeout
+
+Peer = Hashable
+Claim = tuple[Peer, int]
+"""One get of one consumer: the peer, and the peer's number of the get."""
+
+
+class TransferState(enum.Enum):
+    """Where a transfer is; the last three are final."""
+
+    RESERVED = "reserved"
+    STREAMING = "streaming"
+    COMMITTED = "committed"
+    LEASED = "leased"
+    RELEASED = "released"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the transfer has ended."""
+        return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
+
+
+class LazyEvent:
+    """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
+
+    __slots__ = ("_is_set", "_waiting")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake those who wait."""
+        self._is_set = True
+        while self._waiting:
+            with suppress(IndexError):  # another thread was faster
+                self._waiting.pop().release()
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        self._is_set = False
+
+    def wait(self, timeout: float) -> bool:
+        """Block until it is set, for `timeout` seconds at most; return whether it is."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        if not self._is_set:  # `set` may have come before the lock was there to be released
+            lock.acquire(timeout=timeout)
+        with suppress(ValueError):
+            self._waiting.remove(lock)
+        return self._is_set
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One payload from `reserve` to its release; `(key, epoch)` is unique.
+
+    Only the `TransferTable` changes its state.
+    """
+
+    key: str
+    epoch: int
+    state: TransferState = TransferState.RESERVED
+    reason: str = ""  # why it failed or expired
+    location: Location | None = None  # once it may be offered
+    draft: int = 0  # bytes of the header without digests behind the payload, if it is streamed
+    # Announced so far: the number of the first tensor, and the tensors' digests.
+    layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+    expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
+    is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
+    unclaimed: int = 0  # readers that were declared and have no lease
+    is_committed: bool = False  # whether the payload is complete
+    leases: set[Claim] = field(default_factory=set)
+    pins: set[Claim] = field(default_factory=set)  # of disconnected peers that may still read it
+    has_writer: bool = True  # whether the producer may still write to the memory
+    is_lent: bool = False  # whether the caller keeps tensors of the memory
+    done: LazyEvent = field(default_factory=LazyEvent)  # set in a final state
+    done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
+    direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
+    # Of a direct transfer: set when `is_sent` may have become true.
+    all_sent: LazyEvent = field(default_factory=LazyEvent)
+    block: object = None  # of the owner's memory, until that is freed
+    inline: memoryview = NOTHING  # a small payload itself, which has no block
+    growing: GrowingStream[Transfer] | None = None  # the chunks and readers of a stream that grows
+    stream: Transfer | None = None  # of a chunk: its stream's transfer
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether no reader needs the caller's own tensors any more."""
+        if self.direct is None:
+            return True
+        return not self.unclaimed and all(map(self.direct.has_sent_all, self.leases))
+
+    def wait_sent(self, deadline: float) -> None:
+        """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
+        left = max(0.0, deadline - time.monotonic())
+        if not self.all_sent.wait(left):
+            phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
+            raise TransferTimeout(
+                f"payload {self.key!r} was aborted: it is sent from its caller's tensors, and "
+                f"not every reader received it in time ({phase})",
+                key=self.key,
+                phase=phase,
+            )
+
+    def finish(self, state: TransferState, reason: str) -> None:
+        """Reach a final state, and wake what waits for it."""
+        self.state, self.reason = state, reason
+        self.done.set()
+        self.all_sent.set()
+        self.call_back()
+
+    def call_back(self) -> None:
+        """Make each call of `done_callbacks` once; any thread."""
+        while True:
+            try:
+                callback = self.done_callbacks.popleft()
+            except IndexError:
+                return
+            callback()
+
+    @property
+    def is_offerable(self) -> bool:
+        """Whether it is complete and readers are missing."""
+        return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
+
+
+class Phase:
+    """Times its `with` block; a class, since a generator's `with` costs a small transfer more."""
+
+    __slots__ = ("_name", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], name: str):
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds[self._name] = time.perf_counter() - self._start
+
+
+@dataclass
+class Ledger:
+    """What one side of one transfer cost: bytes, copies and seconds.
+
+    Attributes:
+        nbytes: the whole payload, header and padding included.
+        copies: times the tensors' bytes were copied in host memory.
+        reused_nbytes: bytes not sent, because a branch is a prefix of another or the same.
+        copier: the copier that moved the bytes; "" if none did.
+        instructions: the instruction set it used, where it chooses one.
+        digests: "crc32c" or "off".
+        seconds: of each phase, in the order they ran.
+    """
+
+    nbytes: int = 0
+    copies: int = 0
+    reused_nbytes: int = 0
+    copier: str = ""
+    instructions: str = ""
+    digests: str = "off"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def phase(self, name: str) -> Phase:
+        """Time a `with` block and record it in `seconds` under `name`."""
+        return Phase(self.seconds, name)
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
+        return (
+            f"{self.nbytes / 1e6:.2f} MB, {self.copies} host copies, "
+            f"{self.reused_nbytes / 1e6:.2f} MB not sent, digests {self.digests}: {phases}"
+        )
+
+
+class Receipt:
+    """The producer's view of a payload that was put: its state, and a way to wait for its release.
+
+    `ledger` tells what the put cost.
+    """
+
+    def __init__(self, transfer: Transfer, ledger: Ledger):
+        self._transfer, self._pid = transfer, os.getpid()
+        self.ledger = ledger
+
+    @property
+    def key(self) -> str:
+        """The payload's key."""
+        return self._transfer.key
+
+    @property
+    def state(self) -> str:
+        """The state now: "committed", "leased", or finally "released", "failed" or "expired"."""
+        return self._transfer.state.value
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is final; never blocks."""
+        return self._transfer.done.is_set()
+
+    def wait(self, *, timeout: float) -> None:
+        """Block until every declared reader has released the payload, `timeout` seconds at most.
+
+        Raises:
+            TransferFailed: it failed, was aborted or rejected, or expired.
+            TransferTimeout: it was not released within `timeout` seconds.
+        """
+        limit = check_timeout(timeout)
+        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._transfer.done.wait(limit)
+        self.check(waited=timeout)
+
+    def check(self, *, waited: float) -> None:
+        """Raise the error of `wait`, if it is not released after `waited` seconds; never blocks."""
+        transfer = self._transfer
+        if not transfer.done.is_set():
+            raise TransferTimeout(
+                f"payload {self.key!r} is still {self.state} after {waited:g} s: "
+                f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
+                key=self.key,
+                waited=waited,
+                phase=self.state,
+            )
+        if transfer.state is not TransferState.RELEASED:
+            raise TransferFailed(
+                f"payload {self.key!r} {self.state}: {transfer.reason}",
+                key=self.key,
+                reason=transfer.reason,
+            )
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call this once when `done` is true, at once or later; for event loops.
+
+        It runs in any thread, and the link may be locked: it must not block, raise or call back.
+        """
+        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._transfer.done_callbacks.append(callback)
+        if self.done:
+            self._transfer.call_back()
+
+    def remove_done_callback(self, callback: Callable[[], None]) -> None:
+        """Undo `add_done_callback`, unless the call was made."""
+        with suppress(ValueError):
+            self._transfer.done_callbacks.remove(callback)
+
+    def __repr__(self) -> str:
+        return f"<Receipt {self.key!r}: {self.state}>"

@@ -1,0 +1,191 @@
+"""`AppendStream`: the sending end of a stream that grows, chunk by chunk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.process_check import check_process
+from omni_kvlink.errors import CapacityError, ClosedError, SchemaError
+from omni_kvlink.payload.growing import StreamPosition
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omni_kvlink.connectors.base import Producer
+    from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
+    from omni_kvlink.copier import Copier
+    from omni_kvlink.memory.region import Lease
+    from omni_kvlink.payload.growing import StreamSpec
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.tensor_data import TensorTransferData
+
+
+class StreamPut(Protocol):
+    """Puts the head of a stream, and each of its chunks; see `PutOperation`."""
+
+    producer: Producer
+    plan: Manifest
+    copier: Copier
+    ledger: Ledger
+    readers: int
+
+    def put_chunk(
+        self, stream: Lease, chunk: TensorTransferData, deadline: float
+    ) -> tuple[bytes, Ledger]:
+        """Copy a chunk and publish it; return its header, and what it cost."""
+
+    def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
+        """Write the header of the head and commit the stream."""
+
+
+class AppendStream:
+    """A stream that grows, from `KVProducer.open_stream`; a context manager; thread-safe.
+
+    Leaving the block commits it. An exception in the block fails it: its readers raise
+    TransferFailed, also in the middle. `receipt` is None before `commit`; the `ledger` adds up what
+    all appends cost.
+    """
+
+    def __init__(self, spec: StreamSpec, head: StreamPut, lease: Lease, *, window: int):
+        self.request_id, self.ledger = head.plan.request_id, head.ledger
+        self.receipt: Receipt | None = None
+        self._spec, self._head = spec, head
+        self._position = StreamPosition()
+        self._pid = os.getpid()
+        self._appending = threading.Lock()  # chunks follow one another
+        self._lock = threading.Lock()  # held while the head is written, committed or aborted
+        self._lease: Lease | None = None
+        try:
+            head.producer.begin_chunks(
+                lease, head.plan.encode(), readers=head.readers, window=window
+            )
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+
+    @property
+    def count(self) -> int:
+        """The number of chunks that were appended."""
+        return self._position.number
+
+    def append(
+        self,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 10.0,
+    ) -> int:
+        """Copy the tensors of the next chunk and let the readers have it; return its number.
+
+        The tensors are as the stream's spec says, of any length in the dimension that grows, and
+        may be modified again when this returns. `metadata` is JSON, for this chunk alone. Blocks
+        while a reader has not released the oldest of `window` chunks, or memory is missing.
+
+        Raises:
+            CapacityError: that took longer than `timeout` seconds; nothing was sent, try again.
+            SchemaError: the tensors are not as the spec says; nothing was sent.
+            TransferFailed: the stream was aborted, or a reader rejected a chunk.
+            ClosedError: the stream was committed or failed before.
+        """
+        self._check_process()
+        deadline = time.monotonic() + check_timeout(timeout)
+        with self._appending:
+            return self._append(tensors, metadata, deadline)
+
+    def commit(self) -> Receipt:
+        """End the stream; its readers learn how many chunks there are. The block's end calls this.
+
+        TransferFailed if the stream was aborted, or a reader rejected a chunk.
+        """
+        self._check_process()
+        with self._appending, self._lock:
+            if self.receipt is not None:
+                return self.receipt
+            lease, head = self._open_lease(), self._head
+            self._lease = None
+            with lease:
+                views = self._spec.head(self._position.encode()).tensors()
+                digests = head.copier.gather(views, head.plan, lease.region)
+                nbytes = head.ledger.nbytes
+                self.receipt = head.publish(lease, digests)
+                head.ledger.nbytes += nbytes
+            return self.receipt
+
+    def fail(self, reason: str) -> None:
+        """Fail the stream: its readers raise TransferFailed with this reason; idempotent.
+
+        An `append` that runs in another thread is waited for: it raises TransferFailed.
+        """
+        self._check_process()
+        self._abort(reason)
+        with self._appending:
+            pass
+
+    def __enter__(self) -> AppendStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: object
+    ) -> None:
+        if os.getpid() != self._pid:
+            return  # in a forked child, the block ends with its own error
+        if error is not None:
+            self.fail(f"after {self.count} chunks: {error!r}")
+        else:
+            self.commit()
+
+    def __del__(self) -> None:
+        lease = getattr(self, "_lease", None)
+        if lease is not None and os.getpid() == self._pid:
+            reason = "its producer never committed it"
+            self._head.producer.abort(lease, reason, deferred=True)
+            text = f"stream {self.request_id!r} was not committed"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
+
+    def _append(
+        self, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None, deadline: float
+    ) -> int:
+        lease, head, started = self._open_lease(), self._head, time.perf_counter()
+        try:
+            chunk = self._spec.chunk(tensors, metadata, self._position)
+            head.producer.wait_for_window(lease, timeout=_left(deadline))
+            header, ledger = head.put_chunk(lease, chunk, deadline)
+            self._position = self._position.after(header)
+        except (CapacityError, SchemaError):
+            raise
+        except BaseException as error:
+            # Whether the chunk was sent is not known: an interrupt comes at any line.
+            self._abort(f"chunk {self._position.number} was not appended: {error!r}")
+            raise
+        self._account(ledger, time.perf_counter() - started)
+        return self._position.number - 1
+
+    def _abort(self, reason: str) -> None:
+        with self._lock:
+            lease, self._lease = self._lease, None
+            if lease is not None:
+                self._head.producer.abort(lease, reason)
+
+    def _account(self, chunk: Ledger, seconds: float) -> None:
+        total = self.ledger
+        total.nbytes += chunk.nbytes
+        total.copies |= chunk.copies
+        total.seconds["append"] = total.seconds.get("append", 0.0) + seconds
+
+    def _check_process(self) -> None:
+        check_process(self._pid, f"stream {self.request_id!r}")
+
+    def _open_lease(self) -> Lease:
+        if self._lease is None:
+            raise ClosedError(f"stream {self.request_id!r} was committed or failed before")
+        return self._lease
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

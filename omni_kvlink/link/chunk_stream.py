@@ -1,0 +1,222 @@
+"""`ChunkStream`: the receiving end of a stream that grows, chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from omni_kvlink.connectors.protocol.get_table import StreamEnded, check_timeout
+from omni_kvlink.errors import ClosedError, TransferTimeout, WireError
+from omni_kvlink.payload.growing import StreamPosition, read_end, read_head
+from omni_kvlink.payload.manifest import Manifest, header_bytes
+from omni_kvlink.payload.tensor_data import TensorTransferData, filled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.copier import Copier
+    from omni_kvlink.memory.region import Region
+
+AHEAD = 4
+"""Chunks that a reader has requested: each is on its way as soon as it is appended."""
+
+
+class OpenedChunk(Protocol):
+    """What the stream needs of a `ReceivedChunk`."""
+
+    data: TensorTransferData
+
+    def release(self) -> None:
+        """Release it."""
+
+
+C = TypeVar("C", bound=OpenedChunk)
+
+
+class ChunkStream(Generic[C]):
+    """A stream that grows, from `KVConsumer.read_stream`; iterate over its chunks.
+
+    A context manager; without the block, it is released at its end, or with the last reference to
+    it. For one thread at a time.
+
+    Attributes:
+        request_id: of the stream.
+        metadata: what `open_stream` was given.
+        dim: the dimension in which the tensors grow.
+        count: the number of chunks of the whole stream once it has ended; None before.
+    """
+
+    def __init__(
+        self,
+        head: PendingGet,
+        delivery: Delivery,
+        open_chunk: Callable[[Delivery, StreamPosition, Callable[[C, StreamPosition], None]], C],
+        copier: Copier,
+        *,
+        start: int,
+        timeout: float,
+    ):
+        self.request_id, self.timeout = delivery.key, timeout
+        self.count: int | None = None
+        self._head, self._delivery = head, delivery
+        self._open_chunk, self._copier = open_chunk, copier
+        self._position = StreamPosition(start, None) if start else StreamPosition()
+        self._requested: dict[int, PendingGet] = {}
+        self._last: C | None = None
+        try:
+            region = self._region()
+            header = delivery.draft or header_bytes(region)
+            manifest = delivery.manifest or Manifest.decode(header, region.nbytes)
+            if manifest.request_id != delivery.key:
+                raise WireError(f"requested {delivery.key!r}, it is {manifest.request_id!r}")
+            self.dim, self.metadata, self._spec = read_head(manifest, region)
+        except Exception as error:
+            delivery.reject(str(error) or repr(error), at_once=True)
+            raise
+        except BaseException:  # an interrupt: another reader can have it
+            delivery.release_unread()
+            raise
+
+    @property
+    def position(self) -> int:
+        """The number of the chunk that is received next."""
+        return self._position.number
+
+    def __iter__(self) -> Iterator[C]:
+        """The chunks in their order, up to the end; waits up to the stream's timeout for each."""
+        while (chunk := self.receive()) is not None:
+            yield chunk
+
+    def receive(self, *, timeout: float | None = None) -> C | None:
+        """Wait for the next chunk; None at the end, when order and completeness are proved.
+
+        The chunk before is released; tensors of it that are kept elsewhere keep its memory, and its
+        place in the producer's window. `timeout` (seconds) is that of the stream if None.
+
+        Raises:
+            TransferTimeout: it was not appended in time; call again to go on waiting.
+            TransferFailed: the producer failed the stream, or it was aborted.
+            PeerLostError: the producer died, or closed the link.
+            IntegrityError: a chunk is missing or not the one that was appended.
+            ClosedError: the stream was released.
+        """
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        if self.count is not None:
+            self.release()  # an interrupt may have come before
+            return None
+        self.when_next()
+        delivery, pending = None, self._requested.pop(self.position)
+        with contextlib.suppress(StreamEnded):
+            delivery = pending.wait(timeout=limit)
+        if delivery is None:
+            self._finish(limit)
+            return None
+        return self._open_chunk(delivery, self._position, self._accept)
+
+    def concatenate(self) -> TensorTransferData:
+        """Receive the chunks that are left, and return their tensors joined along `dim`, as copies.
+
+        Its `save` writes a .safetensors file of them.
+        """
+        parts = [_copies(self._spec), *(_copies(chunk.data) for chunk in self)]
+        joined = [torch.cat(column, self.dim) for column in zip(*parts, strict=True)]
+        return TensorTransferData(self.request_id, filled(self._spec.tree, joined), self.metadata)
+
+    def release(self) -> None:
+        """Release the stream: chunks that were not received are not kept for this reader."""
+        self._drop_requests()
+        self._delivery.release()
+
+    def release_unread(self) -> None:
+        """Let another reader go on with the chunk after the last one that was released."""
+        self._drop_requests()
+        self._delivery.release_unread()
+
+    def __enter__(self) -> ChunkStream[C]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    # For event loops: `receive(timeout=0.0)` does not block once this future is done, and then,
+    # if it ended with `StreamEnded`, the other.
+
+    def when_next(self) -> Future[Any]:
+        """Release the last chunk, and request the next ones; a future that ends with the first."""
+        self._release_chunk()
+        self._region()
+        for number in range(self.position, self.position + AHEAD):
+            if number not in self._requested:
+                self._requested[number] = self._head.request_chunk(number)
+        return self._requested[self.position].future
+
+    def when_whole(self) -> Future[Any]:
+        """A future that ends when the end of the stream is here, or with the error."""
+        progress = self._delivery.progress
+        if progress is not None:
+            return progress.whole
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def _finish(self, timeout: float) -> None:
+        """Check that nothing is missing, and release the stream."""
+        try:
+            error = self.when_whole().exception(timeout)
+        except FutureTimeout:
+            raise TransferTimeout(
+                f"stream {self.request_id!r}: its end did not come within {timeout:g} s",
+                key=self.request_id,
+                waited=timeout,
+                phase="all chunks were received",
+            ) from None
+        if error is not None:
+            raise copy.copy(error)
+        region = self._region()
+        try:
+            manifest = Manifest.decode(header_bytes(region), region.nbytes)
+            if manifest.has_digests:
+                self._copier.verify(manifest, region)
+            count = read_end(manifest, region, self._position)
+        except WireError as error:
+            self._delivery.reject(str(error))
+            raise
+        self.count = count
+        self.release()
+
+    def _accept(self, chunk: C, following: StreamPosition) -> None:
+        """Go on behind a chunk: at once, so that an interrupt comes before or after it."""
+        self._last, self._position = chunk, following
+
+    def _region(self) -> Region:
+        self._delivery.check_process()
+        region = self._delivery.region
+        if region is None:
+            raise ClosedError(f"stream {self.request_id!r} was released")
+        return region
+
+    def _release_chunk(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.release()
+
+    def _drop_requests(self) -> None:
+        self._release_chunk()
+        requested, self._requested = self._requested, {}
+        for pending in requested.values():
+            pending.cancel()
+
+    def __repr__(self) -> str:
+        return f"<ChunkStream {self.request_id!r}, next chunk {self.position}>"
+
+
+def _copies(data: TensorTransferData) -> list[torch.Tensor]:
+    """Copies of the tensors, which are plain ones: they were received."""
+    return [view.clone() for view in data.tensors() if isinstance(view, torch.Tensor)]

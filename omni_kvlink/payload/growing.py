@@ -1,0 +1,187 @@
+"""What a stream that grows sends: a head with its spec, the chunks, and an end.
+
+Head and chunks are a `TensorTransferData` each. A chunk has beside its tensors its number and a
+running digest of all chunks before it. The end, a tensor of the head that is written last, has the
+count of the chunks and the digest of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from omni_kvlink.errors import IntegrityError, SchemaError, WireError
+from omni_kvlink.payload.tensor_data import TensorTransferData, filled
+
+if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView
+
+_POSITION = struct.Struct("<Q16s")
+Row = tuple[str, torch.dtype, list[int]]
+"""Path, dtype and shape of a tensor, with -1 for the dimension that grows."""
+
+
+class StreamPosition(NamedTuple):
+    """The number of a chunk, and a running BLAKE2b of the headers of the chunks before it.
+
+    The headers hold the digests of the tensors. A reader that begins in the middle knows no digest,
+    and takes the one that its first chunk carries.
+    """
+
+    number: int = 0
+    digest: bytes | None = bytes(16)
+
+    def after(self, header: bytes | memoryview) -> StreamPosition:
+        """Return the next position; `header` is all of the chunk's payload before its tensors."""
+        running = hashlib.blake2b(self.digest or b"", digest_size=16)
+        running.update(header)
+        return StreamPosition(self.number + 1, running.digest())
+
+    def encode(self) -> torch.Tensor:
+        """Return the position as a chunk, or the end, carries it."""
+        packed = _POSITION.pack(self.number, self.digest)
+        return torch.tensor(list(packed), dtype=torch.uint8)
+
+    def check(self, carried: StreamPosition) -> None:
+        """IntegrityError unless this is the position that a chunk, or the end, carries.
+
+        Then a chunk is missing, or one before it is not the one that was appended.
+        """
+        if carried.number != self.number:
+            raise IntegrityError(f"chunk {carried.number} came instead of chunk {self.number}")
+        if self.digest not in (None, carried.digest):
+            raise IntegrityError(f"the chunks before {self.number} are not those appended")
+
+
+class StreamSpec:
+    """Names, dtypes and shapes of the tensors of every chunk, of which dimension `dim` grows.
+
+    The sizes of `tensors` in that dimension do not count. SchemaError if one has no such dimension.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        dim: int,
+        metadata: Mapping[str, Any] | None,
+    ):
+        self.dim, self._data = dim, TensorTransferData(request_id, tensors, metadata)
+        self._rows = [self._row(path, view) for path, view in self._data._flat()]
+        if not self._rows:
+            raise SchemaError("the spec of a stream has no tensors")
+
+    def head(self, end: torch.Tensor) -> TensorTransferData:
+        """Return the payload that a reader receives first; and last, with the `end`."""
+        data = self._data
+        spec = filled(data.tree, map(self._empty, data.tensors()))
+        about = {"dim": self.dim, "metadata": data.metadata}
+        return TensorTransferData(data.request_id, {"spec": spec, "end": end}, about)
+
+    def chunk(
+        self, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None, at: StreamPosition
+    ) -> TensorTransferData:
+        """Return the payload of a chunk; SchemaError if its tensors are not as the spec says."""
+        if not isinstance(tensors, Mapping):
+            raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
+        tree = {"data": tensors, "position": at.encode()}
+        payload = TensorTransferData(self._data.request_id, tree, metadata)
+        *views, _ = payload._flat()
+        rows = [self._row(path[len("/data") :], view) for path, view in views]
+        if rows != self._rows:
+            raise SchemaError(f"chunk {at.number}: {_difference(rows, self._rows)}")
+        return payload
+
+    def _row(self, path: str, view: TensorView) -> Row:
+        shape = list(view.shape)
+        if not -len(shape) <= self.dim < len(shape):
+            raise SchemaError(f"tensor {path[1:]!r} of shape {shape} has no dimension {self.dim}")
+        shape[self.dim] = -1
+        return path, view.dtype, shape
+
+    def _empty(self, view: TensorView) -> torch.Tensor:
+        shape = list(view.shape)
+        shape[self.dim] = 0
+        return torch.empty(shape, dtype=view.dtype)
+
+
+class StreamHead(NamedTuple):
+    """What a reader knows of a stream before its first chunk: `spec` has its tensors, empty."""
+
+    dim: int
+    metadata: dict[str, Any]
+    spec: TensorTransferData
+
+
+def read_head(manifest: Manifest, region: Region) -> StreamHead:
+    """Return what a head says; WireError if this is the payload of no stream."""
+    _check(manifest, "spec", "end")
+    data = TensorTransferData.from_region(manifest, region)
+    dim, metadata = data.metadata.get("dim"), data.metadata.get("metadata")
+    if not isinstance(dim, int) or not isinstance(metadata, dict):
+        raise WireError(f"payload {manifest.request_id!r} is not the head of a stream")
+    *views, _ = data.tensors()
+    empty = [torch.empty(view.shape, dtype=view.dtype) for view in views]  # no views of the region
+    spec = TensorTransferData(data.request_id, filled(data["spec"], empty))
+    return StreamHead(dim, metadata, spec)
+
+
+def read_chunk(
+    manifest: Manifest, region: Region, data: TensorTransferData, position: StreamPosition
+) -> tuple[Manifest, StreamPosition]:
+    """Check that this is the chunk at `position`, and reduce `data` to its tensors.
+
+    Returns their manifest and the next position. WireError if it is no chunk; IntegrityError as of
+    `StreamPosition.check`.
+    """
+    _check(manifest, "data", "position")
+    carried = _position(manifest, region)
+    position.check(carried)
+    data._tree = data["data"]
+    tensors = manifest.only(manifest.tensors[:-1])
+    return tensors, carried.after(region.read(0, manifest.header_nbytes))
+
+
+def read_end(manifest: Manifest, region: Region, position: StreamPosition) -> int:
+    """Return the number of chunks; IntegrityError unless all were received before `position`.
+
+    A reader that asked for later chunks than there are has received none.
+    """
+    _check(manifest, "spec", "end")
+    carried = _position(manifest, region)
+    if position.digest is not None or carried.number >= position.number:
+        position.check(carried)
+    return carried.number
+
+
+def _position(manifest: Manifest, region: Region) -> StreamPosition:
+    spec, data = manifest.tensors[-1], manifest.header_nbytes
+    return StreamPosition(*_POSITION.unpack(region.read(data + spec.start, data + spec.stop)))
+
+
+def _check(manifest: Manifest, *names: str) -> None:
+    tree = manifest.branches[0].tree
+    is_ours = not manifest.bundle and tree is not None and tuple(tree) == names
+    if not is_ours or tree is None or not isinstance(tree[names[0]], dict):
+        raise WireError(f"payload {manifest.request_id!r} is not of a stream that grows")
+    position = manifest.tensors[-1]
+    if (position.dtype, position.shape) != ("U8", (_POSITION.size,)):
+        raise WireError(f"payload {manifest.request_id!r}: {names[1]} is no position")
+
+
+def _difference(found: list[Row], spec: list[Row]) -> str:
+    for here, there in zip(found, spec, strict=False):
+        if here != there:
+            return f"{_text(here)}; the spec has {_text(there)}"
+    return f"{len(found)} tensors; the spec has {len(spec)}"
+
+
+def _text(row: Row) -> str:
+    path, dtype, shape = row
+    return f"tensor {path[1:]!r} of {dtype} {shape}"
