@@ -104,6 +104,9 @@ class Model:
     def layers(self, prompt: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield from zip(*(layers(2, 40, 4, 128, value=1.0) for _ in range(2)), strict=True)
 
+    def steps(self, prompt: str) -> Iterator[torch.Tensor]:
+        yield from (torch.full((2, 128), float(step)) for step in range(9))
+
 
 @contextlib.contextmanager
 def readme() -> Iterator[dict[str, Any]]:
@@ -111,6 +114,7 @@ def readme() -> Iterator[dict[str, Any]]:
     pools = [layers(2, 12, 16, 4, 128) for _ in range(4)]
     fifth, mine = cache("req-5"), layers(4, 40, 4, 128)
     keys, values = (layers(2, 40, 4, 128, value=0.0) for _ in range(2))
+    spoken = list[float]()
     with (
         KVLink.serve("zmq+tcp://127.0.0.1:0", quota=1 << 28) as producer,
         KVLink.connect(producer.url, timeout=5.0, quota=1 << 28) as consumer,
@@ -134,6 +138,7 @@ def readme() -> Iterator[dict[str, Any]]:
             "free_blocks": PagedCache(pools[2], pools[3], block_size=16, block_ids=[1, 4, 3]),
             "my_tensors": mine,
             "model": Model(),
+            "talker": lambda hidden: spoken.append(hidden.mean().item()),
             "prompt": "",
             "my_keys": keys,
             "my_values": values,
@@ -145,6 +150,7 @@ def readme() -> Iterator[dict[str, Any]]:
             torch.equal(one, dense(other)) for one, other in zip(mine, fifth.tensors(), strict=True)
         )
         assert all(one.min() == 1 for one in [*keys, *values])
+        assert spoken == list(range(9))
 
 
 @contextlib.contextmanager

@@ -152,3 +152,10 @@ def test_the_streaming_example_receives_every_layer() -> None:
     assert done.returncode == 0, done.stderr
     times = re.findall(r"layer \d: written at +([\d.]+) ms, there at +([\d.]+) ms", done.stdout)
     assert len(times) == 8
+
+
+def test_the_growing_example_is_bit_exact() -> None:
+    done = run(ROOT / "examples" / "growing.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("▒") >= 10
+    assert "10240 bytes of audio, bit for bit those of one process" in done.stdout
