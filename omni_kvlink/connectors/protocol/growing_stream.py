@@ -105,6 +105,10 @@ class GrowingStream(Generic[T]):
             return f"chunk {number} is more than {MAX_AHEAD} chunks ahead of its reader"
         return ""
 
+    def is_reading(self, get: Claim) -> bool:
+        """Whether this get has a chunk."""
+        return get in self._reading
+
     def find(self, number: int) -> T | None:
         """Return a chunk that is kept; None if it is not written yet."""
         return self.chunks[number - self.first] if number < self.stop else None

@@ -573,8 +573,8 @@ class TransferTable:
             _, reason, ending = tombstone or (0.0, "the stream has ended", ending)
         elif len(growing.waiting) >= MAX_WAITING:
             reason = f"more than {MAX_WAITING} readers wait already"
-        elif get.get_id in self._chunk_gets.get(peer, ()):
-            reason = f"get {get.get_id} waits already"
+        elif get.get_id in self._chunk_gets.get(peer, ()) or growing.is_reading(claim):
+            reason = f"get {get.get_id} waits already, or has a chunk"
         else:
             reason = growing.refusal(reader, get.chunk)
         chunk = None if reason or growing is None else growing.find(get.chunk)

@@ -255,6 +255,13 @@ def test_gets_that_are_not_a_readers_are_refused(monkeypatch: pytest.MonkeyPatch
     assert "ahead" in refusal("a", MAX_AHEAD, 5)
     monkeypatch.setattr(transfer_table, "MAX_WAITING", 1)
     assert "wait already" in refusal("a", 1, 5)
+    chunk = bench.append()
+    bench.append()
+    bench.sent_messages()
+    assert "has a chunk" in refusal("a", 1, 2), "its number is that of a lease"
+    bench.release("a", 2, chunk)
+    bench.release("a", 2, chunk)
+    assert bench.transfers.stats()["stale"] == 1
 
 
 def test_a_chunk_that_is_given_up_is_freed_and_the_stream_goes_on() -> None:
