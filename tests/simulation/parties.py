@@ -51,6 +51,8 @@ class Producer:
         self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[SimPeer] = set()
         self.reserved: list[Transfer] = []
+        self.numbers: dict[int, int] = {}  # of each chunk of a stream that grows, by its epoch
+        self.counts: dict[int, int] = {}  # chunks of each stream that was committed
         self.alive = True
         self._tick()
 

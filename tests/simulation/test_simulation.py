@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from far import FarConsumer, FarProducer
+from growing_parties import GrowingReader, GrowingWriter
 from parties import Producer, SimConsumer
 from world import Clock
 
@@ -59,11 +60,14 @@ class Scenario:
         reader.connect(producer)
         readers, ttl = chance.randint(1, 2), chance.choice((0.3, 2.0, 5.0))
         streamed = chance.random() < 0.5
-        actions: dict[str, tuple[int, Callable[[], None]]] = {
+        is_near = self._producer is Producer
+        actions: dict[str, tuple[int, Callable[[], object]]] = {
             "put": (6, partial(producer.put, key, readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
             # No transport repeats or reorders bytes that are read in place.
             "direct": (0 if self.wild else 4, partial(producer.direct, key, readers, ttl)),
+            "grow": (4 * is_near, partial(GrowingWriter, producer, key, readers, ttl)),
+            "read": (10 * is_near, partial(GrowingReader, reader, key, chance.uniform(0, 2))),
             "get": (14, partial(reader.get, key, chance.uniform(0, 2), streamed=streamed)),
             "fail": (1, partial(producer.fail, key)),
             "abort": (1, partial(reader.abort, key)),
@@ -111,5 +115,6 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
         for reader in scenario.readers:
             outcomes.update(reader.outcomes)
     if not ONLY:
-        names = ("read", "failed", "timed out", "stream failed")
+        names = ["read", "failed", "timed out", "stream failed"]
+        names += ["grown", "left"] if parties == NEAR else []
         assert min(outcomes[name] for name in names) > 20  # each outcome occurred
