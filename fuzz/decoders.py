@@ -117,7 +117,7 @@ def feed_consumer(data: bytes) -> None:
 
 
 def feed_producer(data: bytes) -> None:
-    """The producer's table, which has a committed payload and a stream, is sent messages."""
+    """The producer's table, which has a payload and two streams, is sent messages."""
     freed = list[object]()
     table = TransferTable(lambda peer, message: None, freed.append)
     location = messages.Location(0, 0, 1000)
@@ -126,7 +126,8 @@ def feed_producer(data: bytes) -> None:
     table.begin_stream(stream, location, 100, 1)
     growing = table.reserve("g")
     table.begin_stream(growing, location, 100, 2, growing=GrowingStream(2, 9))
-    table.commit(table.reserve_chunk(growing), location, 1, math.inf)
+    chunk = table.reserve_chunk(growing)
+    table.commit(chunk, location, 1, math.inf)
     for number, part in enumerate(split(data)):
         with contextlib.suppress(WireError):
             message, peer = messages.decode(part), "peer"
@@ -148,7 +149,9 @@ def feed_producer(data: bytes) -> None:
     table.on_peer_lost("peer")
     table.close("the end")
     table.abort(stream)
-    assert sorted(map(id, freed)) == sorted(map(id, (whole, stream))), "each is freed once"
+    table.abort(growing)
+    transfers = whole, stream, growing, chunk
+    assert sorted(map(id, freed)) == sorted(map(id, transfers)), "each is freed once"
 
 
 def producer_seeds() -> list[bytes]:

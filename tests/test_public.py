@@ -134,8 +134,8 @@ def test_every_blocking_verb_takes_a_timeout_by_keyword() -> None:
 
 def test_each_side_has_its_own_verbs() -> None:
     own = {
-        KVProducer: {"put", "stream_put", "allocate", "fail"},
-        KVConsumer: {"get", "stream_get", "is_connected"},
+        KVProducer: {"put", "stream_put", "open_stream", "allocate", "fail"},
+        KVConsumer: {"get", "stream_get", "read_stream", "is_connected"},
     }
     shared = {"abort", "record", "stats", "close"}
     for kind, verbs in own.items():
