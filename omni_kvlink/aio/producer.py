@@ -92,7 +92,7 @@ S = TypeVar("S", PutStream, AppendStream)
 
 
 class _AsyncStream(Generic[S]):
-    """A stream that is opened, committed and left in threads.
+    """Base of the streams for asyncio, which are opened, committed and left in threads.
 
     `out` is the synchronous stream below, once the block is entered. After a cancellation no copy
     writes any more: the end of the block waits for them, in a thread, too.
@@ -123,14 +123,18 @@ class _AsyncStream(Generic[S]):
 
 
 class AsyncPutStream(_AsyncStream[PutStream]):
-    """`async with producer.stream_put(plan) as out: await out.write_layer(0, key, value)`."""
+    """A `PutStream` for asyncio.
+
+    `async with producer.stream_put(plan) as out: await out.write_layer(0, key, value)`.
+    """
 
     write_layer = in_thread("out", PutStream.write_layer)
 
 
 class AsyncAppendStream(_AsyncStream[AppendStream]):
-    """`async with producer.open_stream("r", spec) as out: await out.append(tensors)`.
+    """An `AppendStream` for asyncio.
 
+    `async with producer.open_stream("r", spec) as out: await out.append(tensors)`.
     A cancelled `append` fails the stream: whether its chunk was sent is not known.
     """
 

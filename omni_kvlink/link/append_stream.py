@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -57,7 +58,9 @@ class AppendStream:
         self._spec, self._head = spec, head
         self._position = StreamPosition()
         self._pid = os.getpid()
-        self._appending = threading.Lock()  # chunks follow one another
+        # Chunks follow one another. Released by its owner alone, so that an interrupt just after
+        # `acquire` leaves it free.
+        self._appending = threading.RLock()
         self._lock = threading.Lock()  # held while the head is written, committed or aborted
         self._lease: Lease | None = None
         try:
@@ -85,7 +88,8 @@ class AppendStream:
 
         The tensors are as the stream's spec says, of any length in the dimension that grows, and
         may be modified again when this returns. `metadata` is JSON, for this chunk alone. Blocks
-        while a reader has not released the oldest of `window` chunks, or memory is missing.
+        while a reader has not released the oldest of `window` chunks, memory is missing, or another
+        thread appends.
 
         Raises:
             CapacityError: that took longer than `timeout` seconds; nothing was sent, try again.
@@ -94,9 +98,17 @@ class AppendStream:
             ClosedError: the stream was committed or failed before.
         """
         self._check_process()
-        deadline = time.monotonic() + check_timeout(timeout)
-        with self._appending:
+        limit = check_timeout(timeout)
+        deadline = time.monotonic() + limit
+        try:
+            if not self._appending.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+                raise CapacityError(
+                    f"stream {self.request_id!r}: another append did not end within {timeout:g} s"
+                )
             return self._append(tensors, metadata, deadline)
+        finally:
+            with contextlib.suppress(RuntimeError):  # another thread appends
+                self._appending.release()
 
     def commit(self) -> Receipt:
         """End the stream; its readers learn how many chunks there are. The block's end calls this.

@@ -195,7 +195,7 @@ class KVProducer(LinkEnd):
         """Send tensors that grow, chunk by chunk: `with producer.open_stream(…) as out: …`.
 
         For hidden states, tokens or audio that leave a stage while it computes, in unknown number.
-        Each chunk that `out.append(tensors)` was given is with the readers that called
+        Each chunk that `out.append(tensors)` was given is offered to the readers that called
         `read_stream` when it returns, and a reader that comes later begins with the first one.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,24 @@ def check_the_window_holds_the_producer_up(rig: Rig) -> None:
             out.commit()
             assert stream.receive() is None
     out.commit().wait(timeout=60)
+
+
+def check_appends_of_two_threads_keep_their_deadlines(rig: Rig) -> None:
+    """One that waits for a reader does not hold another up beyond its timeout."""
+    producer = rig.serve()
+    out = producer.open_stream("g", chunk(0), window=1)
+    append(out, [chunk(0)])
+    found = list[str]()
+
+    def is_held_up() -> bool:
+        found.append(str(expect(CapacityError, out.append, chunk(1), timeout=0.0)))
+        return "another append" in found[-1]
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(out.append, chunk(1), timeout=float("inf"))
+        until(is_held_up, "the other thread appends")
+        out.fail("enough")
+        expect(TransferFailed, waiting.result, PATIENCE, mentions=("enough",))
 
 
 def check_a_full_quota_holds_the_producer_up(rig: Rig) -> None:

@@ -106,7 +106,7 @@ class GrowingStream(Generic[T]):
         return ""
 
     def is_reading(self, get: Claim) -> bool:
-        """Whether this get has a chunk."""
+        """Whether this get holds a chunk."""
         return get in self._reading
 
     def find(self, number: int) -> T | None:
@@ -114,7 +114,7 @@ class GrowingStream(Generic[T]):
         return self.chunks[number - self.first] if number < self.stop else None
 
     def begin_reading(self, get: Claim, reader: Claim, number: int) -> None:
-        """A reader's get of a chunk has the chunk."""
+        """Record that the get holds chunk `number` for its reader, until `end_reading`."""
         self._reading[get] = self.readers[reader], number
 
     def end_reading(self, get: Claim, *, is_read: bool) -> None:

@@ -56,7 +56,8 @@ Taken = tuple[bool, int]
 """What a get takes: whether layers while they are written; and the chunks of a stream from which
 number on, or `WHOLE` for a payload."""
 WHOLE = -1
-GROWS = "a stream that grows: use read_stream"
+GROWS = "it is a stream that grows: use read_stream"
+GROWS_NOT = "it is no stream that grows: use get"
 
 
 _PHASES = {
@@ -451,8 +452,8 @@ class TransferTable:
             if (start == WHOLE) is not (transfer.growing is None):
                 self._remove_waiting(transfer.key, claim)
                 peer, get_id = claim
-                is_or_not = "no stream that grows: use get" if transfer.growing is None else GROWS
-                self._send(peer, Failed(get_id, f"it is {is_or_not}", "failed"))
+                reason = GROWS if transfer.growing is not None else GROWS_NOT
+                self._send(peer, Failed(get_id, reason, "failed"))
             elif streamed or transfer.state is not TransferState.STREAMING:
                 self._remove_waiting(transfer.key, claim)
                 if transfer.growing is not None:
