@@ -182,7 +182,7 @@ def check_appends_of_two_threads_keep_their_deadlines(rig: Rig) -> None:
         return "another append" in found[-1]
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(out.append, chunk(1), timeout=float("inf"))
+        waiting = pool.submit(out.append, chunk(1), timeout=PATIENCE)
         until(is_held_up, "the other thread appends")
         out.fail("enough")
         expect(TransferFailed, waiting.result, PATIENCE, mentions=("enough",))
