@@ -62,6 +62,8 @@ LIMIT = 1800
 """Seconds after which a suite is ended, as a failure; the longest takes 1,200."""
 GRACE, NO_END = 10, 124
 """Seconds that such a suite has to print its traces; its exit status."""
+ENDING = 60
+"""Lines of a failed suite's output that are printed again at the end."""
 _printing = threading.Lock()
 SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
 """Programs that the suites of the second architecture need, and Debian's packages of them."""
@@ -135,6 +137,12 @@ def finish(command: Sequence[str], output: BinaryIO) -> int:
     return NO_END
 
 
+def ending(suite: str) -> str:
+    """The last lines that a suite printed, where the cause of its failure is."""
+    lines = (RESULTS / f"{suite}.txt").read_text(errors="replace").splitlines()
+    return "\n".join(lines[-ENDING:])
+
+
 def say(text: str) -> None:
     """Print lines that belong together."""
     with _printing:
@@ -198,6 +206,9 @@ def main() -> int:
     began = time.monotonic()
     outcomes = run_all(suites)
     missing = never_run(outcomes) if is_all else {}
+    for outcome in outcomes:
+        if not outcome.is_green:
+            print(f"\n=== the end of make {outcome.name}\n{ending(outcome.name)}")
     print(f"\n{'suite':16} {'verdict':12} {'passed':>7} {'skipped':>7} {'seconds':>8}  skipped why")
     for outcome in outcomes:
         print(outcome.row())

@@ -103,3 +103,24 @@ def test_a_suite_that_never_ends_says_where_it_is(
         status = suites.finish(command, output)
     assert status == suites.NO_END
     assert "in waits" in log.read_text()
+
+
+def test_a_failure_is_shown_at_the_end(
+    suites: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(suites, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["suites.py", "tsan", "lint"])
+    monkeypatch.setattr(suites, "run_all", lambda names: [one(name) for name in names])
+
+    def one(name: str) -> Any:
+        (tmp_path / f"{name}.txt").write_text("\n".join(f"{name} {n}" for n in range(100)))
+        return suites.Outcome(name, 1.0, 2 if name == "tsan" else 0)
+
+    assert suites.main() == 1
+    shown = capsys.readouterr().out
+    assert f"tsan {100 - suites.ENDING}\n" in shown
+    assert f"tsan {99 - suites.ENDING}\n" not in shown
+    assert "lint 99" not in shown

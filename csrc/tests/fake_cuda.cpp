@@ -354,6 +354,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
+    std::lock_guard<std::recursive_mutex> hold(lock);
     fake_cuda().copied++;
     return push(stream, [=] {
         if (kind != cudaMemcpyDeviceToDevice) count_crossing(nbytes);
@@ -366,6 +367,7 @@ cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const
     if (!fake_cuda().has_batch) return cudaErrorCallRequiresNewerDriver;
     if (!count || attributes != 1 || *first || how->srcAccessOrder != 1)
         return cudaErrorInvalidValue;
+    std::lock_guard<std::recursive_mutex> hold(lock);
     fake_cuda().batched += count;
     for (size_t i = count; i--;) {  // in reverse: callers may not rely on an order
         void *there = to[i];
