@@ -24,5 +24,5 @@ from omni_kvlink.link.consumer import verify_first as verify_first
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer
-from omni_kvlink.link.producer import PutStream as PutStream
+from omni_kvlink.link.put_stream import PutStream as PutStream
 from omni_kvlink.payload.bundle import Payload as Payload

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import threading
 import time
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,15 +14,14 @@ import torch
 
 from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.get_table import check_timeout
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.copier import Copier, CurrentStreams, StreamEvents
+from omni_kvlink.copier import Copier, CurrentStreams
 from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
-from omni_kvlink.link.gather_queue import GatherQueue
+from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
+    from omni_kvlink.copier import GatherHandle, StreamEvents
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.tensor_data import TensorTransferData
 
@@ -290,6 +289,11 @@ class PutOperation:
     header: bytes = b""  # once it was written
 
     @property
+    def can_announce(self) -> bool:
+        """Whether the digest of each tensor fits into a message."""
+        return can_announce(self.plan)
+
+    @property
     def has_waiting_reader(self) -> bool:
         """Whether a remote reader could fetch the first tensors while the last are being copied."""
         plan = self.plan
@@ -371,6 +375,17 @@ class PutOperation:
     def begin(self, lease: Lease) -> None:
         """Announce the payload before it is written."""
         self.producer.begin_stream(lease, self.plan.encode(), readers=self.readers)
+
+    def copy_layer(
+        self, lease: Lease, views: Sequence[TensorView], part: Manifest, after: StreamEvents | None
+    ) -> GatherHandle | list[str]:
+        """Copy a part of the payload; return the digests, or the copy that runs on a device."""
+        if any(map(is_on_device, views)):
+            self.ledger.copies = 1
+            return self.copier.begin_gather(views, part, lease.region, after=after)
+        digests, copied = gather_into(self.copier, views, part, lease)
+        self.ledger.copies |= copied
+        return digests
 
     def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
         """Announce that the tensors from number `first` on are written; one digest for each."""
@@ -539,168 +554,6 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
         where = "lies in the payload's memory, but not contiguous at its own place"
         raise SchemaError(f"{spec.where()} {where}")
     return False
-
-
-class PutStream:
-    """A cache that is sent while it is being computed; a context manager; thread-safe.
-
-    Leaving the block commits it. An exception in the block, or a layer that was not written, fails
-    the transfer: its readers raise TransferFailed, which names the layer. `receipt` is None before
-    `commit`; in the `ledger`, `copy` is the sum over all layers.
-    """
-
-    def __init__(self, put: PutOperation, lease: Lease, allocated: Payload | None):
-        plan = self.manifest = put.plan
-        self.ledger = put.ledger
-        self.receipt: Receipt | None = None
-        self._put, self._allocated = put, allocated
-        self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
-        self._digests = [spec.digest for spec in plan.tensors]
-        self._lease: Lease | None = None
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        digests = self._digests  # the queue must not keep the stream, whose finalizer fails it
-
-        def on_gathered(tensors: range, new: list[str]) -> None:
-            digests[tensors.start : tensors.stop] = new
-            put.announce(lease, tensors.start, new)
-
-        self._on_gathered = on_gathered
-        self._queue = GatherQueue(on_gathered)
-        try:
-            if not can_announce(plan):
-                limit = MAX_DIGITS // 8
-                raise SchemaError(f"a tensor of more than {limit} MiB cannot be streamed: put it")
-            put.begin(lease)
-        except BaseException:
-            lease.release()
-            raise
-        self._lease = lease
-
-    def write_layer(
-        self,
-        layer: int,
-        key: TensorView,
-        value: TensorView | None = None,
-        *,
-        branch: str = "",
-        after: StreamEvents | None = None,
-    ) -> None:
-        """Copy one layer and let the readers have it. Layers may come in any order.
-
-        `layer` counts from 0. `key` and `value` are `[tokens, kv_heads, head_dim]`; in layout "ND",
-        `key` alone is the latent `[tokens, latent_dim]`. `branch` names a cache of a bundle. A host
-        tensor may be modified again when this returns. A device tensor is copied behind the work
-        that the calling thread's current stream holds now, or behind `after`, which
-        `KVProducer.record` returned for it, while the engine computes on: leave it until `commit`.
-
-        SchemaError if it is not what the plan says, or was written before; nothing was sent then.
-        TransferFailed if a reader ended or aborted the transfer.
-        """
-        self._check_process()
-        with self._lock:
-            lease, layer_key = self._open_lease(), self._find(branch, layer)
-            tensors, started = self._missing[layer_key], time.perf_counter()
-            part = self.manifest.part(tensors)
-            views = [key] if value is None else [key, value]
-            if fault_points.enabled:
-                fault_points.point("stream.layer")
-            if any(map(is_on_device, views)):
-                copier = self._put.copier
-                handle = copier.begin_gather(views, part, lease.region, after=after)
-                self._queue.add(tensors, handle)
-                self.ledger.copies = 1
-            else:
-                digests, copied = gather_into(self._put.copier, views, part, lease)
-                self.ledger.copies |= copied
-                self._on_gathered(tensors, digests)
-            spent = self.ledger.seconds.get("copy", 0.0)
-            self.ledger.seconds["copy"] = spent + time.perf_counter() - started
-            del self._missing[layer_key]
-
-    def commit(self) -> Receipt:
-        """Commit the payload, once every copy has ended. The end of the block calls this.
-
-        SchemaError if a layer is missing; TransferFailed if a reader ended or aborted the transfer.
-        """
-        self._check_process()
-        with self._lock:
-            if self.receipt is not None:
-                return self.receipt
-            lease = self._open_lease()
-            if self._missing:
-                text, more = f"{self._first_missing()} was never written", len(self._missing) - 1
-                self.fail(text)
-                others = f", nor {more} others" if more else ""
-                raise SchemaError(f"payload {self.manifest.request_id!r}: {text}{others}")
-            try:
-                self._queue.join()
-            except BaseException as error:
-                self.fail(f"a layer could not be copied: {error!r}")
-                raise
-            self._close()
-            with lease:
-                self.receipt = self._put.publish(lease, self._digests)
-            return self.receipt
-
-    def fail(self, reason: str) -> None:
-        """Fail the transfer: its readers raise TransferFailed with this reason."""
-        self._check_process()
-        with self._lock:  # no layer is being written, so none lands in another payload's memory
-            lease = self._lease
-            if lease is not None:
-                self._close()
-                self._put.producer.abort(lease, reason)
-
-    def __enter__(self) -> PutStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: object
-    ) -> None:
-        if error is None:
-            self.commit()
-        elif os.getpid() == self._pid:  # in a forked child, the block ends with its own error
-            where = f"{self._first_missing()} was not written" if self._missing else "at its end"
-            self.fail(f"{where}: {error!r}")
-
-    def __del__(self) -> None:
-        lease = getattr(self, "_lease", None)
-        if lease is not None and os.getpid() == self._pid:
-            reason = "its producer never committed it"
-            abort = partial(self._put.producer.abort, lease, reason, deferred=True)
-            self._queue.call_when_drained(abort)  # a late copy must not land in another payload
-            name = self.manifest.request_id
-            warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
-
-    def _check_process(self) -> None:
-        check_process(self._pid, f"stream {self.manifest.request_id!r}")
-
-    def _close(self) -> None:
-        self._queue.close()
-        self._lease = None
-        if self._allocated is not None:
-            self._allocated.close()
-
-    def _open_lease(self) -> Lease:
-        if self._lease is None:
-            raise ClosedError(f"stream {self.manifest.request_id!r} was committed or failed before")
-        return self._lease
-
-    def _find(self, branch: str, layer: int) -> tuple[str, int]:
-        name = branch or self.manifest.branches[0].name
-        if not branch and self.manifest.bundle:
-            raise SchemaError("which branch of the bundle? write_layer(…, branch=name)")
-        if (name, layer) not in self._missing:
-            known = [each for each in self.manifest.branches if each.name == name]
-            if known and known[0].carries_tensors and 0 <= layer < known[0].num_layers:
-                raise SchemaError(f"layer {layer} of branch {name!r} was written already")
-            raise SchemaError(f"the plan has no layer {layer} of branch {name!r}")
-        return name, layer
-
-    def _first_missing(self) -> str:
-        branch, layer = next(iter(self._missing))
-        return f"layer {layer} of branch {branch!r}"
 
 
 def is_on_device(view: TensorView) -> bool:
