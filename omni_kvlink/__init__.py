@@ -37,6 +37,7 @@ from omni_kvlink.link import LinkOptions as LinkOptions
 from omni_kvlink.link import Payload as Payload
 from omni_kvlink.link import PutStream as PutStream
 from omni_kvlink.link import Received as Received
+from omni_kvlink.link import ReceivedBatch as ReceivedBatch
 from omni_kvlink.link import ReceivedChunk as ReceivedChunk
 from omni_kvlink.link import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link import ReceivedStream as ReceivedStream

@@ -11,6 +11,7 @@ the producer.
 | names | for |
 |---|---|
 | `begin_get`, `can_retry`, `open_delivery`, `open_stream` | gets that hold no thread |
+| `begin_gets` | several at once |
 | `begin_chunks`, `open_chunks` | the same for streams that grow |
 | `PendingGet`, `Delivery` | what they return |
 | `Options`, `backend`, `check_verify` | validate a configuration before a link is opened |
@@ -41,6 +42,7 @@ from omni_kvlink.copier import TorchCopier as TorchCopier
 from omni_kvlink.copier import named_copier as named_copier
 from omni_kvlink.link import begin_chunks as begin_chunks
 from omni_kvlink.link import begin_get as begin_get
+from omni_kvlink.link import begin_gets as begin_gets
 from omni_kvlink.link import can_retry as can_retry
 from omni_kvlink.link import check_verify as check_verify
 from omni_kvlink.link import open_chunks as open_chunks

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
@@ -18,12 +18,14 @@ from omni_kvlink.link import (
     KVConsumer,
     Payload,
     Received,
+    ReceivedBatch,
     ReceivedChunk,
     ReceivedLayer,
     ReceivedStream,
     Verify,
     begin_chunks,
     begin_get,
+    begin_gets,
     can_retry,
     check_timeout,
     check_verify,
@@ -34,7 +36,7 @@ from omni_kvlink.link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
@@ -49,10 +51,28 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         check_verify(verify)
         started = time.perf_counter()
         delivery = await self._receive(request_id, timeout, streamed=False, verify=verify)
-        received = open_delivery(self.link, delivery, started=started)
-        if verify == "full":
-            await _Verification(received).run()
-        return received
+        return await self._opened(delivery, started, verify)
+
+    async def get_many(
+        self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+    ) -> ReceivedBatch[Received]:
+        """`KVConsumer.get_many`; cancelling the task cancels all requests."""
+        check_verify(verify)
+        started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
+        gets = await self._begun_gets(request_ids, attempts.seconds_left(), verify)
+        received: list[Received] = []
+        try:
+            for request_id, pending in zip(request_ids, gets, strict=True):
+                await _wait_for(pending.future, attempts.seconds_left())
+                delivery = await self._repeated(pending, request_id, attempts.again(), verify)
+                received.append(await self._opened(delivery, started, verify))
+        except BaseException:
+            for one in received:
+                one.release_unread()
+            for pending in gets[len(received) :]:
+                pending.cancel()
+            raise
+        return ReceivedBatch(received)
 
     async def stream_get(self, request_id: str, *, timeout: float) -> AsyncReceivedStream:
         """`KVConsumer.stream_get`; cancelling the task cancels the request."""
@@ -72,6 +92,39 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         stream = open_chunks(self.link, head, delivery, start=start, timeout=limit, verify=verify)
         return AsyncChunkStream(stream)
 
+    async def _opened(self, delivery: Delivery, started: float, verify: Verify) -> Received:
+        received = open_delivery(self.link, delivery, started=started)
+        if verify == "full":
+            await _Verification(received).run()
+        return received
+
+    async def _begun_gets(
+        self, request_ids: Sequence[str], timeout: float, verify: Verify
+    ) -> list[PendingGet]:
+        def begin(timeout: float) -> _PendingGets:
+            return _PendingGets(begin_gets(self.link, request_ids, timeout=timeout, verify=verify))
+
+        request = _AsyncGet(begin, timeout)
+        try:
+            await self._begun(request)
+        except BaseException:
+            request.cancel()
+            raise
+        return request.take().gets
+
+    async def _repeated(
+        self, pending: PendingGet, request_id: str, attempts: GetAttempts, verify: Verify
+    ) -> Delivery:
+        """What a get received; if only the connection broke, what it receives when repeated."""
+        try:
+            return pending.wait(timeout=0.0)  # answered or out of time: does not block
+        except PeerLostError:
+            retry = partial(can_retry, self.link, pending, timeout=attempts.seconds_left())
+            if not await run_in_thread(retry):
+                raise
+        left = attempts.seconds_left()
+        return await self._receive(request_id, left, streamed=False, verify=verify)
+
     async def _receive(
         self, request_id: str, timeout: float, *, streamed: bool, verify: Verify = "auto"
     ) -> Delivery:
@@ -88,25 +141,20 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
                 if not attempts.may_retry() or not await run_in_thread(retry):
                     raise
 
-    async def _answered(self, request: _AsyncGet) -> PendingGet:
+    async def _answered(self, request: _AsyncGet[PendingGet]) -> PendingGet:
         """The pending get, once its answer is there or the time is over.
 
         `wait_for` may swallow a cancellation, `asyncio.wait` not. A reconnection needs a thread.
         """
         try:
             pending = await self._begun(request)
-            answer = asyncio.wrap_future(pending.future)
-            try:
-                await asyncio.wait([answer], timeout=request.seconds_left())
-            finally:
-                if not answer.cancel() and not answer.cancelled():
-                    answer.exception()  # retrieved here, raised by `PendingGet.wait`
+            await _wait_for(pending.future, request.seconds_left())
         except BaseException:
             request.cancel()
             raise
         return request.take()
 
-    async def _begun(self, request: _AsyncGet) -> PendingGet:
+    async def _begun(self, request: _AsyncGet[G]) -> G:
         """The pending get; in a thread, if the link has to reconnect first."""
         if self.link.is_connected:
             with contextlib.suppress(PeerLostError):  # the connection ends at this moment
@@ -230,20 +278,35 @@ async def _wait_for(future: Future[Any], timeout: float) -> None:
         await asyncio.wait([answer], timeout=timeout)
     finally:
         if not answer.cancel() and not answer.cancelled():
-            answer.exception()  # retrieved here, raised by the stream
+            answer.exception()  # retrieved here, raised by the get or the stream
 
 
-class _AsyncGet:
+class _PendingGets:
+    """Several gets, which are cancelled together."""
+
+    def __init__(self, gets: list[PendingGet]):
+        self.gets = gets
+
+    def cancel(self) -> None:
+        """Cancel each."""
+        for pending in self.gets:
+            pending.cancel()
+
+
+G = TypeVar("G", "PendingGet", _PendingGets)
+
+
+class _AsyncGet(Generic[G]):
     """Runs `begin_get` or the like, in any thread; after `cancel`, what was begun is cancelled."""
 
-    def __init__(self, begin: Callable[..., PendingGet], timeout: float):
-        self._begin = begin
+    def __init__(self, begin: Callable[..., G], timeout: float):
+        self._begin: Callable[..., G] = begin
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._cancelled = False
-        self._pending: deque[PendingGet] = deque()
+        self._pending: deque[G] = deque()
 
-    def __call__(self, timeout: float | None = None) -> PendingGet:
+    def __call__(self, timeout: float | None = None) -> G:
         pending = self._begin(timeout=self.seconds_left() if timeout is None else timeout)
         self._pending.append(pending)
         if self._cancelled:
@@ -253,7 +316,7 @@ class _AsyncGet:
     def seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def take(self) -> PendingGet:
+    def take(self) -> G:
         return self._pending.pop()
 
     def cancel(self) -> None:

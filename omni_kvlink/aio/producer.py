@@ -24,6 +24,7 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
     """The methods of `KVProducer`, awaited; `link` is the synchronous producer below."""
 
     put = in_thread("link", KVProducer.put)
+    put_many = in_thread("link", KVProducer.put_many)
     allocate = in_thread("link", KVProducer.allocate)
 
     def stream_put(

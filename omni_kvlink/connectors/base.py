@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,20 @@ class Producer(Connector):
             CapacityError: the payload does not fit within `timeout` seconds, or ever.
         """
 
+    def reserve_many(
+        self, payloads: Sequence[tuple[str, int, bool]], *, timeout: float, into: list[Lease]
+    ) -> None:
+        """Add memory for each of several payloads to `into`.
+
+        A payload is its key, its bytes, and whether its tensors lie on the host: those may travel
+        inside the message that offers them. Errors are those of `reserve`; the caller releases what
+        `into` has then.
+        """
+        deadline = time.monotonic() + timeout
+        for key, nbytes, _ in payloads:
+            left = max(0.0, deadline - time.monotonic())
+            into.append(self.reserve(key, nbytes, timeout=left))
+
     @abstractmethod
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory, which is not reused before the last view of it is freed."""
@@ -275,6 +290,17 @@ class Producer(Connector):
             TransferFailed: the key was aborted meanwhile.
         """
 
+    def publish_many(
+        self, leases: Sequence[Lease], *, readers: int, ttl: float, ledgers: Sequence[Ledger]
+    ) -> list[Receipt]:
+        """Commit several payloads together; all else as for `publish`.
+
+        A connector that has no better way publishes one after the other: those before an error
+        stay published.
+        """
+        pairs = zip(leases, ledgers, strict=True)
+        return [self.publish(one, readers=readers, ttl=ttl, ledger=ledger) for one, ledger in pairs]
+
     @abstractmethod
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
         """Fail the transfer of this lease instead of publishing it; later ones of its key go on.
@@ -311,7 +337,10 @@ class PendingGet(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Withdraw the request; if the payload arrived meanwhile, another reader may have it."""
+        """Withdraw the request; if the payload arrived meanwhile, another reader may have it.
+
+        Does nothing to a get that was cancelled before, or whose `wait` has ended.
+        """
 
 
 class Consumer(Connector):
@@ -334,6 +363,16 @@ class Consumer(Connector):
         Raises:
             PeerLostError: the producer was lost and did not return within `timeout` seconds.
         """
+
+    def begin_gets(
+        self, keys: Sequence[str], *, timeout: float, verify: bool = True
+    ) -> list[PendingGet]:
+        """Request several payloads, in one message where the connector can; see `begin_get`."""
+        deadline = time.monotonic() + timeout
+        return [
+            self.begin_get(key, timeout=max(0.0, deadline - time.monotonic()), verify=verify)
+            for key in keys
+        ]
 
     @abstractmethod
     def abort(self, key: str, reason: str) -> None:

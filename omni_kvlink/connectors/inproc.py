@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
@@ -13,6 +14,9 @@ from omni_kvlink.connectors.runtime.consumer import MappedSession, SessionConsum
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
 from omni_kvlink.errors import BusyError, ClosedError, KVLinkError, PeerLostError, TransferTimeout
 from omni_kvlink.memory.region import Mapping, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _listeners: dict[str, InprocListener] = {}
 _changed = threading.Condition()
@@ -56,7 +60,7 @@ class InprocSession(MappedSession, PeerHandle):
         self._url, self._producer = url, listener.producer
         self._loop = self._producer.loop
         self.incarnation = self._producer.incarnation
-        self.get_table = GetTable(self.send, self.send)
+        self.get_table = GetTable(self.send, self.send, self.send_all)
         listener.sessions.add(self)
 
     def slot(self, location: Location, draft: int) -> Region:
@@ -71,6 +75,10 @@ class InprocSession(MappedSession, PeerHandle):
     def send(self, message: Message) -> None:
         """Handle a message in the loop of the producer; callable from finalizers."""
         self._loop.call(partial(self._producer.handle, self, message))
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Handle several messages in the loop of the producer."""
+        self._loop.call(partial(self._producer.handle_all, self, messages))
 
     def end(self, error: KVLinkError) -> None:
         """Fail the gets: one of the sides closed the link."""

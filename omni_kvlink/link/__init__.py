@@ -15,6 +15,7 @@ from omni_kvlink.link.consumer import ReceivedStream as ReceivedStream
 from omni_kvlink.link.consumer import Verify as Verify
 from omni_kvlink.link.consumer import begin_chunks as begin_chunks
 from omni_kvlink.link.consumer import begin_get as begin_get
+from omni_kvlink.link.consumer import begin_gets as begin_gets
 from omni_kvlink.link.consumer import can_retry as can_retry
 from omni_kvlink.link.consumer import check_verify as check_verify
 from omni_kvlink.link.consumer import open_chunks as open_chunks
@@ -25,4 +26,5 @@ from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer
 from omni_kvlink.link.put_stream import PutStream as PutStream
+from omni_kvlink.link.received_batch import ReceivedBatch as ReceivedBatch
 from omni_kvlink.payload.bundle import Payload as Payload

@@ -25,6 +25,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
+from omni_kvlink.link.received_batch import ReceivedBatch
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
 from omni_kvlink.payload.growing import read_chunk
@@ -80,6 +81,38 @@ class KVConsumer(LinkEnd):
         delivery = self._receive(request_id, limit, streamed=False, verify=verify)
         return Received(delivery, self._copier, started=started, verify=verify)
 
+    def get_many(
+        self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+    ) -> ReceivedBatch[Received]:
+        """Wait for several payloads, all of which are requested at once; blocks until all are here.
+
+        Used as `with consumer.get_many(ids, timeout=5.0) as payloads:`, in the order of the ids.
+        The timeout is for all together; `verify` is as for `get`. This side, over a network, and
+        the producer need memory for all.
+
+        Raises what `get` raises for the first payload, in this order, that cannot be had. The
+        others are released unread then: another call can have them.
+        """
+        check_verify(verify)
+        started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
+        left = attempts.seconds_left()
+        pending = begin_gets(self, request_ids, timeout=left, verify=verify)
+        received: list[Received] = []
+        try:
+            for request_id, get in zip(request_ids, pending, strict=True):
+                begin = partial(begin_get, self, request_id, verify=verify)
+                delivery = self._await(get, begin, attempts.again())
+                received.append(Received(delivery, self._copier, started=started, verify=verify))
+            return ReceivedBatch(received)
+        except BaseException as error:
+            for one in received:
+                one.release_unread()
+            if isinstance(error, Exception):
+                for get in pending[len(received) + 1 :]:
+                    get.cancel()
+            pending.clear()  # after an interrupt their finalizers cancel them, without a lock
+            raise
+
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
 
@@ -126,15 +159,21 @@ class KVConsumer(LinkEnd):
         self, request_id: str, timeout: float, *, streamed: bool, verify: Verify
     ) -> Delivery:
         attempts = GetAttempts(timeout)
+        begin = partial(begin_get, self, request_id, streamed=streamed, verify=verify)
+        return self._await(begin(timeout=attempts.seconds_left()), begin, attempts)
+
+    def _await(
+        self, pending: PendingGet, begin: Callable[..., PendingGet], attempts: GetAttempts
+    ) -> Delivery:
+        """Wait for a get; if only the connection broke, `begin` it again."""
         while True:
-            left = attempts.seconds_left()
-            pending = begin_get(self, request_id, timeout=left, streamed=streamed, verify=verify)
             try:
                 return pending.wait(timeout=attempts.seconds_left())
             except PeerLostError:
                 left = attempts.seconds_left()
                 if not attempts.may_retry() or not can_retry(self, pending, timeout=left):
                     raise
+            pending = begin(timeout=attempts.seconds_left())
 
 
 class GetAttempts:
@@ -143,6 +182,12 @@ class GetAttempts:
     def __init__(self, timeout: float):
         self.deadline = time.monotonic() + timeout
         self._retries = 0
+
+    def again(self) -> GetAttempts:
+        """The attempts of another get with the same deadline."""
+        other = GetAttempts(0.0)
+        other.deadline = self.deadline
+        return other
 
     def seconds_left(self) -> float:
         """Seconds until the deadline; 0 after it."""
@@ -173,6 +218,17 @@ def begin_get(
     key, limit = check_request_id(request_id), check_timeout(timeout)
     check = verify != "off"
     return consumer._end.begin_get(key, timeout=limit, streamed=streamed, verify=check)
+
+
+def begin_gets(
+    consumer: KVConsumer, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+) -> list[PendingGet]:
+    """Request several payloads at once, without waiting for one; else as `begin_get`."""
+    consumer._check_open()
+    if isinstance(request_ids, str):
+        raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
+    keys, limit = list(map(check_request_id, request_ids)), check_timeout(timeout)
+    return consumer._end.begin_gets(keys, timeout=limit, verify=verify != "off")
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:

@@ -17,7 +17,7 @@ from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams
-from omni_kvlink.errors import ClosedError, SchemaError, TransferFailed
+from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError, TransferFailed
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
@@ -118,6 +118,47 @@ class KVProducer(LinkEnd):
         if background:
             return put.run_in_thread(lease, views)
         return put.run(lease, views, announced=announced)
+
+    def put_many(
+        self,
+        payloads: Sequence[Payload],
+        *,
+        readers: int = 1,
+        ttl: float = 60.0,
+        timeout: float = 10.0,
+        digests: bool | None = None,
+    ) -> list[Receipt]:
+        """Copy several payloads and publish them together; return their receipts in this order.
+
+        All of them are published, or, on an error, none. A reader that waits for several of them
+        receives them at once, over shared memory in one message. The link needs memory for all.
+        The arguments are those of `put`, for each payload.
+
+        Raises:
+            DuplicateKeyError: a live payload has one of the request ids, or two have the same.
+            CapacityError: not enough memory within the timeout.
+            SchemaError: the tensors do not fit the plan.
+            TransferFailed: one of them was aborted while it was being copied.
+        """
+        limit = check_timeout(timeout)
+        _check_delivery(readers, ttl)
+        puts = list[PutOperation]()
+        for data in payloads:
+            ledger = self._ledger(digests)
+            with ledger.phase("plan"):
+                plan = self._plan(data, ledger)
+            puts.append(PutOperation(self._end, plan, self._copier, ledger, readers, ttl))
+        views = [data.tensors() for data in payloads]
+        leases: list[Lease] = []
+        try:
+            in_order = self._reserve_many(puts, views, limit, leases)
+            for put, lease, tensors in zip(puts, in_order, views, strict=True):
+                put.fill(lease, tensors)
+            ledgers = [put.ledger for put in puts]
+            return self._end.publish_many(in_order, readers=readers, ttl=ttl, ledgers=ledgers)
+        finally:
+            for lease in leases:  # spent, unless there was an error
+                lease.release()
 
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
         """Reserve memory of the link that an engine writes its tensors to.
@@ -269,6 +310,38 @@ class KVProducer(LinkEnd):
             lease.shrink(plan.nbytes)
             return lease, allocation
 
+    def _reserve_many(
+        self,
+        puts: Sequence[PutOperation],
+        views: Sequence[Sequence[TensorView]],
+        timeout: float,
+        into: list[Lease],
+    ) -> list[Lease]:
+        """Memory for each payload, what was allocated for it or new; each lease is added to `into`.
+
+        So the caller can release it, whenever an error or an interrupt comes.
+        """
+        plans = [put.plan for put in puts]
+        if len({plan.request_id for plan in plans}) < len(plans):
+            raise DuplicateKeyError("two of the payloads have the same request id")
+        new = [
+            (plan.request_id, plan.nbytes, not any(map(is_on_device, tensors)))
+            for plan, tensors in zip(plans, views, strict=True)
+            if plan.request_id not in self._allocations
+        ]
+        self._end.reserve_many(new, timeout=timeout, into=into)
+        if len(into) == len(plans):
+            return into
+        found = {key: lease for (key, _, _), lease in zip(new, into, strict=True)}
+        for plan in plans:
+            if plan.request_id not in found:
+                allocation = self._allocations[plan.request_id]
+                into.append(allocation.take())
+                found[plan.request_id] = into[-1]
+                into[-1].shrink(plan.nbytes)
+                allocation.data.close()
+        return [found[plan.request_id] for plan in plans]
+
 
 def _check_delivery(readers: int, ttl: float) -> None:
     if readers < 1 or not ttl > 0:
@@ -317,6 +390,18 @@ class PutOperation:
             if fault_points.enabled:
                 fault_points.point("put.copied")
             return self.publish(lease, digests)
+
+    def fill(self, lease: Lease, views: Sequence[TensorView]) -> None:
+        """Copy the tensors and write the header; `Producer.publish_many` then commits."""
+        if fault_points.enabled:
+            fault_points.point("put.reserved")
+        with self.ledger.phase("copy"):
+            digests, copied = gather_into(self.copier, views, self.plan, lease)
+            self.ledger.copies = int(copied)
+        if fault_points.enabled:
+            fault_points.point("put.copied")
+        lease.region.write(0, self.plan.encode(digests))
+        self.ledger.nbytes = self.plan.nbytes
 
     def run_inline(self, views: Sequence[TensorView]) -> Receipt | None:
         """Send a small payload inside its offers; None if it needs memory of the link after all."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from omni_kvlink.testing import (
+    batch_checks,
     delivery_checks,
     ending_checks,
     growing_checks,
@@ -30,6 +31,7 @@ _MODULES = (
     memory_checks,
     stream_checks,
     growing_checks,
+    batch_checks,
     scatter_checks,
     zero_copy_checks,
     tensor_checks,

@@ -84,6 +84,11 @@ class LinkCommands(CommandSet):
         with self._links[link].get(key, **options) as data:
             return fingerprint(data)
 
+    def get_many(self, link: str, keys: list[str], **options: Any) -> list[str]:
+        """Receive several payloads together and release them; their fingerprints."""
+        with self._links[link].get_many(keys, **options) as payloads:
+            return list(map(fingerprint, payloads))
+
     def hold(self, link: str, key: str, **options: Any) -> str:
         """Receive a payload, and keep its tensors beyond the `with` block; its fingerprint."""
         with self._links[link].get(key, **options) as data:

@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 import omni_kvlink
-from omni_kvlink import ClosedError, KVLink, Receipt, Received, ReceivedChunk, TransferFailed
-from omni_kvlink.lowlevel import begin_get
+from omni_kvlink import (
+    ClosedError,
+    KVLink,
+    Receipt,
+    Received,
+    ReceivedBatch,
+    ReceivedChunk,
+    TransferFailed,
+)
+from omni_kvlink.lowlevel import begin_get, begin_gets, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_chunk, hash_tensors
-from omni_kvlink.testing.rig import until, until_freed
+from omni_kvlink.testing.rig import until, until_freed, until_requested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-    from omni_kvlink import KVConsumer, KVProducer
+    from omni_kvlink import KVConsumer, KVProducer, Payload
 
 T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
@@ -136,6 +144,73 @@ def test_a_get_interrupted_at_each_line(
             if not was_interrupted:
                 break
         assert number > 30
+    finally:
+        gc.enable()
+
+
+MANY = ["m0", "m1", "m2"]
+
+
+def make_many(keys: Sequence[str] = MANY) -> list[Payload]:
+    return [Recipe(key, seed=seed).make() for seed, key in enumerate(keys)]
+
+
+def test_a_get_many_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+    """Another one receives all payloads."""
+    producer, consumer = pair
+    expected = list(map(fingerprint, make_many()))
+    gc.disable()
+    try:
+        for number in itertools.count():
+            found, receipts = list[ReceivedBatch[Received]](), producer.put_many(make_many())
+            was_interrupted = interrupted(
+                number, partial(consumer.get_many, MANY, timeout=60), found
+            )
+            if found:
+                found.pop().release_unread()
+            until(lambda found=receipts: all(map(is_committed, found)), "they can be read")  # type: ignore[misc]
+            with consumer.get_many(MANY, timeout=60) as data:
+                assert list(map(fingerprint, data)) == expected
+            del data
+            for receipt in receipts:
+                receipt.wait(timeout=60)
+            until_freed(producer)
+            until(lambda: not received_nbytes(consumer), "the consumer's memory is free")
+            if not was_interrupted:
+                break
+        assert number > 50
+    finally:
+        gc.enable()
+
+
+def test_a_put_many_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+    """Each payload is there as a whole or not at all; no key stays taken, and no memory.
+
+    Nobody waits for it: within an offer the producer's table cannot be interrupted, as in `put`.
+    """
+    producer, consumer = pair
+    gc.disable()
+    try:
+        for number in itertools.count():
+            keys = [f"{number} {key}" for key in MANY]  # those before are remembered as failed
+            payloads, found = make_many(keys), list[list[Receipt]]()
+            was_interrupted = interrupted(number, partial(producer.put_many, payloads), found)
+            pending = begin_gets(consumer, keys, timeout=60)
+            until_requested(producer, len(keys))
+            for get, key, payload in zip(pending, keys, payloads, strict=True):
+                producer.fail(key, "it was not put")  # unless it was
+                with contextlib.suppress(TransferFailed):
+                    with open_delivery(consumer, get.wait(timeout=60), started=0.0) as data:
+                        assert fingerprint(data) == fingerprint(payload)
+                    del data
+            del get
+            pending.clear()
+            until_freed(producer)
+            until(lambda: not received_nbytes(consumer), "the consumer's memory is free")
+            assert not producer.stats()["transfers"]["live"]
+            if not was_interrupted:
+                break
+        assert number > 50
     finally:
         gc.enable()
 

@@ -128,12 +128,10 @@ class FarProducer(Producer):
             assert len(piece) == fetch.stop - fetch.start, "more was requested than there is"
             peer.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
 
-    def _reserve(self, key: str) -> Transfer | None:
-        transfer = super()._reserve(key)
-        if transfer is not None:
-            assert isinstance(transfer.block, int)
-            self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
-        return transfer
+    def _allocate(self, transfer: Transfer) -> None:
+        super()._allocate(transfer)
+        assert isinstance(transfer.block, int)
+        self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         plan = PLANS[transfer.key]
@@ -141,10 +139,9 @@ class FarProducer(Producer):
         content = tensor_of(transfer.key, transfer.epoch, layer)
         self._memory(transfer)[start : start + ROW] = content
 
-    def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
+    def _write_header(self, transfer: Transfer) -> None:
         header = PLANS[transfer.key].encode()
         self._memory(transfer)[: len(header)] = header
-        super()._commit(transfer, readers, ttl)
 
     def _location(self, transfer: Transfer) -> Location:
         assert isinstance(transfer.block, int)

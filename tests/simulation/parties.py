@@ -26,6 +26,7 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.transfer import Transfer
@@ -62,6 +63,19 @@ class Producer:
         if transfer is not None:
             write = partial(self._write, transfer, readers, ttl)
             self.clock.soon(write, 0.3)
+
+    def put_many(self, keys: Sequence[str], readers: int, ttl: float) -> None:
+        """Write several payloads for a while, then commit all of them, or none."""
+        transfers: list[Transfer] = []
+        if not self.alive:
+            return
+        try:
+            self.transfers.reserve_all(keys, transfers)
+        except DuplicateKeyError:
+            return
+        for transfer in transfers:
+            self._allocate(transfer)
+        self.clock.soon(partial(self._write_all, transfers, readers, ttl), 0.3)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
         """Write and announce layer by layer; fail amid the stream now and then."""
@@ -112,10 +126,27 @@ class Producer:
             transfer = self.transfers.reserve(key)
         except DuplicateKeyError:
             return None
-        transfer.block = self.memory.allocate()
-        self.clock.record(f"  block {transfer.block} for {key!r}, {transfer.epoch}")
-        self.reserved.append(transfer)
+        self._allocate(transfer)
         return transfer
+
+    def _allocate(self, transfer: Transfer) -> None:
+        transfer.block = self.memory.allocate()
+        self.clock.record(f"  block {transfer.block} for {transfer.key!r}, {transfer.epoch}")
+        self.reserved.append(transfer)
+
+    def _write_all(self, transfers: Sequence[Transfer], readers: int, ttl: float) -> None:
+        if not self.alive:
+            return
+        for transfer in transfers:
+            for layer in range(LAYERS):
+                self._write_tensor(transfer, layer)
+            self._write_header(transfer)
+        committed = [(transfer, self._location(transfer)) for transfer in transfers]
+        try:
+            self.transfers.commit_all(committed, readers, self.clock.now + ttl)
+        except TransferFailed:
+            for transfer in transfers:
+                self.transfers.abort(transfer)
 
     def _write(self, transfer: Transfer, readers: int, ttl: float) -> None:
         if not self.alive:
@@ -142,7 +173,11 @@ class Producer:
         else:
             self._commit(transfer, 0, ttl)
 
+    def _write_header(self, transfer: Transfer) -> None:
+        """With shared memory here, a payload has none."""
+
     def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
+        self._write_header(transfer)
         try:
             location = self._location(transfer)
             self.transfers.commit(transfer, location, readers, self.clock.now + ttl)
@@ -179,11 +214,16 @@ class Connection:
     def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
         self.clock, self.name, self.producer = clock, name, producer
         self.to_producer = Wire(clock, lambda message: producer.handle(self, message), wild=wild)
-        self.get_table = GetTable(self.to_producer.send, self.to_producer.send)
+        self.get_table = GetTable(self.to_producer.send, self.to_producer.send, self.send_all)
         self.to_reader = Wire(clock, self._handle, wild=wild)
         self.is_closed = self.is_ended = False
         self.holds = 0
         producer.connections.add(self)
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Send several messages to the producer."""
+        for message in messages:
+            self.to_producer.send(message)
 
     def break_off(self) -> None:
         """Break the connection; both sides notice it later. The consumer's leases stay valid."""

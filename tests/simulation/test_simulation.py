@@ -63,6 +63,7 @@ class Scenario:
         is_near = self._producer is Producer
         actions: dict[str, tuple[int, Callable[[], object]]] = {
             "put": (6, partial(producer.put, key, readers, ttl)),
+            "put_many": (3, partial(producer.put_many, chance.sample(KEYS, 2), readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
             # No transport repeats or reorders bytes that are read in place.
             "direct": (0 if self.wild else 4, partial(producer.direct, key, readers, ttl)),

@@ -268,6 +268,11 @@ class GetState:
         self.future.set_running_or_notify_cancel()  # only the table ends it
         self._drop: Callable[[GetState], None] | None = drop  # last: from here on it owns
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it owns nothing any more."""
+        return self._drop is None
+
     def settle(self) -> None:
         """Give up the ownership: the get was cancelled, has failed, or its lease has an owner."""
         self._drop = None
@@ -298,12 +303,17 @@ class GetState:
 class GetTable:
     """The gets of one connection; thread-safe.
 
-    `send` takes a message for the producer and must not block; `post` takes a Cancel or Release
-    from a finalizer and must not even take a lock.
+    `send` takes a message for the producer, `send_all` several; they must not block. `post` takes
+    a Cancel or Release from a finalizer and must not even take a lock.
     """
 
-    def __init__(self, send: Callable[[Message], None], post: Callable[[Message], None]):
-        self._send, self._post = send, post
+    def __init__(
+        self,
+        send: Callable[[Message], None],
+        post: Callable[[Message], None],
+        send_all: Callable[[Sequence[Message]], None],
+    ):
+        self._send, self._post, self._send_all = send, post, send_all
         self._pid = os.getpid()
         self._lock = threading.Lock()
         # Who removes a get from here ends it: its answer, `cancel`, or its finalizer.
@@ -335,13 +345,7 @@ class GetTable:
         `of`: request a chunk, or a stream that grows.
         """
         with self._lock:
-            if self._error is not None:
-                raise type(self._error)(str(self._error))
-            self._last_id += 1
-            get_state = GetState(
-                self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
-            )
-            self._waiting[self._last_id] = weakref.ref(get_state)
+            get_state = self._add(key, ready, streamed=streamed, verify=verify)
         number = get_state.get_id
         if of is None:
             self._send(Get(number, key, streamed or early))
@@ -350,6 +354,23 @@ class GetTable:
                 get_state.phase = f"chunk {of.number} of the stream is not written yet"
             self._send(Get(number, key, streamed or early, of.stream or number, of.number))
         return get_state
+
+    def request_all(
+        self,
+        keys: Sequence[str],
+        *,
+        early: bool = False,
+        verify: bool = True,
+        ready: Callable[[], Future[None]] | None = None,
+    ) -> list[GetState]:
+        """Request several payloads at once; `ready` makes a future for each. See `request`."""
+        with self._lock:
+            get_states = [
+                self._add(key, None if ready is None else ready(), streamed=False, verify=verify)
+                for key in keys
+            ]
+        self._send_all([Get(one.get_id, one.key, early) for one in get_states])
+        return get_states
 
     def cancel(self, get_state: GetState) -> bool:
         """Cancel a get; False if its answer came first, so that the caller must take that."""
@@ -379,7 +400,9 @@ class GetTable:
             raise
 
     def drop(self, get_state: GetState) -> None:
-        """Cancel a get, or release its offer unread."""
+        """Cancel a get, or release its offer unread; does nothing to one that has ended."""
+        if get_state.is_settled:
+            return
         if not self.cancel(get_state) and get_state.future.exception() is None:
             self.release(get_state.get_id, get_state.future.result().epoch, "unread")
             get_state.settle()
@@ -469,7 +492,19 @@ class GetTable:
 
     def disconnect(self) -> None:
         """Send no more messages: the connection is gone, and its session need not be kept."""
-        self._send = self._post = _ignore
+        self._send = self._post = self._send_all = _ignore
+
+    def _add(
+        self, key: str, ready: Future[None] | None, *, streamed: bool, verify: bool
+    ) -> GetState:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+        self._last_id += 1
+        get_state = GetState(
+            self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
+        )
+        self._waiting[self._last_id] = weakref.ref(get_state)
+        return get_state
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
         for get_id in list(self._streams):  # a finalizer may remove one meanwhile
@@ -498,7 +533,7 @@ class GetTable:
             return None if ref is None else ref()
 
 
-def _ignore(message: Message) -> None:
+def _ignore(message: object) -> None:
     pass
 
 

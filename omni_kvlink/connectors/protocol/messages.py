@@ -15,6 +15,8 @@ import msgspec
 from omni_kvlink.errors import WireError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omni_kvlink.memory.region import Region
 
 PROTOCOL = (1, 1)
@@ -23,6 +25,8 @@ MAX_MESSAGE = 64 << 10
 """Bytes of the longest message."""
 INLINE = 32 << 10
 """Bytes of the longest payload that may travel inside its offer."""
+MAX_BATCH = 256
+"""Messages of the longest `Batch`."""
 MAX_TEXT = 4096
 """Characters of the longest text field."""
 
@@ -213,14 +217,23 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
     reason: Text
 
 
+class Batch(_Message, frozen=True, array_like=True, tag=True):
+    """Both sides: several messages in one, in their order; none is a Batch or has a descriptor."""
+
+    messages: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
+
+
 FromConsumer: TypeAlias = Get | Cancel | Release | Reject | FetchRange | Abort
 FromProducer: TypeAlias = (
     Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk
 )
 Message: TypeAlias = Hello | TransportAddress | FromConsumer | FromProducer
+_BATCH_SPACE = 32
+"""Bytes of a Batch beside its messages, at most."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type, unused-ignore]
+_DECODER: msgspec.msgpack.Decoder[Message | Batch]
+_DECODER = msgspec.msgpack.Decoder(Message | Batch)  # type: ignore[arg-type, unused-ignore]
 
 
 def encode(message: Message) -> bytes:
@@ -228,8 +241,36 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode(data: bytes) -> Message:
+def encode_all(messages: Sequence[Message]) -> list[bytes]:
+    """Return messages as they travel, in their order: as few as possible, of `MAX_MESSAGE` each."""
+    groups, nbytes = list[list[bytes]](), MAX_MESSAGE
+    for data in map(encode, messages):
+        nbytes += len(data)
+        if nbytes > MAX_MESSAGE - _BATCH_SPACE or len(groups[-1]) == MAX_BATCH:
+            groups.append([])
+            nbytes = len(data)
+        groups[-1].append(data)
+    return [
+        group[0] if len(group) == 1 else _ENCODER.encode(Batch(tuple(map(msgspec.Raw, group))))
+        for group in groups
+    ]
+
+
+def decode(data: bytes | msgspec.Raw) -> Message:
     """Return the message that `data` holds; WireError if it is not exactly one, of a known kind."""
+    message = _decode(data)
+    if isinstance(message, Batch):
+        raise WireError("a Batch, where one message must be")
+    return message
+
+
+def decode_all(data: bytes) -> list[Message]:
+    """Return the message that `data` holds, or those of its Batch; WireError as for `decode`."""
+    message = _decode(data)
+    return list(map(decode, message.messages)) if isinstance(message, Batch) else [message]
+
+
+def _decode(data: bytes | msgspec.Raw) -> Message | Batch:
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

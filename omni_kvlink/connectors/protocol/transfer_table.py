@@ -36,7 +36,7 @@ from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, Tran
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
     from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
@@ -99,9 +99,21 @@ class TransferTable:
         """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
         transfer = Transfer(key, self._epoch + 1)
         self._add(transfer)
-        for peer, get_id in self._waiting.get(key, ()):
-            self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
+        self._announce_reserved(key)
         return transfer
+
+    def reserve_all(self, keys: Sequence[str], into: list[Transfer]) -> None:
+        """Start several transfers and add each to `into`.
+
+        After a DuplicateKeyError, or an interrupt, the caller ends those that are there.
+        """
+        for key in keys:
+            self._check_free(key)
+        for key in keys:
+            transfer = Transfer(key, self._epoch + 1)
+            into.append(transfer)  # first: no interrupt leaves one that nobody ends
+            self._add(transfer)
+            self._announce_reserved(key)
 
     def reserve_chunk(self, stream: Transfer) -> Transfer:
         """Start the next chunk of a stream that grows, not written yet."""
@@ -218,6 +230,15 @@ class TransferTable:
         self._offer(transfer)
         if not transfer.unclaimed and not transfer.leases:
             self._end(transfer, TransferState.RELEASED, "", "closed")
+
+    def commit_all(
+        self, transfers: Sequence[tuple[Transfer, Location]], readers: int, expires: float
+    ) -> None:
+        """Commit several payloads: all, or none if one was aborted meanwhile (TransferFailed)."""
+        for transfer, _ in transfers:
+            self._check_writing(transfer)
+        for transfer, location in transfers:
+            self.commit(transfer, location, readers, expires)
 
     def lend(self, transfer: Transfer) -> None:
         """Keep the memory until `on_lent_released`: the caller holds tensors of it."""
@@ -405,16 +426,22 @@ class TransferTable:
     # Inside
 
     def _add(self, transfer: Transfer) -> None:
-        key = transfer.key
+        self._check_free(transfer.key)
+        self._epoch = transfer.epoch
+        self._live[transfer.key] = transfer
+        self._tombstones.pop(transfer.key, None)
+
+    def _announce_reserved(self, key: str) -> None:
+        for peer, get_id in self._waiting.get(key, ()):
+            self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
+
+    def _check_free(self, key: str) -> None:
         other = self._live.get(key)
         if other is not None:
             raise DuplicateKeyError(
                 f"key {key!r} is taken by a payload that is {other.state.value}; "
                 "wait for its receipt, or abort it"
             )
-        self._epoch = transfer.epoch
-        self._live[key] = transfer
-        self._tombstones.pop(key, None)
 
     def _schedule(self, transfer: Transfer) -> None:
         """Have `tick` expire a transfer; it forgets those that are not offerable when it looks."""

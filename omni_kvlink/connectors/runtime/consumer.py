@@ -48,7 +48,7 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
@@ -75,6 +75,10 @@ class Session(ABC):
         `verify`: compare bytes with their digests as they arrive, unless they are mapped. `of` is
         as for `GetTable.request`.
         """
+
+    @abstractmethod
+    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
+        """Request several payloads at once; see `request`."""
 
     @abstractmethod
     def send(self, message: Abort) -> None:
@@ -134,6 +138,10 @@ class MappedSession(Session):
     ) -> PendingGet:
         """Request a payload, which is mapped when it is offered; nothing crosses a network."""
         return MappedGet(self, self.get_table.request(key, streamed=streamed, of=of))
+
+    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
+        """Request several payloads at once; see `request`."""
+        return [MappedGet(self, get_state) for get_state in self.get_table.request_all(keys)]
 
 
 class MappedGet(SessionGet):
@@ -244,6 +252,12 @@ class SessionConsumer(Consumer):
     ) -> PendingGet:
         """Request a payload; blocks only while it reconnects."""
         return self._live_session(timeout).request(key, streamed=streamed, verify=verify)
+
+    def begin_gets(
+        self, keys: Sequence[str], *, timeout: float, verify: bool = True
+    ) -> list[PendingGet]:
+        """Request several payloads at once; blocks only while it reconnects."""
+        return self._live_session(timeout).request_all(keys, verify=verify)
 
     def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
         """Request a stream that grows; blocks only while it reconnects."""

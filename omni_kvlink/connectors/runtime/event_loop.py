@@ -44,10 +44,10 @@ def _ignore(error: BaseException) -> None:
 class EventLoop:
     """A daemon thread around an epoll; handlers and `tick` run in it.
 
-    `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and
-    writes an eventfd. `tick` does what is due at the time it is given, and returns when to call it
-    again (`time.monotonic`). `crashed` is called with an error that ends the thread, so that
-    waiting calls can be failed.
+    `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and,
+    if the thread sleeps, writes an eventfd. `tick` does what is due at the time it is given, and
+    returns when to call it again (`time.monotonic`). `crashed` is called with an error that ends
+    the thread, so that waiting calls can be failed.
     """
 
     def __init__(
@@ -62,6 +62,9 @@ class EventLoop:
         self._calls: deque[Callable[[], None]] = deque()
         self._writers: deque[None] = deque()  # threads that write to `_wake` now
         self._sleeps_until = 0.0
+        # Numbers: of the sleep that the thread is in, 0 while it runs; of its last sleep; of the
+        # last one that a call has ended.
+        self._sleeping = self._sleeps = self._woken = 0
         self._running = True
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -83,7 +86,10 @@ class EventLoop:
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` in the loop's thread, after earlier calls; never blocks, takes no lock."""
         self._calls.append(function)
-        self._wake_up()
+        sleep = self._sleeping
+        if sleep and sleep != self._woken:  # a thread that runs looks for calls before it sleeps
+            self._wake_up()
+            self._woken = sleep
         if self._wake < 0:  # the loop has ended: a call that is kept would be a reference cycle
             self._calls.clear()
 
@@ -157,9 +163,11 @@ class EventLoop:
                 now = time.monotonic()
                 self._sleeps_until = float("inf")  # a `tick_by` during the tick must wake it up
                 self._sleeps_until = self._tick(now)
-                if self._calls or not self._running:
-                    continue
-                self._sleep(self._sleeps_until - now)
+                self._sleeps += 1
+                self._sleeping = self._sleeps
+                if not self._calls and self._running:
+                    self._sleep(self._sleeps_until - now)
+                self._sleeping = 0
         except BaseException as error:
             self._crashed(error)
             raise
@@ -188,7 +196,9 @@ class EventLoop:
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)
-        for fd, events in self._epoll.poll(timeout):
+        ready = self._epoll.poll(timeout)
+        self._sleeping = 0
+        for fd, events in ready:
             watched = self._watched.get(fd)
             if watched is not None:  # an earlier handler may have closed it
                 interest, handler = watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -64,6 +65,11 @@ class Listener(ABC):
     def send(self, peer: Any, message: Message) -> None:
         """Send a message to a peer of this listener; the lock is held, so it must not block."""
 
+    def send_all(self, peer: Any, messages: Sequence[Message]) -> None:
+        """Send messages to a peer together, if the transport can; the lock is held."""
+        for message in messages:
+            self.send(peer, message)
+
     def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
         return "readers look into the link's own memory here"
@@ -123,6 +129,9 @@ class PooledProducer(Producer):
         self.transfers = TransferTable(self._send, self._free)
         self.listeners: list[Listener] = []
         self.incarnation = os.urandom(8).hex()
+        self._unsent: dict[PeerHandle, list[Message]] | None = None  # while several are collected
+        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        self._reserving = threading.RLock()
         self._in_flight: Counter[Block] = Counter()
         self._free_when_sent: set[Block] = set()
         pooled = options.mode == "pooled" or is_one_arena
@@ -153,22 +162,17 @@ class PooledProducer(Producer):
 
     def handle(self, peer: Peer, message: Message) -> None:
         """Handle a message of a peer after its handshake; WireError if it must not send it."""
+        with self.lock:
+            self._handle(peer, time.monotonic(), message)
+
+    def handle_all(self, peer: Peer, messages: Sequence[Message]) -> None:
+        """Handle messages that arrived together; what they cause is sent together."""
+        if len(messages) == 1:
+            self.handle(peer, messages[0])
+            return
         now = time.monotonic()
         with self.lock:
-            if isinstance(message, Get):
-                self.transfers.on_get(peer, message, now)
-            elif isinstance(message, Cancel):
-                self.transfers.on_cancel(peer, message.get_id)
-            elif isinstance(message, Release):
-                self.transfers.on_release(
-                    peer, message.get_id, message.epoch, message.outcome, message.reason, now
-                )
-            elif isinstance(message, Reject):
-                self.transfers.on_reject(peer, message.get_id, message.epoch, message.reason, now)
-            elif isinstance(message, Abort):
-                self.transfers.fail(message.key, message.reason, "aborted", now)
-            else:
-                unexpected(message)
+            self._together(lambda: [*map(partial(self._handle, peer, now), messages)])
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone, and so is its access to the memory."""
@@ -259,6 +263,50 @@ class PooledProducer(Producer):
         with self.lock:
             transfer = self.transfers.reserve_chunk(_transfer(stream))
         return self._reserve(transfer, nbytes, timeout, 0)
+
+    def reserve_many(
+        self, payloads: Sequence[tuple[str, int, bool]], *, timeout: float, into: list[Lease]
+    ) -> None:
+        """Reserve memory for several payloads; blocks while the pool is full.
+
+        One call at a time waits for memory: two that each have a part would wait for each other.
+        """
+        self._check_open()
+        total = sum(nbytes for _, nbytes, _ in payloads)
+        if total > self._options.quota:
+            text = f"{len(payloads)} payloads of {total} bytes together; put fewer at once"
+            raise CapacityError(text, requested=total, free=self._options.quota)
+        transfers = list[Transfer]()
+        deadline = time.monotonic() + timeout
+        try:
+            if not self._reserving.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+                raise CapacityError(
+                    f"another put_many waits for memory since {timeout:g} s", requested=total
+                )
+            keys = [key for key, _, _ in payloads]
+            with self.lock:
+                self._together(partial(self.transfers.reserve_all, keys, transfers))
+            for transfer, (_, nbytes, on_host) in zip(transfers, payloads, strict=True):
+                into.append(self._reserve_small(transfer, nbytes, deadline, on_host=on_host))
+        except BaseException:
+            self._end_together(transfers)
+            raise
+        finally:
+            with contextlib.suppress(RuntimeError):  # it was not acquired
+                self._reserving.release()
+
+    def _reserve_small(
+        self, transfer: Transfer, nbytes: int, deadline: float, *, on_host: bool
+    ) -> Lease:
+        """Reserve memory outside the pool for a payload that can travel in its offers."""
+        if on_host and nbytes <= self.inline_limit:
+            transfer.block = self.pool.share(nbytes)
+        if transfer.block is None:
+            left = max(0.0, deadline - time.monotonic())
+            return self._reserve(transfer, nbytes, left, 0)
+        region = Region.private(nbytes)
+        transfer.inline = region.view()
+        return Lease(region, partial(self._abort, transfer), transfer)
 
     def _reserve(self, transfer: Transfer, nbytes: int, timeout: float, draft: int) -> Lease:
         try:
@@ -400,6 +448,33 @@ class PooledProducer(Producer):
             fault_points.point("publish.after")
         return Receipt(transfer, ledger)
 
+    def publish_many(
+        self, leases: Sequence[Lease], *, readers: int, ttl: float, ledgers: Sequence[Ledger]
+    ) -> list[Receipt]:
+        """Commit several payloads: all, or none; an interrupt may leave some. Never blocks."""
+        self._check_open()
+        transfers, expires = [_transfer(lease) for lease in leases], time.monotonic() + ttl
+        try:
+            committed = list[tuple[Transfer, Location]]()
+            for transfer, lease in zip(transfers, leases, strict=True):
+                region = lease.move()
+                if isinstance(transfer.block, Block):
+                    slot = self.pool.region(transfer.block)
+                    write_head(slot, transfer.epoch, region.nbytes, committed=True)
+                    location = _location(transfer, region.nbytes)
+                else:
+                    location = Location(0, 0, region.nbytes)
+                committed.append((transfer, location))
+            with self.lock:
+                self._together(partial(self.transfers.commit_all, committed, readers, expires))
+            for listener in self.listeners:
+                listener.flush()
+        except BaseException:
+            self._end_together(transfers)
+            raise
+        self.loop.tick_by(expires)
+        return list(map(Receipt, transfers, ledgers))
+
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
         """End the transfer of this lease."""
         abort = partial(self._abort, _transfer(lease), reason)
@@ -512,10 +587,54 @@ class PooledProducer(Producer):
                     self.pool.free(block)
         sent(nbytes)
 
+    def _handle(self, peer: Peer, now: float, message: Message) -> None:
+        if isinstance(message, Get):
+            self.transfers.on_get(peer, message, now)
+        elif isinstance(message, Cancel):
+            self.transfers.on_cancel(peer, message.get_id)
+        elif isinstance(message, Release):
+            self.transfers.on_release(
+                peer, message.get_id, message.epoch, message.outcome, message.reason, now
+            )
+        elif isinstance(message, Reject):
+            self.transfers.on_reject(peer, message.get_id, message.epoch, message.reason, now)
+        elif isinstance(message, Abort):
+            self.transfers.fail(message.key, message.reason, "aborted", now)
+        else:
+            unexpected(message)
+
     def _send(self, peer: Peer, message: Message) -> None:
         """Send a message of the table; the lock is held."""
         assert isinstance(peer, PeerHandle)
-        peer.listener.send(peer, message)
+        if self._unsent is not None:
+            self._unsent.setdefault(peer, []).append(message)
+        else:
+            peer.listener.send(peer, message)
+
+    def _together(self, act: Callable[[], object]) -> None:
+        """Call `act`; what it sends a peer is sent together, also if it raises. The lock is held.
+
+        After an interrupt at any line, call `_end_together`.
+        """
+        try:
+            self._unsent = {}
+            act()
+        finally:
+            self._send_unsent()
+
+    def _end_together(self, transfers: Sequence[Transfer]) -> None:
+        """After an error: send what is left, and end what is not committed."""
+        with self.lock:
+            self._send_unsent()
+        for transfer in transfers:
+            self._abort(transfer)
+
+    def _send_unsent(self) -> None:
+        unsent = self._unsent or {}
+        for peer in list(unsent):  # an interrupt leaves the others; messages may come twice
+            peer.listener.send_all(peer, unsent[peer])
+            del unsent[peer]
+        self._unsent = None
 
     def _pass_arena(self, arena: int) -> None:
         """Pass an arena on that was mapped ahead; any thread."""

@@ -44,6 +44,8 @@ from omni_kvlink.errors import KVLinkError, PeerLostError, TransferTimeout, Wire
 from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omni_kvlink.connectors.base import Options, PendingGet
     from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
     from omni_kvlink.connectors.protocol.get_table import ChunkOf, Delivery
@@ -90,6 +92,8 @@ class RemoteGet(SessionGet):
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
         get_state = self._get_state
+        if get_state.is_settled:
+            return
         if self._get_table.cancel(get_state) or get_state.future.exception() is not None:
             return
         inbound = self._inbound
@@ -121,7 +125,7 @@ class RemoteSession(Session):
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
-        self.get_table = GetTable(self.send, self._post_release)
+        self.get_table = GetTable(self.send, self._post_release, self.send_all)
 
     @abstractmethod
     def _transmit(self, message: Message) -> None:
@@ -146,18 +150,26 @@ class RemoteSession(Session):
         self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
     ) -> PendingGet:
         """Ask for a payload; see `Session`."""
-        ready: Future[None] = Future()
-        ready.set_running_or_notify_cancel()  # only the session completes it
         get_state = self.get_table.request(
-            key, streamed=streamed, early=True, verify=verify, ready=ready, of=of
+            key, streamed=streamed, early=True, verify=verify, ready=_ready(), of=of
         )
         return RemoteGet(self, get_state)
+
+    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
+        """Ask for several payloads at once; see `Session`."""
+        get_states = self.get_table.request_all(keys, early=True, verify=verify, ready=_ready)
+        return [RemoteGet(self, get_state) for get_state in get_states]
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
         self._outbox.append(message)
         if not self._loop.is_own_thread or len(self._outbox) == 1:
             self._loop.call(self.flush)
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Queue several messages for the producer; never blocks."""
+        self._outbox.extend(messages)
+        self._loop.call(self.flush)
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail all gets of a key, also those whose bytes are arriving."""
@@ -300,6 +312,13 @@ class RemoteSession(Session):
     def _send_queued(self) -> None:
         while self._outbox and not self.is_closed:
             self._transmit(self._outbox.popleft())
+
+
+def _ready() -> Future[None]:
+    """A future that only the session completes."""
+    ready: Future[None] = Future()
+    ready.set_running_or_notify_cancel()
+    return ready
 
 
 class RemoteConsumer(SessionConsumer):

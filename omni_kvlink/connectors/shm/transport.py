@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.connectors.base import Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import (
+    MAX_BATCH,
     MAX_MESSAGE,
     PROTOCOL,
     SLOT,
@@ -33,8 +34,9 @@ from omni_kvlink.connectors.protocol.messages import (
     Retire,
     Status,
     common_version,
-    decode,
+    decode_all,
     encode,
+    encode_all,
     own_hello,
 )
 from omni_kvlink.connectors.runtime.consumer import (
@@ -59,7 +61,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.memory.arena import GRAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.memory.region import Mapping, Region
@@ -120,14 +122,11 @@ class ShmChannel:
 
         The end of the connection is reported by `receive`.
         """
-        data = encode(message)
-        with self._lock:
-            if self._sock is None:
-                return
-            if not self._backlog and self._put(data, memory):
-                return
-            self._backlog.append((data, memory))
-        self._backlogged()
+        self._send_or_queue([encode(message)], memory)
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Send several messages as few; all else as for `send`."""
+        self._send_or_queue(encode_all(messages), None)
 
     def flush(self) -> bool:
         """Send queued messages as far as the socket takes them; return whether none is left."""
@@ -146,8 +145,8 @@ class ShmChannel:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_WR)
 
-    def receive(self) -> Iterator[tuple[Message, int]]:
-        """Yield every message that has arrived, with its descriptor (the caller's) or -1.
+    def receive(self) -> Iterator[tuple[list[Message], int]]:
+        """Yield the messages that arrived together, with their descriptor (the caller's) or -1.
 
         Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
@@ -175,15 +174,15 @@ class ShmChannel:
                         "a message is too long, or carries too many descriptors, or more than "
                         "this process may open (ulimit -n)"
                     )
-                message = decode(data)
+                messages = decode_all(data)
             except BaseException:
                 for fd in fds:
                     os.close(fd)
                 raise
-            yield message, fds[0] if fds else -1
+            yield messages, fds[0] if fds else -1
 
-    def peek(self) -> Message | None:
-        """Return the message that would be received next, which stays; None if it is not here.
+    def peek(self) -> list[Message]:
+        """Return the messages that would be received next, which stay; none if none are here.
 
         Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
@@ -194,10 +193,10 @@ class ShmChannel:
                 data = _peeked(self._sock)
         if data == b"":
             raise ConnectionError("the connection was closed")
-        return None if data is None else decode(data)
+        return [] if data is None else decode_all(data)
 
     def skip(self) -> None:
-        """Discard the message that `peek` returned."""
+        """Discard the messages that `peek` returned."""
         with self._lock, contextlib.suppress(OSError):  # the connection may have ended
             if self._sock is not None:
                 self._sock.recv(1)
@@ -212,6 +211,18 @@ class ShmChannel:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+    def _send_or_queue(self, parts: Sequence[bytes], memory: Mapping | None) -> None:
+        is_queued = False
+        with self._lock:
+            if self._sock is None:
+                return
+            for data in parts:
+                if self._backlog or not self._put(data, memory):
+                    self._backlog.append((data, memory))
+                    is_queued = True
+        if is_queued:
+            self._backlogged()
 
     def _put(self, data: bytes, memory: Mapping | None) -> bool:
         if self._sock is None:
@@ -295,6 +306,13 @@ class ShmListener(Listener):
         if isinstance(message, Offer) and not message.inline:
             self._pass(peer, message.location.arena)
         peer.channel.send(message)
+
+    def send_all(self, peer: ShmPeerConnection, messages: Sequence[Message]) -> None:
+        """Send messages in one; before it, the memory files that its offers refer to."""
+        for message in messages:
+            if isinstance(message, Offer) and not message.inline:
+                self._pass(peer, message.location.arena)
+        peer.channel.send_all(messages)
 
     def pass_arena(self, arena: int) -> None:
         """Have the connected peers map an arena before anything is offered in it."""
@@ -398,36 +416,37 @@ class ShmListener(Listener):
         if not events & READ:
             return
         try:
-            for message, fd in peer.channel.receive():
+            for messages, fd in peer.channel.receive():
                 if fd >= 0:
                     os.close(fd)
                     raise WireError("a reader passes no descriptors")
-                if peer in self._peers:
-                    self._on_message(peer, message)
-                elif isinstance(message, Release):
-                    self._producer.handle(peer, message)
+                if peer not in self._peers:
+                    messages = [one for one in messages if isinstance(one, Release)]
+                    self._producer.handle_all(peer, messages)
+                elif peer.hello is not None:
+                    self._producer.handle_all(peer, messages)
+                else:
+                    self._on_hello(peer, messages)
         except ConnectionError:
             self._disconnect(peer)
         except WireError:
             self._refused["bad message"] += 1
             self._disconnect(peer)
 
-    def _on_message(self, peer: ShmPeerConnection, message: Message) -> None:
-        if peer.hello is not None:
-            self._producer.handle(peer, message)
-        elif not isinstance(message, Hello):
+    def _on_hello(self, peer: ShmPeerConnection, messages: Sequence[Message]) -> None:
+        message = messages[0] if len(messages) == 1 else None
+        if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
-        elif peer.refusal or common_version(message.versions) is None:
+        if peer.refusal or common_version(message.versions) is None:
             # Not before its Hello was read: closing a socket with unread messages loses ours.
             self._refused["refused" if peer.refusal else "other version"] += 1
             peer.channel.send(Refused(peer.refusal or "no common version", PROTOCOL))
             raise ConnectionError("refused")
-        else:
-            peer.hello = message
-            self._greeting.pop(peer, None)
-            peer.channel.send(self._producer.hello)
-            for arena in self._producer.pool.prefaulted:
-                self._pass_ahead(peer, arena)
+        peer.hello = message
+        self._greeting.pop(peer, None)
+        peer.channel.send(self._producer.hello)
+        for arena in self._producer.pool.prefaulted:
+            self._pass_ahead(peer, arena)
 
     def _on_exit(self, peer: ShmPeerConnection) -> None:
         """The peer's process ended. A child of it may hold the socket open: read what it sent."""
@@ -551,7 +570,7 @@ class ShmSession(MappedSession):
                 raise ConnectorError(f"{url}: {error.strerror} (ulimit -n)") from None
             raise
         post = partial(_post, self._loop, self._posted, weakref.WeakMethod(self._send_posted))
-        self.get_table = GetTable(self._channel.send, post)
+        self.get_table = GetTable(self._channel.send, post, self._channel.send_all)
         self._loop.call(self._watch)
 
     def slot(self, location: Location, draft: int) -> Region:
@@ -624,22 +643,22 @@ class ShmSession(MappedSession):
                 return
 
     def _receive_answer(self) -> bool:
-        """Handle one message, if it answers a get; return whether it was one, or there is none.
+        """Handle what came next, if it answers gets; return whether it does, or there is none.
 
         An interrupt at any line loses nothing: the message is taken away at last, and to handle it
         twice changes nothing.
         """
         try:
-            message = self._channel.peek()
+            messages = self._channel.peek()
         except (ConnectionError, WireError):
             return False
-        if message is None:
+        if not messages:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             return not self._has_exited
-        if not isinstance(message, (Offer, Status, Failed)):
+        if not all(isinstance(message, (Offer, Status, Failed)) for message in messages):
             return False
-        self._on_message(message, -1)
+        self._on_messages(messages, -1)
         self._channel.skip()
         return True
 
@@ -669,10 +688,10 @@ class ShmSession(MappedSession):
                 raise TransferTimeout(
                     f"{self._url}: the producer does not answer", phase="shaking hands"
                 )
-            for message, fd in self._channel.receive():
+            for messages, fd in self._channel.receive():
                 if fd >= 0:
                     os.close(fd)
-                return check_hello(self._url, message)
+                return check_hello(self._url, messages[0])
 
     def __del__(self) -> None:
         if getattr(self, "_wake", -1) >= 0:  # not before: a thread that waits may still poll it
@@ -689,13 +708,13 @@ class ShmSession(MappedSession):
 
     def _send_posted(self) -> None:
         """Send what finalizers have posted; any thread."""
-        while self._posted:
-            message = self._posted[0]
-            self._channel.send(message)
-            if isinstance(message, Release):
-                self._leases.discard(message.get_id)
-            with contextlib.suppress(ValueError):  # another thread was faster; twice does no harm
-                self._posted.remove(message)
+        while messages := _first(self._posted, MAX_BATCH):
+            self._channel.send_all(messages)
+            for message in messages:
+                if isinstance(message, Release):
+                    self._leases.discard(message.get_id)
+                with contextlib.suppress(ValueError):  # another thread was faster; no harm in that
+                    self._posted.remove(message)
         if self.is_closed:
             self._loop.call(self._flush)
 
@@ -733,8 +752,8 @@ class ShmSession(MappedSession):
         if not self._reads or self._has_ended:
             return
         try:
-            for message, fd in self._channel.receive():
-                self._on_message(message, fd)
+            for messages, fd in self._channel.receive():
+                self._on_messages(messages, fd)
         except ConnectionError:
             self._reads = 0
             self._close(PeerLostError(f"{self._url}: the producer is gone"))
@@ -743,16 +762,17 @@ class ShmSession(MappedSession):
                 self._reads = 0
             self._close(error)
 
-    def _on_message(self, message: Message, fd: int) -> None:
-        if isinstance(message, Memory):
-            self._arenas.add(message, fd)
+    def _on_messages(self, messages: Sequence[Message], fd: int) -> None:
+        if isinstance(messages[0], Memory) and len(messages) == 1:
+            self._arenas.add(messages[0], fd)
             return
         if fd >= 0:
             os.close(fd)
             raise WireError(f"{self._url} passed a descriptor that was not announced")
-        if isinstance(message, Retire):
-            self._arenas.pop(message.arena, None)
-        else:
+        for message in messages:
+            if isinstance(message, Retire):
+                self._arenas.pop(message.arena, None)
+                continue
             if isinstance(message, Offer):
                 # What was released before goes out first: a process killed after a get has not
                 # kept the lease of the one before.
@@ -815,6 +835,15 @@ def _post(
     """
     posted.append(message)
     loop.call(partial(_call, send))
+
+
+def _first(posted: deque[Message], most: int) -> list[Message]:
+    """Return the first messages, which stay; other threads may remove some meanwhile."""
+    messages = list[Message]()
+    with contextlib.suppress(IndexError):
+        while len(messages) < most:
+            messages.append(posted[len(messages)])
+    return messages
 
 
 def _call(send: weakref.WeakMethod[Any]) -> None:

@@ -118,7 +118,7 @@ class Table(GetTable):
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
-        super().__init__(self.sent.append, self.sent.append)
+        super().__init__(self.sent.append, self.sent.append, self.sent.extend)
 
 
 def test_an_offer_that_comes_after_its_get_was_cancelled() -> None:

@@ -102,7 +102,7 @@ def test_the_last_call_that_meets_the_end_closes_the_descriptor() -> None:
     loop.close()
     assert "eventfd" in os.readlink(wake)
     loop._writers.pop()
-    loop.call(lambda: None)
+    loop._wake_up()  # as that call goes on
     assert not os.path.exists(wake)
 
 
@@ -187,6 +187,31 @@ def test_tick_is_not_called_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.tick_by(time.monotonic())
     assert woken
     monkeypatch.undo()
+    loop.close()
+
+
+def test_a_sleeping_loop_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, done = EventLoop("t"), threading.Event()
+    until_loops_sleep(monkeypatch)
+    woken = list[object]()
+    monkeypatch.setattr(loop, "_wake_up", lambda: woken.append(loop))
+    for _ in range(10):
+        loop.call(done.set)
+    assert len(woken) == 1
+    monkeypatch.undo()
+    loop.tick_by(0.0)
+    assert done.wait(60)
+    loop.close()
+
+
+def test_no_call_is_lost() -> None:
+    """However a call and the beginning of a sleep fall together."""
+    loop = EventLoop("t")
+    for number in range(20_000):
+        done = threading.Event()
+        loop.call(done.set)
+        if number % 3:  # else the next call meets a thread that is about to sleep
+            assert done.wait(60), number
     loop.close()
 
 

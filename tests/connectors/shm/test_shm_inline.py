@@ -25,7 +25,7 @@ from omni_kvlink.connectors.shm.transport import ShmSession
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from omni_kvlink.connectors.protocol.get_table import GetState
 
@@ -141,14 +141,14 @@ def session_of(consumer: KVConsumer) -> ShmSession:
 def receivers(consumer: KVConsumer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that handled offers."""
     names, session = list[str](), session_of(consumer)
-    handle = session._on_message
+    handle = session._on_messages
 
-    def watched(message: Message, fd: int) -> None:
-        if isinstance(message, Offer):
+    def watched(messages: Sequence[Message], fd: int) -> None:
+        if any(isinstance(message, Offer) for message in messages):
             names.append(threading.current_thread().name)
-        handle(message, fd)
+        handle(messages, fd)
 
-    monkeypatch.setattr(session, "_on_message", watched)
+    monkeypatch.setattr(session, "_on_messages", watched)
     return names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
@@ -12,7 +12,7 @@ from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmSession
 from omni_kvlink.testing.memory_checks import sized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 NBYTES = 40_000
@@ -28,20 +28,20 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
         consumer.connect(60)
         session = consumer._session
         assert isinstance(session, ShmSession)
-        channel, sent = session._channel, session._channel.send
+        channel, sent = session._channel, session._channel.send_all
         received = channel.receive
 
-        def receive() -> Iterator[tuple[Message, int]]:
+        def receive() -> Iterator[tuple[list[Message], int]]:
             opened.wait()
             yield from received()
 
-        def send(message: Message, memory: Any = None) -> None:
-            if isinstance(message, Release):
+        def send_all(messages: Sequence[Message]) -> None:
+            if any(isinstance(message, Release) for message in messages):
                 order.append("release")
-            sent(message, memory)
+            sent(messages)
 
         held = consumer.begin_get("first", timeout=60).wait(timeout=60)
-        channel.receive, channel.send = receive, send  # type: ignore[method-assign]
+        channel.receive, channel.send_all = receive, send_all  # type: ignore[method-assign]
         following = consumer.begin_get("second", timeout=60)
         following.future.add_done_callback(lambda _: order.append("offer"))
         held.release()

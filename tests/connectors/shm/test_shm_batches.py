@@ -1,0 +1,175 @@
+"""Over shared memory, what is put or got together travels together."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from unauthorized import greeted
+
+from omni_kvlink import KVConsumer, KVLink, KVProducer, TensorTransferData
+from omni_kvlink.connectors.protocol.messages import (
+    INLINE,
+    Cancel,
+    Get,
+    Memory,
+    Release,
+    Retire,
+    encode_all,
+)
+from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
+from omni_kvlink.lowlevel import begin_gets
+from omni_kvlink.testing.rig import until, until_freed, until_requested
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.connectors.protocol.messages import Message
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+KEYS = [f"k{number}" for number in range(64)]
+ROWS = torch.arange(64 * 256, dtype=torch.float32).view(64, 256)
+
+
+def payloads() -> list[TensorTransferData]:
+    pairs = zip(KEYS, ROWS, strict=True)
+    return [TensorTransferData(key, {"hidden": row}) for key, row in pairs]
+
+
+def session_of(consumer: KVConsumer) -> ShmSession:
+    session = consumer._end._session  # type: ignore[attr-defined]
+    assert isinstance(session, ShmSession)
+    return session
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+@pytest.fixture(params=[0, INLINE], ids=["arena", "inline"])
+def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
+    with (
+        KVLink.serve("shm://batch", directory=sockets, inline=request.param) as producer,
+        KVLink.connect("shm://batch", directory=sockets, timeout=60) as consumer,
+    ):
+        yield producer, consumer
+
+
+@pytest.fixture
+def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many datagrams with messages of each kind were received, by either side."""
+    counts, receive, peek = Counter[str](), ShmChannel.receive, ShmChannel.peek
+
+    def count(messages: Sequence[Message]) -> None:
+        counts.update({type(message).__name__ for message in messages})
+
+    def receiving(channel: ShmChannel) -> Iterator[Any]:
+        for messages, fd in receive(channel):
+            count(messages)
+            yield messages, fd
+
+    def peeking(channel: ShmChannel) -> list[Message]:
+        messages = peek(channel)
+        count(messages)
+        return messages
+
+    monkeypatch.setattr(ShmChannel, "receive", receiving)
+    monkeypatch.setattr(ShmChannel, "peek", peeking)
+    return counts
+
+
+def test_64_payloads_are_a_few_datagrams(
+    ends: tuple[KVProducer, KVConsumer], datagrams: Counter[str]
+) -> None:
+    """One for the requests, and one or, of inline payloads, as many as hold them for the offers."""
+    producer, consumer = ends
+    pending = begin_gets(consumer, KEYS, timeout=60)
+    until_requested(producer, 64)
+    assert datagrams["Get"] == 1
+    receipts = producer.put_many(payloads())
+    for get in pending:
+        get.wait(timeout=60).release()
+    assert datagrams["Offer"] <= 3
+    pending.clear()
+    del get
+    for receipt in receipts:
+        receipt.wait(timeout=60)
+    until_freed(producer)
+
+
+def test_releases_travel_together(
+    ends: tuple[KVProducer, KVConsumer], datagrams: Counter[str]
+) -> None:
+    producer, consumer = ends
+    receipts = producer.put_many(payloads())
+    with consumer.get_many(KEYS, timeout=60) as data:
+        for one, row in zip(data, ROWS, strict=True):
+            assert isinstance(one, TensorTransferData)
+            assert torch.equal(one["hidden"], row)
+        del data, one
+        loop, blocked, go_on = session_of(consumer)._loop, threading.Event(), threading.Event()
+        loop.call(blocked.set)
+        loop.call(partial(wait_for, go_on))
+        assert blocked.wait(60)
+    go_on.set()
+    for receipt in receipts:
+        receipt.wait(timeout=60)
+    assert datagrams["Release"] == 1
+    until_freed(producer)
+
+
+def test_an_unauthorized_batch(sockets: str) -> None:
+    """A peer that mixes what it may not send with what it may is disconnected; others go on."""
+    with KVLink.serve("shm://batch", directory=sockets) as producer:
+        producer.put(payloads()[0])
+        for wrong in (Memory(0, 4096), Retire(0)):
+            with greeted(producer.stats()["socket"]) as peer:
+                peer.send(encode_all([Cancel(1), wrong])[0])
+                until(lambda: producer.stats()["readers"] == 0, "it is disconnected")
+        with (
+            KVLink.connect("shm://batch", directory=sockets, timeout=60) as consumer,
+            consumer.get(KEYS[0], timeout=60) as data,
+        ):
+            assert isinstance(data, TensorTransferData)
+            assert torch.equal(data["hidden"], ROWS[0])
+        del data
+        assert producer.stats()["refused"] == {"bad message": 2}
+        until_freed(producer)
+
+
+def test_a_release_among_others_is_of_its_own_lease(sockets: str) -> None:
+    """A batch that releases what its peer does not hold changes nothing."""
+    with (
+        KVLink.serve("shm://batch", directory=sockets) as producer,
+        KVLink.connect("shm://batch", directory=sockets, timeout=60) as consumer,
+    ):
+        receipt = producer.put(payloads()[0])
+        held = consumer.get(KEYS[0], timeout=60)
+        with greeted(producer.stats()["socket"]) as peer:
+            peer.send(encode_all([Release(1, 1, "read"), Release(1, 2, "read"), Get(1, "x")])[0])
+            until(lambda: producer.stats()["transfers"]["stale"] == 2, "they were handled")
+            assert not receipt.done
+        held.release()
+        receipt.wait(timeout=60)
+
+
+def test_offers_of_one_batch_are_received_by_those_who_wait(
+    ends: tuple[KVProducer, KVConsumer],
+) -> None:
+    """One thread receives the batch; the gets of others end, too."""
+    producer, consumer = ends
+    first, second = (begin_gets(consumer, keys, timeout=60) for keys in (KEYS[:32], KEYS[32:]))
+    until_requested(producer, 64)
+    producer.put_many(payloads())
+    first[0].wait(timeout=60).release()
+    until(lambda: all(get.future.done() for get in second), "all were offered")
+    for get in (*first[1:], *second):
+        get.wait(timeout=60).release()
+    first.clear()
+    second.clear()
+    del get
+    until_freed(producer)
