@@ -74,7 +74,9 @@ class Arena:
             stop = sum(holes[last])
             last += 1
         merged = [*holes[:first], (start, stop - start), *holes[last:]]
-        self._state = merged, {at: size for at, size in used.items() if at != offset}
+        rest = used.copy()  # in one call: there may be thousands of blocks
+        del rest[offset]
+        self._state = merged, rest
 
 
 _Span: TypeAlias = tuple[int, int]
