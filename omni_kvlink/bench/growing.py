@@ -125,8 +125,10 @@ class GrowingResult(Timings):
         return {side: Summary.of([one[side] for one in found]) for side in found[0]}
 
     def per_second(self, kind: str) -> Summary:
-        """Chunks a second, by round."""
-        return Summary.of([one.per_second for one in self.rounds if one.kind == kind])
+        """Chunks a second, by round; not more than the pace, whose last period ends with a send."""
+        most = self.setup.rate * self.setup.streams
+        found = [one.per_second for one in self.rounds if one.kind == kind]
+        return Summary.of([min(one, most) for one in found])
 
     def ratios(self) -> dict[str, float]:
         """Link over pipe: latency, and CPU of each side."""
