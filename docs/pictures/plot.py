@@ -97,6 +97,19 @@ def streams() -> None:
     chart("stream", "Streams, 235 MB: until the reader has copied all out (EPYC)", "ms", rows)
 
 
+def growing() -> None:
+    """`growing`: the CPU of each side, all threads, for one chunk."""
+    rows = []
+    for name, pace in (("growing", 50), ("growing-10", 10)):
+        found = read(AMD, name)["results"]["cpu_us_per_chunk"]
+        rows += [
+            BarRow(f"{kind}, {side}, asked for {pace}/s each", cost, cost, cost, color)
+            for kind, color in (("link", OURS), ("pipe", OTHER))
+            for side, cost in found[kind].items()
+        ]
+    chart("growing", "64 streams of 4 KB chunks, shm: CPU for one chunk (EPYC)", "µs", rows)
+
+
 def copies() -> None:
     """`copy`: what the machine's memory allows."""
     found = read(AMD, "copy")["results"]
@@ -128,5 +141,5 @@ def device() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (ratios, phases, network, streams, copies, device):
+    for draw in (ratios, phases, network, streams, growing, copies, device):
         draw()

@@ -28,6 +28,8 @@ NO_DIGEST = -1
 AUTO, STREAM = 0, 2  # enum kvl_stores
 LARGE = 8 << 20
 """Bytes above which AUTO stores past the cache."""
+SMALL = 64 << 10
+"""Bytes up to which a call keeps the GIL: to get it back from another thread takes longer."""
 LIBRARY = "_kvlink.so"
 ENVIRONMENT = "OMNI_KVLINK_FEATURES"
 """Environment variable that forces an instruction set, as `features` names it."""
@@ -155,7 +157,8 @@ class CopyBatch:
         if len(digests) != self._num_digests:
             raise ValueError(f"{len(digests)} digests for {self._num_digests} chunks")
         library, packed = _load(), array("q", entries)
-        status = getattr(library, name)(
+        calls = _held if self._payload[1] <= SMALL else library
+        status = getattr(calls, name)(
             *self._payload,
             packed.buffer_info()[0] if packed else None,
             len(self),
@@ -174,7 +177,9 @@ def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
         return fallback.crc32c(data, crc)
     bytes_ = data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
     pointer = bytes_ if isinstance(bytes_, bytes) else bytes_.ctypes.data
-    return int(_load().kvl_crc32c(crc, pointer, len(bytes_)))
+    library = _load()
+    calls = _held if len(bytes_) <= SMALL else library
+    return int(calls.kvl_crc32c(crc, pointer, len(bytes_)))
 
 
 def features() -> str:
@@ -191,23 +196,27 @@ def select(name: str) -> None:
 
 
 def _declare(library: ctypes.CDLL) -> int:
+    global _held
     version: int = library.kvl_version()
     library.kvl_features.restype = ctypes.c_char_p
     library.kvl_last_error.restype = ctypes.c_char_p
+    _held = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
     structs = ctypes.POINTER(_CopyOptions), ctypes.POINTER(_Report)
-    for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
-        call = getattr(library, name)  # AttributeError: another library
-        call.argtypes = (pointer, number, pointer, number, pointer, number, *structs)
+    for calls in (library, _held):
+        for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
+            call = getattr(calls, name)  # AttributeError: another library
+            call.argtypes = (pointer, number, pointer, number, pointer, number, *structs)
+        calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
+        calls.kvl_crc32c.restype = ctypes.c_uint32
     _ = library.kvl_select
-    library.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
-    library.kvl_crc32c.restype = ctypes.c_uint32
     forced = os.environ.get(ENVIRONMENT)
     if forced and version == ABI:
         _select(library, forced)
     return version
 
 
+_held = ctypes.PyDLL(None)  # the library's functions, called with the GIL, once it is loaded
 _features = ""  # as the library last told; a call of it costs a small copy more than this
 _part = CompiledPart("compiled part", LIBRARY, ABI, CURE, _declare)
 missing = _part.missing

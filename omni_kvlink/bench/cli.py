@@ -8,9 +8,19 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.bench import first, latency, machine, membench, report, streaming, verify
+from omni_kvlink.bench import (
+    first,
+    growing,
+    latency,
+    machine,
+    membench,
+    report,
+    streaming,
+    verify,
+)
+from omni_kvlink.bench.chunks import READERS
 from omni_kvlink.bench.payloads import BLOCK, Shape
-from omni_kvlink.errors import KVLinkError
+from omni_kvlink.errors import IntegrityError, KVLinkError
 from omni_kvlink.payload.dtypes import KV_DTYPES
 
 if TYPE_CHECKING:
@@ -34,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _keygen() if arguments.command == "keygen" else _run(arguments)
     except KVLinkError as error:
         print(f"kvlink-bench: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, IntegrityError) else 2
     except KeyboardInterrupt:
         print("kvlink-bench: interrupted", file=sys.stderr)
         return 130
@@ -67,7 +77,10 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"kvlink-bench {arguments.command}", about, result.text(), sep="\n")
         if isinstance(result, membench.CopyResult):
             report.draw([(key.replace("_", " "), result.rate(key)) for key in result.what], "GB/s")
-    return 1 if isinstance(result, verify.Verdict) and result.failed else 0
+        if isinstance(result, growing.GrowingResult):
+            report.draw(result.drawn(), "µs of CPU a chunk")
+    compares = isinstance(result, (verify.Verdict, growing.GrowingResult))
+    return 1 if compares and result.failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,6 +163,25 @@ def _add_first(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", type=float, default=2.0, metavar="SECONDS", help=opened)
 
 
+def _add_growing(parser: argparse.ArgumentParser) -> None:
+    _add_link(parser)
+    add, usual = parser.add_argument, growing.GrowingSetup("")
+    add("--streams", type=_positive, default=usual.streams, help="(default: %(default)s)")
+    add("--rate", type=float, default=usual.rate, help="chunks a second of each (%(default)g)")
+    add("--seconds", type=float, default=usual.seconds, help="of link and pipe each (%(default)g)")
+    add("--rounds", type=_positive, default=usual.rounds, help="that alternate (%(default)s)")
+    add("--tokens", type=_positive, default=usual.tokens, help="of a chunk (%(default)s)")
+    add("--hidden", type=_positive, default=usual.hidden, help="elements a token (%(default)s)")
+    together = "the chunks of all streams are due at the same moment, as after a batched step"
+    add("--together", action="store_true", help=together)
+    waits = "how the reader's one thread waits for all streams (default: callbacks)"
+    add("--reader", choices=tuple(READERS), default=usual.reader, help=waits)
+    add("--inline", action="store_true", help="a chunk inside the message that offers it")
+    no_digests = "no CRC-32C while copying"
+    add("--no-digests", action="store_false", dest="digests", help=no_digests)
+    add("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_link(parser)
     parser.add_argument("--quick", action="store_true", help="a sixth of the cases, small ones")
@@ -167,6 +199,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "latency": Command(latency, latency.LatencySetup, _add_latency),
     "stream": Command(streaming, streaming.StreamSetup, _add_stream),
+    "growing": Command(growing, growing.GrowingSetup, _add_growing),
     "first": Command(first, first.FirstSetup, _add_first),
     "copy": Command(membench, membench.CopySetup, _add_copy),
     "verify": Command(verify, verify.VerifySetup, _add_verify),

@@ -13,9 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from omni_kvlink.bench.baselines import BufferTransfer, make_end
+from omni_kvlink.bench.baselines import TIMEOUT, BufferTransfer, make_end
+from omni_kvlink.bench.chunks import READERS, ChunkPipe, ChunkRecorder, Paced
 from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
-from omni_kvlink.link import KVLink, begin_get
+from omni_kvlink.errors import IntegrityError
+from omni_kvlink.link import ChunkStream, KVLink, ReceivedChunk, begin_get
 from omni_kvlink.memory.region import PAGE
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import parts_of
@@ -37,6 +39,8 @@ class ReaderCommands(CommandSet):
         self._link: Any = None
         self._baselines: dict[str, BufferTransfer] = {}
         self._target_layers: list[list[TensorView]] = []
+        self._streams: list[ChunkStream[ReceivedChunk]] = []
+        self._pipe: ChunkPipe | None = None
 
     def connect(self, url: str, timeout: float, threads: int, options: dict[str, Any]) -> None:
         """Connect to the producer; `threads` are torch's in this process."""
@@ -109,6 +113,31 @@ class ReaderCommands(CommandSet):
         pending.cancel()
         return used
 
+    def open_streams(self, names: list[str], timeout: float) -> None:
+        """Open streams that grow, in this order."""
+        self._streams = [self._link.read_stream(name, timeout=timeout) for name in names]
+
+    def receive_streams(self, *, reader: str, **paced: int) -> dict[str, Any]:
+        """Receive every chunk of the open streams, and their ends; see `ChunkRecorder.result`."""
+        into = ChunkRecorder(Paced(**paced))
+        READERS[reader](self._streams, into)
+        for number, stream in enumerate(self._streams):
+            if stream.receive(timeout=TIMEOUT) is not None:
+                raise IntegrityError(f"stream {number} has too many chunks")
+        self._streams.clear()
+        return into.result()
+
+    def open_pipe(self, path: str) -> None:
+        """Open the reading end of a pipe."""
+        self._pipe = ChunkPipe(path, is_sender=False)
+
+    def receive_pipe(self, **paced: int) -> dict[str, Any]:
+        """Receive every chunk from the pipe."""
+        assert self._pipe is not None
+        into = ChunkRecorder(Paced(**paced))
+        self._pipe.receive(into)
+        return into.result()
+
     def open_baseline(self, name: str, address: str, nbytes: int) -> str:
         """Connect the receiving end of a baseline; its address."""
         self._baselines[name] = receiver = make_end(name, nbytes, is_sender=False)
@@ -127,6 +156,9 @@ class ReaderCommands(CommandSet):
         for baseline in self._baselines.values():
             baseline.close()
         self._baselines.clear()
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
         if self._link is not None:
             self._link.close()
 

@@ -42,7 +42,7 @@ class Arena:
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest free span."""
-        return max((length for _, length in self._state[0]), default=0)
+        return max([length for _, length in self._state[0]], default=0)
 
     @property
     def blocks(self) -> int:
@@ -51,12 +51,13 @@ class Arena:
 
     def allocate(self, nbytes: int) -> int:
         """Allocate a block and return its offset; CapacityError if no hole is large enough."""
-        largest = self.largest_hole
-        if not 0 < nbytes <= largest:
+        holes, used = self._state
+        fitting = [(length, offset) for offset, length in holes if length >= nbytes > 0]
+        if not fitting:
+            largest = self.largest_hole
             message = f"{nbytes} bytes requested, the largest hole has {largest}"
             raise CapacityError(message, requested=nbytes, free=largest)
-        holes, used = self._state
-        length, offset = min((length, offset) for offset, length in holes if length >= nbytes)
+        length, offset = min(fitting)
         at = holes.index((offset, length))
         rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
         self._state = [*holes[:at], *rest, *holes[at + 1 :]], {**used, offset: nbytes}
@@ -74,7 +75,9 @@ class Arena:
             stop = sum(holes[last])
             last += 1
         merged = [*holes[:first], (start, stop - start), *holes[last:]]
-        self._state = merged, {at: size for at, size in used.items() if at != offset}
+        rest = used.copy()  # in one call: there may be thousands of blocks
+        del rest[offset]
+        self._state = merged, rest
 
 
 _Span: TypeAlias = tuple[int, int]

@@ -12,10 +12,12 @@ import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
+from omni_kvlink.payload.views import check_view
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
@@ -45,8 +47,8 @@ class StreamPosition(NamedTuple):
 
     def encode(self) -> torch.Tensor:
         """Return the position as a chunk, or the end, carries it."""
-        packed = _POSITION.pack(self.number, self.digest)
-        return torch.tensor(list(packed), dtype=torch.uint8)
+        packed = bytearray(_POSITION.pack(self.number, self.digest))
+        return torch.from_numpy(np.frombuffer(packed, np.uint8))
 
     def check(self, carried: StreamPosition) -> None:
         """IntegrityError unless this is the position that a chunk, or the end, carries.
@@ -57,6 +59,35 @@ class StreamPosition(NamedTuple):
             raise IntegrityError(f"chunk {carried.number} came instead of chunk {self.number}")
         if self.digest not in (None, carried.digest):
             raise IntegrityError(f"the chunks before {self.number} are not those appended")
+
+
+class _PlannedChunk(TensorTransferData):
+    """A chunk without metadata, of the shapes of the one before, whose plan it shares.
+
+    Its tensors were checked. `plans` are by `digests`, and filled by the first that needs one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        tensors: dict[str, torch.Tensor],
+        position: torch.Tensor,
+        plans: dict[bool, Manifest],
+    ):
+        self.request_id, self.metadata = request_id, {}
+        self._tree = {"data": dict(tensors), "position": position}
+        self._views, self._plans = [*tensors.values(), position], plans
+
+    def tensors(self) -> list[TensorView]:
+        return list(self._views)
+
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        if capacity is not None:
+            return super().plan(digests=digests, capacity=capacity)
+        plan = self._plans.get(digests)
+        if plan is None:
+            plan = self._plans[digests] = super().plan(digests=digests)
+        return plan
 
 
 class StreamSpec:
@@ -76,6 +107,9 @@ class StreamSpec:
         self._rows = [self._row(path, view) for path, view in self._data._flat()]
         if not self._rows:
             raise SchemaError("the spec of a stream has no tensors")
+        # Of the last chunk without metadata: name, dtype and shape of each tensor, and its plans.
+        self._like: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._plans: dict[bool, Manifest] = {}
 
     def head(self, end: torch.Tensor) -> TensorTransferData:
         """Return the payload that a reader receives first; and last, with the `end`."""
@@ -90,13 +124,34 @@ class StreamSpec:
         """Return the payload of a chunk; SchemaError if its tensors are not as the spec says."""
         if not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
-        tree = {"data": tensors, "position": at.encode()}
-        payload = TensorTransferData(self._data.request_id, tree, metadata)
+        name, position = self._data.request_id, at.encode()
+        if not metadata and self._is_like_before(tensors):
+            return _PlannedChunk(name, dict(tensors), position, self._plans)
+        payload = TensorTransferData(name, {"data": tensors, "position": position}, metadata)
         *views, _ = payload._flat()
         rows = [self._row(path[len("/data") :], view) for path, view in views]
         if rows != self._rows:
             raise SchemaError(f"chunk {at.number}: {_difference(rows, self._rows)}")
+        if not metadata:
+            self._remember(tensors)
         return payload
+
+    def _is_like_before(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether these are plain tensors as of the last chunk; SchemaError as of `check_view`."""
+        if not self._like or len(tensors) != len(self._like):
+            return False
+        for (name, view), (known, dtype, shape) in zip(tensors.items(), self._like, strict=True):
+            if name != known or type(view) is not torch.Tensor:
+                return False
+            if view.dtype is not dtype or view.shape != shape:
+                return False
+            check_view(view, f"tensor {f'data/{name}'!r:.200}")
+        return True
+
+    def _remember(self, tensors: Mapping[str, Any]) -> None:
+        self._like, self._plans = [], {}
+        if all(isinstance(view, torch.Tensor) for view in tensors.values()):
+            self._like = [(name, view.dtype, view.shape) for name, view in tensors.items()]
 
     def _row(self, path: str, view: TensorView) -> Row:
         shape = list(view.shape)

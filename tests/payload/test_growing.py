@@ -135,3 +135,41 @@ def test_a_spec_has_tensors_that_grow() -> None:
     with pytest.raises(SchemaError, match="metadata"):
         StreamSpec("g", {"a": torch.ones(2)}, 0, [1])  # type: ignore[arg-type]
     assert StreamSpec("g", {"a": torch.ones(2)}, -1, None).dim == -1
+
+
+def test_a_chunk_like_the_one_before_is_the_same_payload() -> None:
+    flat = StreamSpec("g", {"a": torch.empty(0, 3), "b~/": torch.empty(0)}, 0, None)
+    position = FIRST
+    for rows in (2, 2, 2, 5, 5, 2):
+        tensors = {"a": torch.randn(rows, 3), "b~/": torch.randn(rows)}
+        manifest, region = written(flat.chunk(tensors, None, position))
+        whole = {"data": tensors, "position": position.encode()}
+        expected, other = tree(whole)
+        assert manifest == expected
+        assert region.read(0, region.nbytes) == other.read(0, other.nbytes)
+        _, position = read_chunk(manifest, region, opened(manifest, region), position)
+    assert position.number == 6
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "0 tensors; the spec has 1"),
+        ({"a": torch.ones(2, 3, dtype=torch.int8)}, "tensor 'a' of torch.int8"),
+        ({"a": torch.ones(2, 4)}, "tensor 'a' of torch.float32"),
+        ({"b": torch.ones(2, 3)}, "tensor 'b'"),
+        ({"a": torch.ones(2, 3).to_sparse()}, "tensor 'data/a'"),
+        ({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, "2 tensors; the spec has 1"),
+        ({"a": [torch.ones(2, 3)]}, "tensor 'a/0'"),
+    ],
+)
+def test_another_chunk_after_like_ones_is_refused(
+    count: int, change: dict[str, Any], message: str
+) -> None:
+    flat = StreamSpec("g", {"a": torch.empty(0, 3)}, 0, None)
+    for _ in range(count):
+        flat.chunk({"a": torch.ones(2, 3)}, None, FIRST)
+    with pytest.raises(SchemaError, match=message):
+        flat.chunk(change, None, FIRST)
+    flat.chunk({"a": torch.ones(2, 3)}, None, FIRST)

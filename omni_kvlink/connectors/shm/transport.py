@@ -76,6 +76,7 @@ _ACCEPT_PAUSE = 1.0
 _LEADER_SECONDS = 1.0
 """Seconds that a thread may take to leave a connection whose producer has ended to the loop."""
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
 
@@ -165,11 +166,11 @@ class ShmChannel:
                     raise
                 was_reset = True
                 continue
-            fds = _descriptors(ancillary)
+            fds = _descriptors(ancillary) if ancillary else []
             try:
                 if not data:
                     raise ConnectionError("the connection was closed")
-                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+                if flags & _CUT or len(fds) > 1:
                     raise WireError(
                         "a message is too long, or carries too many descriptors, or more than "
                         "this process may open (ulimit -n)"
@@ -227,10 +228,13 @@ class ShmChannel:
     def _put(self, data: bytes, memory: Mapping | None) -> bool:
         if self._sock is None:
             return True
-        fds = [] if memory is None else [memory.fd]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            if memory is None:
+                self._sock.send(data, socket.MSG_NOSIGNAL)
+            else:
+                fds = array.array("i", [memory.fd])
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+                self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError:

@@ -1,0 +1,319 @@
+"""How long a chunk of a stream that grows is on its way, many streams at once, beside a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Paced, Sent, send_all
+from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.stats import Summary, Timings
+from omni_kvlink.connectors.protocol.messages import INLINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from omni_kvlink.link import AppendStream
+
+KINDS = ("link", "pipe")
+TIMES = {
+    "link": "append called → tensor in hand",
+    "pipe": "write called → bytes in hand",
+    "append": "append called → returned",
+    "write": "write called → returned",
+    "link_late": "due → append called",
+    "pipe_late": "due → write called",
+}
+_TIMEOUT = 60.0
+_BEFORE = 50_000_000
+"""Nanoseconds in which the reader's first requests arrive."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowingSetup:
+    """What to measure, and how: `seconds` of each kind, in `rounds` rounds that alternate."""
+
+    connector: str
+    url: str = ""
+    streams: int = 64
+    rate: float = 50.0
+    seconds: float = 4.0
+    rounds: int = 4
+    tokens: int = 1
+    hidden: int = 2048
+    together: bool = False
+    reader: str = "callbacks"
+    mode: str = "pooled"
+    copier: str = "auto"
+    digests: bool = True
+    inline: bool = False
+    corrupt: int = -1
+
+    @property
+    def paced(self) -> Paced:
+        """One round."""
+        chunks = max(1, int(self.rate * self.seconds / self.rounds))
+        return Paced(self.streams, chunks, self.tokens, self.hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of a kind, on both sides."""
+
+    kind: str
+    sent: Sent
+    received: dict[str, Any]
+    copier: str = ""
+
+    @property
+    def cores(self) -> dict[str, float]:
+        """CPU by wall time of each side."""
+        reader = self.received
+        return {
+            "producer": self.sent.cpu / self.sent.wall,
+            "reader": reader["cpu"] / max(1, reader["wall"]),
+        }
+
+    @property
+    def per_second(self) -> float:
+        """Chunks a second, from the pace's beginning to the last one received."""
+        begin = min(self.sent.called)
+        last: int = max(self.received["received"])
+        return 1e9 * len(self.sent.called) / (last - begin)
+
+    def seconds(self) -> dict[str, list[float]]:
+        """The `TIMES` of this kind, chunk by chunk."""
+        sent, call = self.sent, "append" if self.kind == "link" else "write"
+        pairs = list(zip(sent.called, self.received["received"], strict=True))
+        return {
+            self.kind: [1e-9 * (there - called) for called, there in pairs if there],
+            call: [1e-9 * (b - a) for a, b in zip(sent.called, sent.returned, strict=True)],
+            f"{self.kind}_late": [1e-9 * late for late in sent.late],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowingResult(Timings):
+    """Seconds of every chunk, and the CPU of each side round by round."""
+
+    setup: GrowingSetup
+    rounds: list[Round]
+    one_process: bool
+
+    @property
+    def copier(self) -> str:
+        """The copier that moved the chunks."""
+        return next(one.copier for one in self.rounds)
+
+    @property
+    def failed(self) -> int:
+        """Chunks that were wrong or did not come."""
+        return sum(int(one.received["wrong"]) for one in self.rounds)
+
+    def cores(self, kind: str) -> dict[str, Summary]:
+        """CPU seconds a second of each side, threads included, by round."""
+        found = [one.cores for one in self.rounds if one.kind == kind]
+        if self.one_process:
+            return {"both": Summary.of([one["producer"] for one in found])}
+        return {side: Summary.of([one[side] for one in found]) for side in found[0]}
+
+    def per_second(self, kind: str) -> Summary:
+        """Chunks a second, by round; not more than the pace, whose last period ends with a send."""
+        most = self.setup.rate * self.setup.streams
+        found = [one.per_second for one in self.rounds if one.kind == kind]
+        return Summary.of([min(one, most) for one in found])
+
+    def ratios(self) -> dict[str, float]:
+        """Link over pipe: latency, and CPU of each side."""
+        link, pipe = (self.milliseconds(kind) for kind in KINDS)
+        found = {"latency p50": link.p50 / pipe.p50, "latency p99": link.p99 / pipe.p99}
+        ours, bare = (self.cores(kind) for kind in KINDS)
+        return found | {f"CPU {side}": ours[side].p50 / bare[side].p50 for side in ours}
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The bars of this setup, and whether they are met; empty for a setup without one."""
+        setup = self.setup
+        usual = setup.rate * setup.streams <= 3200 and setup.paced.nbytes <= 4096
+        if setup.connector != "shm" or setup.together or not usual:
+            return []
+        found = [("chunk p99, ms", self.milliseconds("link").p99, 2.0)]
+        needed = {
+            side: 1e-6 * setup.rate * setup.streams * cost
+            for side, cost in self.cpu_per_chunk("link").items()
+        }
+        found += [(f"cores that this pace needs, {side}", one, 0.6) for side, one in needed.items()]
+        return [bar(*one) for one in found]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values; the keys are stable."""
+        return {
+            "chunk_bytes": self.setup.paced.nbytes,
+            "chunks": len(self.seconds["link"]),
+            "wrong": self.failed,
+            "copier": self.copier,
+            "milliseconds": {name: self.milliseconds(name).to_dict() for name in TIMES},
+            "chunks_per_second": {kind: self.per_second(kind).to_dict() for kind in KINDS},
+            "cores": {
+                kind: {side: one.to_dict() for side, one in self.cores(kind).items()}
+                for kind in KINDS
+            },
+            "cpu_us_per_chunk": {kind: self.cpu_per_chunk(kind) for kind in KINDS},
+            "ratios": {name: round(value, 3) for name, value in self.ratios().items()},
+            "load": list(os.getloadavg()),
+            "bars": self.bars(),
+        }
+
+    def text(self) -> str:
+        """Everything that was measured, at most 96 columns wide."""
+        rows = [
+            row(name, dataclasses.astuple(self.milliseconds(name)), what)
+            for name, what in TIMES.items()
+        ]
+        head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
+        parts = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
+        return "\n\n".join(parts)
+
+    def drawn(self) -> list[tuple[str, float]]:
+        """The bars to draw: microseconds of CPU a chunk."""
+        return [
+            (f"{kind}, {side}", value)
+            for kind in KINDS
+            for side, value in self.cpu_per_chunk(kind).items()
+        ]
+
+    def cpu_per_chunk(self, kind: str) -> dict[str, float]:
+        """Microseconds of CPU a chunk of each side, also where the pace was not reached."""
+        found = [one for one in self.rounds if one.kind == kind]
+        chunks = 1e3 * sum(len(one.sent.called) for one in found)
+        producer = sum(one.sent.cpu for one in found) / chunks
+        reader = sum(int(one.received["cpu"]) for one in found) / chunks
+        both = {"producer": round(producer, 1), "reader": round(reader, 1)}
+        return {"both": both["producer"]} if self.one_process else both
+
+
+def measure(setup: GrowingSetup, progress: Progress = progress) -> GrowingResult:
+    """Run all rounds, after a short one of each kind to warm up."""
+    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
+    if setup.inline:
+        serving["inline"] = INLINE
+    rounds = list[Round]()
+    with (
+        open_pair(setup.connector, url=setup.url, **serving) as pair,
+        _open_pipe(pair) as pipe,
+        progress("rounds", 2 * setup.rounds) as step,
+    ):
+        warm = setup.paced._replace(chunks=max(1, setup.paced.chunks // 4))
+        _link_round(pair, setup, warm, "warm")
+        _pipe_round(pair, setup, warm, pipe)
+        for number in range(setup.rounds):
+            rounds.append(_link_round(pair, setup, setup.paced, f"round-{number}"))
+            step()
+            rounds.append(_pipe_round(pair, setup, setup.paced, pipe))
+            step()
+        seconds = {name: list[float]() for name in TIMES}
+        for one in rounds:
+            for name, values in one.seconds().items():
+                seconds[name] += values
+        return GrowingResult(seconds, setup, rounds, pair.own_thread)
+
+
+@contextlib.contextmanager
+def _open_pipe(pair: Pair) -> Iterator[ChunkPipe]:
+    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
+        path = os.path.join(directory, "pipe")
+        os.mkfifo(path, 0o600)
+        pair.peer.call("open_pipe", path=path)
+        with contextlib.closing(ChunkPipe(path, is_sender=True)) as pipe:
+            yield pipe
+
+
+def _link_round(pair: Pair, setup: GrowingSetup, paced: Paced, name: str) -> Round:
+    """Open the streams on both sides, send every chunk, and commit."""
+    data = ChunkBytes(paced)
+    spec = {"hidden": torch.empty(0, setup.hidden, dtype=torch.bfloat16)}
+    names = [f"{name}-stream-{number}" for number in range(setup.streams)]
+    with contextlib.ExitStack() as stack:
+        outs = [stack.enter_context(pair.link.open_stream(one, spec)) for one in names]
+        pair.peer.call("open_streams", names=names, timeout=_TIMEOUT)
+        receiving = pair.peer.submit("receive_streams", reader=setup.reader, **paced._asdict())
+        sent = _send(setup, paced, _append(outs, data, paced, setup.corrupt))
+    received = receiving.result(_TIMEOUT)
+    for out in outs:
+        out.commit().wait(timeout=_TIMEOUT)
+    return Round("link", sent, received, outs[0].ledger.copier)
+
+
+def _append(
+    outs: list[AppendStream], data: ChunkBytes, paced: Paced, corrupt: int
+) -> Callable[[int, int], None]:
+    def append(stream: int, number: int) -> None:
+        outs[stream].append({"hidden": data.tensor(stream, number)})
+
+    def append_or_flip(stream: int, number: int) -> None:
+        is_wrong = paced.at(stream, number) == corrupt
+        make = data.flip if is_wrong else data.tensor
+        outs[stream].append({"hidden": make(stream, number)})
+
+    return append if corrupt < 0 else append_or_flip
+
+
+def _pipe_round(pair: Pair, setup: GrowingSetup, paced: Paced, pipe: ChunkPipe) -> Round:
+    data = ChunkBytes(paced)
+    receiving = pair.peer.submit("receive_pipe", **paced._asdict())
+
+    def write(stream: int, number: int) -> None:
+        pipe.send(stream, number, data.raw(stream, number))
+
+    sent = _send(setup, paced, write)
+    return Round("pipe", sent, receiving.result(_TIMEOUT))
+
+
+def _send(setup: GrowingSetup, paced: Paced, send: Callable[[int, int], None]) -> Sent:
+    begin = time.monotonic_ns() + _BEFORE
+    return send_all(paced, send, begin=begin, per_second=setup.rate, together=setup.together)
+
+
+def _setup_lines(result: GrowingResult) -> list[str]:
+    setup, paced = result.setup, result.setup.paced
+    pace = "all at the same moment" if setup.together else "evenly spread"
+    streams = (
+        f"{setup.streams}, {setup.rate:g} chunks a second each, {pace}; a chunk is "
+        f"[{setup.tokens}, {setup.hidden}] bfloat16 = {paced.nbytes} bytes"
+    )
+    digests = "crc32c" if setup.digests else "off"
+    link = (
+        f"{setup.connector}, mode {setup.mode}, copier {result.copier}, digests {digests}"
+        f"{', inline' * setup.inline}; one thread appends, one receives ({setup.reader})"
+    )
+    rounds = (
+        f"{setup.rounds} of each kind in turn, {paced.chunks} chunks a stream in each, after a "
+        "short one to warm up"
+    )
+    return [wrapped("streams", streams), wrapped("link", link), wrapped("rounds", rounds)]
+
+
+def _result_lines(result: GrowingResult) -> list[str]:
+    lines = list[str]()
+    for kind in KINDS:
+        rate, costs = result.per_second(kind), result.cpu_per_chunk(kind)
+        cores = ", ".join(
+            f"{side} {one.p50:.3f} cores ({one.min:.3f} to {one.max:.3f}), {costs[side]:.0f} µs a "
+            "chunk"
+            for side, one in result.cores(kind).items()
+        )
+        text = f"{rate.p50:.0f} chunks a second ({rate.min:.0f} to {rate.max:.0f}); CPU: {cores}"
+        lines.append(wrapped(kind, text))
+    ratios = ", ".join(f"{name} {value:.2f} ×" for name, value in result.ratios().items())
+    lines.append(wrapped("ratio", f"link by pipe: {ratios}"))
+    total = sum(len(one.sent.called) for one in result.rounds)
+    verdict = f"{result.failed} of {total} chunks WRONG" if result.failed else f"all {total} equal"
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    lines += [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
+    return [*lines, *map(bar_line, result.bars())]
