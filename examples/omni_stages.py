@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-    from omni_kvlink import ChunkStream, KVConsumer, KVProducer
+    from omni_kvlink import ChunkStream, KVConsumer, KVProducer, ReceivedChunk
 
 WAIT = 60.0
 """Seconds for each wait."""
@@ -149,7 +149,7 @@ def speak(model: Any, link: KVConsumer, texts: TensorTransferData, name: str) ->
     return TalkerOutput(recorder.speech(wave), [*steps.spans, span])
 
 
-def read_prompt(stream: ChunkStream[Any], texts: TensorTransferData) -> dict[str, Any]:
+def read_prompt(stream: ChunkStream[ReceivedChunk], texts: TensorTransferData) -> dict[str, Any]:
     """The talker's prompt, of the thinker's prompt and the first token of its answer.
 
     This, and what the steps add to it, is what `Qwen2_5OmniForConditionalGeneration.generate` does
@@ -175,7 +175,9 @@ def read_prompt(stream: ChunkStream[Any], texts: TensorTransferData) -> dict[str
     }
 
 
-def reply_states(stream: ChunkStream[Any], texts: TensorTransferData) -> Iterator[torch.Tensor]:
+def reply_states(
+    stream: ChunkStream[ReceivedChunk], texts: TensorTransferData
+) -> Iterator[torch.Tensor]:
     """What each further step of the talker adds to its codec token: one token of text, or none."""
     for chunk in stream:
         yield chunk.data["hidden"] + chunk.data["embedding"]
@@ -184,12 +186,11 @@ def reply_states(stream: ChunkStream[Any], texts: TensorTransferData) -> Iterato
         yield texts["pad"]
 
 
-def next_chunk(stream: ChunkStream[Any]) -> TensorTransferData:
+def next_chunk(stream: ChunkStream[ReceivedChunk]) -> TensorTransferData:
     chunk = stream.receive()
     if chunk is None:
         raise ValueError(f"{stream.request_id}: {stream.count} chunks are no answer")
-    data: TensorTransferData = chunk.data
-    return data
+    return chunk.data
 
 
 ONE_AT_A_TIME = threading.Lock()
