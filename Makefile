@@ -91,7 +91,7 @@ endef
 # Not in `test`: transformers, one environment a version, which sees the torch of $(VENV).
 HF_VERSIONS := 4.50.3 4.57.6 5.23.0
 HF_TESTS := tests/adapters/test_hf.py tests/adapters/test_hf_absent.py \
-	tests/e2e/test_transformers.py tests/e2e/test_pd_transformers.py \
+	tests/e2e/test_transformers.py tests/e2e/test_pd_transformers.py tests/e2e/test_thinker_talker.py \
 	tests/models/bagel/test_against_transformers.py
 
 test-hf: $(HF_VERSIONS:%=test-hf-%)

@@ -69,7 +69,8 @@ def test_the_pictures_are_what_the_scripts_draw(tmp_path: Path) -> None:
         copy = tmp_path / "docs" / "pictures" / script
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text((DOCS / "pictures" / script).read_text())
-    os.symlink(ROOT / "benchmarks", tmp_path / "benchmarks")
+    for folder in ("benchmarks", "examples"):
+        os.symlink(ROOT / folder, tmp_path / folder)
     for script in ("draw.py", "plot.py"):
         runpy.run_path(str(tmp_path / "docs" / "pictures" / script), run_name="__main__")
     for path in (tmp_path / "docs" / "pictures").glob("*.svg"):

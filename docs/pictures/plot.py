@@ -1,8 +1,9 @@
-"""Draws docs/benchmarks.md's figures from benchmarks/results: `python docs/pictures/plot.py`."""
+"""Draws the pages' figures from benchmarks/results: `python docs/pictures/plot.py`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from omni_kvlink.bench.chart import chart as svg
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
+sys.path.append(str(HERE.parents[1] / "examples"))
 AMD, XEON = "amd-epyc-2core", "intel-xeon-2core"
 H100 = "nvidia-h100-80gb-hbm3"
 
@@ -140,6 +142,15 @@ def device() -> None:
     chart("device", "Out of an H100, 235 MB: alone, and beside a forward pass", "ms", rows)
 
 
+def thinker_talker() -> None:
+    """`examples/thinker_talker.py`: when each step ran."""
+    from timeline import Row, Span, timeline
+
+    found = read(AMD, "thinker-talker")["ms"]
+    rows = [Row(label, [Span(*span) for span in spans]) for label, spans in found]
+    (HERE / "thinker_talker.svg").write_text(timeline("ms", rows))
+
+
 if __name__ == "__main__":
-    for draw in (ratios, phases, network, streams, growing, copies, device):
+    for draw in (ratios, phases, network, streams, growing, copies, device, thinker_talker):
         draw()

@@ -1,5 +1,8 @@
-"""What the stages of `examples/pd_transformers.py` import is imported once."""
+"""What the stages of the examples with transformers import is imported once."""
 
 import fork_server
 
-fork_server.preload("transformers.models.qwen2.modeling_qwen2")
+fork_server.preload(
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2_5_omni.modeling_qwen2_5_omni",
+)
