@@ -150,20 +150,20 @@ class Pair:
 
 
 def measure(pairs: dict[str, Pair], rounds: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """Milliseconds by payload, way and connector; bytes by payload."""
-    ways = [(name, way) for name in ("chunk", "hidden") for way in ("polled", "late")]
-    times: dict[str, Any] = {f"{n}, {w}": {pair: [] for pair in pairs} for n, w in ways}
+    """Milliseconds by payload, timing and connector; bytes by payload."""
+    cases = [(name, timing) for name in ("chunk", "hidden") for timing in ("polled", "late")]
+    times: dict[str, Any] = {f"{n}, {w}": {pair: [] for pair in pairs} for n, w in cases}
     sizes: dict[str, int] = {}
     for number in range(WARMUP + rounds):
-        for name, way in ways:
+        for name, timing in cases:
             for which in random.sample(list(pairs), len(pairs)):
-                key = f"{os.getpid()}-{number}-{name}-{way}_0_0"
-                if way == "polled":
+                key = f"{os.getpid()}-{number}-{name}-{timing}_0_0"
+                if timing == "polled":
                     seconds = pairs[which].polled(name, key)
                 else:
                     seconds, sizes[name] = pairs[which].late(name, key)
                 if number >= WARMUP:
-                    times[f"{name}, {way}"][which].append(1e3 * seconds)
+                    times[f"{name}, {timing}"][which].append(1e3 * seconds)
     return times, sizes
 
 
