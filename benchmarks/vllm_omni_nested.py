@@ -56,13 +56,15 @@ def end(role: str, section: str) -> None:
     """One process: obeys lines of JSON on its standard input, answers with lines."""
     logging.disable(logging.CRITICAL)
     config = json.loads(section)
+    connector: Any
     if config:
-        from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector as Connector
+        from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
+
+        connector = VllmOmniConnector(config)
     else:
-        from vllm_omni.distributed.omni_connectors.connectors.shm_connector import (
-            SharedMemoryConnector as Connector,
-        )
-    connector = Connector(config)
+        from vllm_omni.distributed.omni_connectors.connectors import shm_connector
+
+        connector = shm_connector.SharedMemoryConnector(config)
     torch.manual_seed(1)
     payloads = {name: payload(name) for name in ("chunk", "hidden")}
     print("ready", flush=True)
