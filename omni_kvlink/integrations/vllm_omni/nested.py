@@ -54,11 +54,13 @@ class TakenTensors:
         self._token = token.encode()
 
     def take(self, tensor: torch.Tensor) -> Ext | None:
-        """A placeholder; or None, if the tensor is small or its dtype or class cannot be sent."""
+        """A placeholder; or None: the tensor is small, or is left to the serializer."""
         if tensor.numel() * tensor.itemsize < MIN_NBYTES or len(self.tensors) >= MAX_TAKEN:
             return None
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None  # a subclass may keep its elements elsewhere
+        if tensor.device.type not in ("cpu", "cuda"):
+            return None  # the serializer copies it to the CPU
         if not _can_send(tensor.dtype) or tensor.layout is not torch.strided or tensor.dim() > 8:
             return None
         return self._add(tensor.detach(), AS_TENSOR)
