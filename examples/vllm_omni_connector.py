@@ -1,5 +1,8 @@
 """vLLM-Omni's own manager in two processes, over a link of this library, and a verdict.
 
+First a KV cache by the manager, then hidden states in a dict by its connector, as a stage's loop
+sends them.
+
 python examples/vllm_omni_connector.py [shm | zmq+ipc | zmq+tcp | ucx]
 """
 
@@ -10,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 NAMES = ("key_cache", "value_cache")
 LAYERS, BLOCKS, BLOCK, HEADS, DIM, TOKENS = 4, 64, 16, 4, 128, 1000
+EDGE, CHUNK = ("0", "1"), "req-1_0_0"  # request, sending stage, number of the chunk
 
 
 def manager(role: str, kvlink: dict[str, Any]) -> Any:
@@ -52,6 +57,8 @@ def receive(kvlink: dict[str, Any], message: Connection) -> None:
     layers = None if data is None else data["layer_blocks"]
     prints = layers and {name: [*map(fingerprint, layers[name])] for name in NAMES}
     message.send((prints, data and data["metadata"], nbytes))
+    found = receiver.connector.get_with_deadline(*EDGE, CHUNK, deadline=time.monotonic() + 30.0)
+    message.send(found and fingerprint(found[0]["hidden_states"]["layers"][24]))
     receiver.close()
 
 
@@ -79,6 +86,10 @@ def main() -> int:
     sender.handle_finished_requests_kv_transfer({"req-1": finished}, pools, BLOCK, "bfloat16")
 
     prints, metadata, nbytes = mine.recv()
+    hidden = torch.randn(TOKENS, HEADS * DIM).bfloat16()
+    chunk = {"hidden_states": {"layers": {24: hidden}}, "meta": {"finished": torch.tensor(True)}}
+    sender.connector.put(*EDGE, CHUNK, chunk)
+    hidden_print = mine.recv()
     reader.join()
     print(sender.connector.health()["links"][0]["url"])
     sender.close()
@@ -91,7 +102,9 @@ def main() -> int:
     }
     is_exact = prints == sent and metadata["ropes"] == [7]
     print(f"{LAYERS} layers × {TOKENS} tokens, {nbytes} bytes: {'exact' if is_exact else 'WRONG'}")
-    return 0 if is_exact else 1
+    is_same = hidden_print == fingerprint(hidden)
+    print(f"hidden states, {hidden.nbytes} bytes: {'exact' if is_same else 'WRONG'}")
+    return 0 if is_exact and is_same else 1
 
 
 if __name__ == "__main__":

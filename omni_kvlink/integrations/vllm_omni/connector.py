@@ -34,6 +34,8 @@ try:
     from vllm_omni.distributed.omni_connectors.factory import (
         OmniConnectorFactory as OmniConnectorFactory,
     )
+
+    from omni_kvlink.integrations.vllm_omni.omni_serializer import OmniTensorSerializer
 except ImportError as error:
     raise UnavailableError(
         f"vLLM-Omni cannot be imported: {error}; with its vLLM there, "
@@ -50,6 +52,9 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     `get` returns None if the payload has not arrived in time, as vLLM-Omni's interface requires.
     Every other failure raises: vLLM-Omni's manager logs it and fails the request.
 
+    `config` and `stage_id` are read by vLLM-Omni: its chunk adapter makes keys of the stage's
+    number, and the functions that build its chunks find their own settings in `config`.
+
     Args:
         config: the connector's `extra`; `config["kvlink"]` holds the fields of `OmniSettings`.
 
@@ -64,7 +69,9 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, config: Mapping[str, Any]):
         self.settings = OmniSettings.of(config)
+        self.config, self.stage_id = dict(config), config.get("stage_id", -1)
         backend(self.settings.transport)
+        self._serializer = OmniTensorSerializer()
         self._links, self._pending = Links(self.settings), PendingGets()
         self._receipts: dict[tuple[str, str, str], Receipt] = {}
         self._lock = threading.Lock()
@@ -78,8 +85,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         """Commit a payload; `data` may be modified when the call returns.
 
         `data` is a KV cache as the manager makes it (packed bytes, a packed uint8 tensor or a
-        dict), or anything that vLLM-Omni's serializer takes. Returns True, the payload's size in
-        bytes, and the link's URL with the size.
+        dict), or anything that vLLM-Omni's serializer takes; large tensors in it are copied once.
+        Returns True, the payload's size in bytes, and the link's URL with the size.
 
         Raises:
             SchemaError: the cache is incomplete, or `data` cannot be serialized.
@@ -94,7 +101,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         with self._counting():
             link = self._links.sender(edge)
             try:
-                payload, nbytes = payload_of(put_key, data, self.serialize_obj)
+                payload, nbytes = payload_of(put_key, data, self._serializer)
                 readers, ttl = int(self.settings.readers), self.settings.ttl
                 receipt = link.put(
                     payload, readers=readers, ttl=ttl, timeout=self.settings.put_timeout
@@ -201,7 +208,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
                 self._count(timeouts=1)
                 return None
             try:
-                result = object_of(received, self.deserialize_obj, self.settings.verify)
+                result = object_of(received, self._serializer, self.settings.verify)
             except BaseException:
                 received.release()
                 raise

@@ -79,6 +79,18 @@ def test_a_chunk_arrives_as_it_was(ends: tuple[Any, Any]) -> None:
     assert got == {**CHUNK, "codes": {}}
 
 
+def test_hidden_states_arrive_as_they_were(ends: tuple[Any, Any]) -> None:
+    """As tensors, in whatever order they lie; what arrives is the receiver's own."""
+    sender, reader = ends
+    hidden = torch.randn(300, 512).to(torch.bfloat16)
+    sender.put(*EDGE, "r_0_0", {"layers": {0: hidden, 24: hidden.T[::2]}, "left": 3})
+    got = polled(reader, "r_0_0")
+    assert (got["left"], list(got["layers"])) == (3, [0, 24])
+    assert torch.equal(got["layers"][0].add_(0), hidden)
+    assert torch.equal(got["layers"][24], hidden.T[::2])
+    until(lambda: sender.health()["unread"] == 0, "the link's memory is free again")
+
+
 def polled(reader: Any, key: str, timeout: float = 5.0) -> Any:
     """As the chunk adapter's loop: ask, and a millisecond later ask again."""
     deadline = time.monotonic() + timeout
@@ -297,6 +309,7 @@ def test_the_example_says_exact(transport: str, sockets: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "4 layers × 1000 tokens" in done.stdout
-    assert ": exact" in done.stdout
+    assert done.stdout.count(": exact") == 2
+    assert "hidden states, 1024000 bytes" in done.stdout
     assert set(os.listdir(os.path.join(sockets, "kvlink"))) <= {"user.secret"}, "nothing was left"
     shutil.rmtree(os.path.join(sockets, "kvlink"))

@@ -20,14 +20,16 @@ from omni_kvlink import (
     KVConsumer,
     KVProducer,
     SchemaError,
+    TensorTransferData,
     TransferTimeout,
     WireError,
 )
 from omni_kvlink.errors import UnavailableError
 from omni_kvlink.integrations.vllm_omni import OmniSettings
 from omni_kvlink.integrations.vllm_omni.links import Links
+from omni_kvlink.integrations.vllm_omni.nested import AS_TENSOR, MIN_NBYTES, TOKEN, TakenTensors
 from omni_kvlink.integrations.vllm_omni.packed import check_packed, header_of
-from omni_kvlink.integrations.vllm_omni.payloads import Buffer, object_of, payload_of
+from omni_kvlink.integrations.vllm_omni.payloads import KIND, Buffer, object_of, payload_of
 from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEdge, announced, find
 from omni_kvlink.testing.rig import until
 
@@ -60,12 +62,23 @@ def packed(values: dict[str, Any], nbytes: int = 4 * NBYTES) -> bytes:
     return len(text).to_bytes(4, "big") + text + (bytes(range(256)) * 9)[:nbytes]
 
 
-def pack(data: Any) -> bytes:
-    return msgspec.msgpack.encode(data)
+class PlainSerializer:
+    """MessagePack; a tensor is a map with its bytes, or with a placeholder for it."""
+
+    def encode(self, data: Any, taken: TakenTensors | None = None) -> bytes:
+        def hook(value: Any) -> dict[str, Any]:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(type(value).__name__)
+            placeholder = None if taken is None else taken.take(value)
+            return {"tensor": placeholder or value.numpy().tobytes()}
+
+        return msgspec.msgpack.encode(data, enc_hook=hook)
+
+    def decode(self, data: memoryview, restore: Any = None) -> Any:
+        return msgspec.msgpack.Decoder(ext_hook=restore).decode(data)
 
 
-def unpack(data: memoryview) -> Any:
-    return msgspec.msgpack.decode(data)
+PLAIN = PlainSerializer()
 
 
 def flat(data: bytes) -> torch.Tensor:
@@ -107,13 +120,13 @@ META = {"seq_len": TOKENS, "block_size": 2}
 )
 def test_an_incomplete_cache_is_refused(values: dict[str, Any], fields: str) -> None:
     with pytest.raises(SchemaError) as caught:
-        payload_of("k", packed(values), pack)
+        payload_of("k", packed(values), PLAIN)
     assert fields in str(caught.value)
 
 
 def test_a_header_that_is_not_the_managers_is_refused() -> None:
     with pytest.raises(SchemaError, match=r"\$\.td\[0\]\.o"):
-        payload_of("k", packed(header(td0={"o": -1})), pack)
+        payload_of("k", packed(header(td0={"o": -1})), PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +140,9 @@ Ends = tuple[KVProducer, KVConsumer]
 
 
 def through(ends: Ends, data: Any) -> Any:
-    payload, nbytes = payload_of("k", data, pack)
+    payload, nbytes = payload_of("k", data, PLAIN)
     ends[0].put(payload)
-    result, there = object_of(ends[1].get("k", timeout=60), unpack, "full")
+    result, there = object_of(ends[1].get("k", timeout=60), PLAIN, "full")
     assert there == nbytes
     return result
 
@@ -137,10 +150,10 @@ def through(ends: Ends, data: Any) -> Any:
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, flat])
 def test_a_packed_cache_is_seen_where_it_lies(kind: Any, ends: Ends) -> None:
     data = packed(header())
-    payload, nbytes = payload_of("k", kind(data), pack)
+    payload, nbytes = payload_of("k", kind(data), PLAIN)
     receipt = ends[0].put(payload)
     received = ends[1].get("k", timeout=60)
-    buffer, there = object_of(received, unpack, "full")
+    buffer, there = object_of(received, PLAIN, "full")
     assert isinstance(buffer, Buffer)
     assert nbytes == there == len(buffer) == len(data)
     assert buffer.tensor.numpy().tobytes() == data
@@ -154,7 +167,7 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: Ends) -> None:
     layers = [torch.randn(TOKENS, *ROW).to(torch.bfloat16) for _ in range(2 * LAYERS)]
     blocks = {"key_cache": layers[::2], "value_cache": layers[1::2]}
     data = {"request_id": "r", "block_ids": [3, 0, 2], "metadata": {**META, "ropes": [1]}}
-    payload, _ = payload_of("k", {**data, "layer_blocks": blocks}, pack)
+    payload, _ = payload_of("k", {**data, "layer_blocks": blocks}, PLAIN)
     sent = [tensor.data_ptr() for tensor in payload.tensors()[:-1]]  # type: ignore[union-attr]
     given = [*blocks["key_cache"], *blocks["value_cache"]]
     assert sent == [layer.data_ptr() for layer in given]  # by reference, not copied
@@ -177,12 +190,12 @@ def test_k_and_v_of_a_dict_travel_as_tensors(ends: Ends) -> None:
 )
 def test_an_incomplete_dict_is_refused(blocks: dict[str, Any], fields: str) -> None:
     with pytest.raises(SchemaError, match=fields):
-        payload_of("k", {"layer_blocks": blocks, "metadata": META}, pack)
+        payload_of("k", {"layer_blocks": blocks, "metadata": META}, PLAIN)
 
 
 def test_objects_that_are_no_data_are_refused() -> None:
     with pytest.raises(SchemaError, match="dict cannot be serialized"):
-        payload_of("k", {"f": threading.Lock()}, pack)
+        payload_of("k", {"f": threading.Lock()}, PLAIN)
 
 
 def test_what_another_program_put_is_refused(ends: Ends) -> None:
@@ -190,7 +203,61 @@ def test_what_another_program_put_is_refused(ends: Ends) -> None:
     layer = [torch.zeros(3, 2, 4)]
     ends[0].put(KVCacheTransferData("k", {"key_cache": layer, "value_cache": layer}, (), about))
     with pytest.raises(WireError, match="not sent by a vLLM-Omni connector"):
-        object_of(ends[1].get("k", timeout=60), unpack, "full")
+        object_of(ends[1].get("k", timeout=60), PLAIN, "full")
+
+
+def test_another_kind_names_the_versions(ends: Ends) -> None:
+    """As a connector of an earlier version does with "nested"."""
+    ends[0].put(TensorTransferData("k", {"bytes": flat(b"x")}, {KIND: "later"}))
+    with pytest.raises(WireError, match="kind 'later'; this version reads packed, object, cache"):
+        object_of(ends[1].get("k", timeout=60), PLAIN, "full")
+
+
+# ---- large tensors in nested data
+
+LARGE = torch.arange(MIN_NBYTES, dtype=torch.float32).reshape(2, -1)
+
+
+def test_large_tensors_travel_as_tensors(ends: Ends) -> None:
+    data = {"a": [LARGE, LARGE.T], "b": {"c": LARGE[:, ::3]}, "n": 3}
+    payload, _ = payload_of("k", data, PLAIN)
+    assert payload.metadata == {KIND: "nested", "token": TOKEN}  # type: ignore[union-attr]
+    *sent, rest = payload.tensors()
+    assert [(tensor.data_ptr(), tensor.shape) for tensor in sent] == [  # type: ignore[union-attr]
+        (tensor.data_ptr(), tensor.shape) for tensor in (LARGE, LARGE.T, LARGE[:, ::3])
+    ]
+    assert rest.shape[0] < 200
+    got = through(ends, data)
+    assert got["n"] == 3
+    assert torch.equal(got["a"][0]["tensor"].add_(1), LARGE + 1)  # the receiver's own
+    assert torch.equal(got["a"][1]["tensor"], LARGE.T)
+    assert torch.equal(got["b"]["c"]["tensor"], LARGE[:, ::3])
+
+
+def test_small_ones_do_not(ends: Ends) -> None:
+    payload, _ = payload_of("k", {"a": LARGE[0, : MIN_NBYTES // 4 - 1]}, PLAIN)
+    assert payload.metadata == {KIND: "object"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("text", [TOKEN, TOKEN * 2, f"{TOKEN}\0\0\0\0"])
+def test_data_that_look_like_a_placeholder_stay_what_they_are(text: str, ends: Ends) -> None:
+    mine = [text, text.encode(), msgspec.msgpack.Ext(AS_TENSOR, text.encode())]
+    payload, _ = payload_of("k", {"t": LARGE, "mine": mine}, PLAIN)
+    assert isinstance(payload, TensorTransferData)
+    assert payload.metadata["token"] not in text
+    got = through(ends, {"mine": mine, "t": LARGE})
+    assert torch.equal(got["t"]["tensor"], LARGE)
+    assert got["mine"][:2] == mine[:2]
+    extension = got["mine"][2]
+    assert (extension.code, extension.data) == (AS_TENSOR, text.encode())
+
+
+@pytest.mark.parametrize("packed", [b"\xc0", msgspec.msgpack.encode({"t": 1})])
+def test_a_tensor_without_a_place_is_an_error(packed: bytes, ends: Ends) -> None:
+    tensors = {"tensors": [LARGE], "rest": flat(packed)}
+    ends[0].put(TensorTransferData("k", tensors, {KIND: "nested", "token": TOKEN}))
+    with pytest.raises(WireError, match="1 of 1 tensors have no place"):
+        object_of(ends[1].get("k", timeout=60), PLAIN, "full")
 
 
 # ---- names
