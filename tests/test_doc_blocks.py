@@ -140,6 +140,7 @@ def readme() -> Iterator[dict[str, Any]]:
             "model": Model(),
             "talker": lambda hidden: spoken.append(hidden.mean().item()),
             "prompt": "",
+            "step": [(f"many-{number}", torch.full((1, 8), float(number))) for number in (9, 10)],
             "my_keys": keys,
             "my_values": values,
         }
@@ -150,7 +151,7 @@ def readme() -> Iterator[dict[str, Any]]:
             torch.equal(one, dense(other)) for one, other in zip(mine, fifth.tensors(), strict=True)
         )
         assert all(one.min() == 1 for one in [*keys, *values])
-        assert spoken == list(range(9))
+        assert spoken == list(range(11))
 
 
 @contextlib.contextmanager

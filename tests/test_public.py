@@ -126,6 +126,8 @@ def test_every_blocking_verb_takes_a_timeout_by_keyword() -> None:
         KVProducer.stream_put,
         KVConsumer.get,
         KVConsumer.stream_get,
+        KVConsumer.get_many,
+        KVProducer.put_many,
     )
     for verb in blocking:
         timeout = inspect.signature(verb).parameters["timeout"]
@@ -134,8 +136,8 @@ def test_every_blocking_verb_takes_a_timeout_by_keyword() -> None:
 
 def test_each_side_has_its_own_verbs() -> None:
     own = {
-        KVProducer: {"put", "stream_put", "open_stream", "allocate", "fail"},
-        KVConsumer: {"get", "stream_get", "read_stream", "is_connected"},
+        KVProducer: {"put", "put_many", "stream_put", "open_stream", "allocate", "fail"},
+        KVConsumer: {"get", "get_many", "stream_get", "read_stream", "is_connected"},
     }
     shared = {"abort", "record", "stats", "close"}
     for kind, verbs in own.items():

@@ -93,9 +93,9 @@ def check_many_for_readers_that_wait(rig: Rig) -> None:
         assert waiting.result(PATIENCE) == expected
         wait_all(receipts)
     receipts = producer.put_many(make_all())
-    for key, wanted in zip(KEYS, expected, strict=True):
+    for key, content in zip(KEYS, expected, strict=True):
         with here.get(key, timeout=60) as data:
-            assert fingerprint(data) == wanted
+            assert fingerprint(data) == content
     wait_all(receipts)
 
 
