@@ -75,6 +75,12 @@ class LinkCommands(CommandSet):
         data = Recipe(**recipe).make()
         self._receipts[data.request_id] = self._links[link].put(data, **options)
 
+    def put_many(self, link: str, recipes: list[dict[str, Any]], **options: Any) -> None:
+        """Put the payloads of several recipes together, and keep their receipts."""
+        payloads = [Recipe(**recipe).make() for recipe in recipes]
+        for receipt in self._links[link].put_many(payloads, **options):
+            self._receipts[receipt.key] = receipt
+
     def wait(self, key: str, timeout: float) -> None:
         """Wait for the receipt of a payload that was put."""
         self._receipts[key].wait(timeout=timeout)
