@@ -208,10 +208,14 @@ def check_many_wait_for_memory(rig: Rig) -> None:
         for one in putting:
             wait_all(one.result(PATIENCE))
     held = producer.put_many(payloads[:3])
-    error = expect(CapacityError, producer.put_many, payloads[3:], timeout=0.3)
+    rest = [*payloads[3:], sized("z", 600 << 10).make()]
+    error = expect(CapacityError, producer.put_many, rest, timeout=0.3)
     assert error.requested > 600 << 10
     assert reader.call("get_many", keys=keys[:3], timeout=60)
     wait_all(held)
+    again = producer.put_many(rest, timeout=60)
+    assert reader.call("get_many", keys=[*keys[3:], "z"], timeout=60)
+    wait_all(again)
 
 
 def check_allocated_memory_among_many(rig: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from unauthorized import greeted
 
-from omni_kvlink import KVConsumer, KVLink, KVProducer, TensorTransferData
+from omni_kvlink import CapacityError, KVConsumer, KVLink, KVProducer, TensorTransferData
 from omni_kvlink.connectors.protocol.messages import (
     INLINE,
     Cancel,
@@ -173,3 +174,13 @@ def test_offers_of_one_batch_are_received_by_those_who_wait(
     second.clear()
     del get
     until_freed(producer)
+
+
+def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]) -> None:
+    """Two that each have a part of what they need would wait for each other."""
+    producer, _ = ends
+    with ThreadPoolExecutor(1) as pool, producer._end._reserving:  # type: ignore[attr-defined]
+        waiting = pool.submit(producer.put_many, payloads(), timeout=0.0)
+        with pytest.raises(CapacityError, match="another put_many"):
+            waiting.result(60)
+    assert not producer.stats()["transfers"]["live"]
