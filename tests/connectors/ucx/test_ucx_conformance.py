@@ -86,6 +86,7 @@ ALLOCATING = {
     "misplaced_tensors",
     "more_than_allocated",
     "allocation_is_put_once",
+    "allocated_memory_among_many",
     "allocated_memory_is_not_reused_too_soon",
     "abort_of_an_allocation",
     "allocation_that_is_not_put",
