@@ -61,10 +61,12 @@ class Decoder:
 
 
 def decode_message(data: bytes) -> None:
-    """A message is decoded to what encodes to the same message, or refused."""
-    message = messages.decode(data)
-    assert messages.decode(messages.encode(message)) == message
-    _ = isinstance(message, messages.Offer) and message.first
+    """A message, or a batch, is decoded to what encodes to the same messages, or refused."""
+    found = messages.decode_all(data)
+    again = [one for part in messages.encode_all(found) for one in messages.decode_all(part)]
+    assert again == found
+    for message in found:
+        _ = isinstance(message, messages.Offer) and message.first
 
 
 def message_seeds() -> list[bytes]:
@@ -88,7 +90,8 @@ def message_seeds() -> list[bytes]:
         messages.TransportAddress(b"address", b"secret"),
         messages.Abort("k", "why"),
     ]
-    return [messages.encode(message) for message in sent]
+    batches = messages.encode_all(sent[2:6]), messages.encode_all(sent[8:14])
+    return [*map(messages.encode, sent), *(part for batch in batches for part in batch)]
 
 
 def split(data: bytes) -> list[bytes]:
@@ -111,7 +114,8 @@ def feed_consumer(data: bytes) -> None:
     states = [table.request("k"), table.request("k2", streamed=True)]
     for part in split(data):
         with contextlib.suppress(WireError):
-            table.on_message(messages.decode(part))
+            for message in messages.decode_all(part):
+                table.on_message(message)
     table.close(WireError("the end"))
     assert all(state.future.done() for state in states)
 
