@@ -95,8 +95,7 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
-        left = attempts.seconds_left()
-        pending = begin_gets(self, request_ids, timeout=left, verify=verify)
+        pending = begin_gets(self, request_ids, timeout=attempts.seconds_left(), verify=verify)
         received: list[Received] = []
         try:
             for request_id, get in zip(request_ids, pending, strict=True):

@@ -24,7 +24,7 @@ if not hasattr(transformers, "Qwen2_5OmniConfig"):
     )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-newest = pytest.mark.skipif(
+NEWEST = pytest.mark.skipif(
     int(transformers.__version__.partition(".")[0]) < 5,
     reason="a minute, with the newest transformers alone",
 )
@@ -57,7 +57,7 @@ def verdicts(output: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "url",
-    [URLS[0], *(pytest.param(url, marks=newest) for url in URLS[1:])],
+    [URLS[0], *(pytest.param(url, marks=NEWEST) for url in URLS[1:])],
     ids=lambda url: split_url(url)[0],
 )
 def test_two_processes_equal_one(tmp_path: Path, url: str) -> None:
@@ -125,7 +125,7 @@ def wrapper(root: Path, change: str) -> Path:
     return script
 
 
-@newest
+@NEWEST
 def test_another_state_of_one_token_is_noticed(tmp_path: Path) -> None:
     """The text is that of one process, and the speech of one request is not."""
     done = run(wrapper(tmp_path, ANOTHER), tmp_path, "--connector", URLS[0])
@@ -137,7 +137,7 @@ def test_another_state_of_one_token_is_noticed(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "thinker_talker.svg").exists()
 
 
-@newest
+@NEWEST
 @pytest.mark.parametrize("url", URLS[:2], ids=lambda url: split_url(url)[0])
 def test_a_damaged_chunk_is_refused(tmp_path: Path, url: str) -> None:
     """A bit is another one after its digest was computed: no output, and no long wait."""

@@ -281,13 +281,13 @@ class PooledProducer(Producer):
         try:
             if not self._reserving.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
                 raise CapacityError(
-                    f"another put_many waits for memory since {timeout:g} s", requested=total
+                    f"another put_many waited for memory for all of {timeout:g} s", requested=total
                 )
             keys = [key for key, _, _ in payloads]
             with self.lock:
                 self._together(partial(self.transfers.reserve_all, keys, transfers))
             for transfer, (_, nbytes, on_host) in zip(transfers, payloads, strict=True):
-                into.append(self._reserve_small(transfer, nbytes, deadline, on_host=on_host))
+                into.append(self._reserve_one(transfer, nbytes, deadline, on_host=on_host))
         except BaseException:
             self._end_together(transfers)
             raise
@@ -295,10 +295,10 @@ class PooledProducer(Producer):
             with contextlib.suppress(RuntimeError):  # it was not acquired
                 self._reserving.release()
 
-    def _reserve_small(
+    def _reserve_one(
         self, transfer: Transfer, nbytes: int, deadline: float, *, on_host: bool
     ) -> Lease:
-        """Reserve memory outside the pool for a payload that can travel in its offers."""
+        """Reserve a slot of the pool; or other memory, if the payload can travel in its offers."""
         if on_host and nbytes <= self.inline_limit:
             transfer.block = self.pool.share(nbytes)
         if transfer.block is None:
