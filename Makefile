@@ -238,11 +238,13 @@ pythons:
 clean:
 	rm -rf .venv* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA. Its modules
-# are compiled, by a first import, while the C++ compiler is busy with the package's.
+# torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA. The C++
+# compiler is busy meanwhile; then torch's modules are compiled, by a first import.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch "setuptools>=77"
+	$(BIN)/python -m pip install -q -c constraints.txt "setuptools>=77"
+	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python setup.py -q build_native --inplace & \
+		$(BIN)/python -m pip install -q -c constraints.txt torch && wait
 	$(BIN)/python -W ignore -c "import torch.distributed" & $(EDITABLE) -e ".[engine]" && wait
 	touch $@
 

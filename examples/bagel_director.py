@@ -45,22 +45,37 @@ class Request:
         return dataclasses.replace(kind, num_timesteps=self.steps)
 
 
-def run_stages(args: argparse.Namespace, requests: list[Request]) -> dict[str, int]:
-    """Run both stages, their events in one stream; returns those that failed."""
-    read_end, write_end = os.pipe()
-    stages = {stage: start_stage(args, stage, write_end) for stage in ("ar", "dit")}
-    os.close(write_end)
-    ends = link_ends(args)
-    order(stages["ar"], ends["ar"], requests)
-    for stage, other in (("ar", "dit"), ("dit", "ar")):
-        threading.Thread(target=end_together, args=(stages[stage], stages[other])).start()
-    with os.fdopen(read_end) as events:
-        for line in events:
-            event = json.loads(line)
-            if event["event"] == "serving":  # only now is it known at which port
-                order(stages["dit"], {**ends["dit"], "url": event["url"]}, requests)
-            show(event)
-    return {name: stage.returncode for name, stage in stages.items() if stage.wait() != 0}
+class Stages:
+    """Both stages as processes, which load their weights before they get orders."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._ends = link_ends(args)
+        self._events, write_end = os.pipe()
+        self._stages = {stage: start_stage(args, stage, write_end) for stage in ("ar", "dit")}
+        os.close(write_end)
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End those that still run: only those without orders do."""
+        for stage in self._stages.values():
+            stage.terminate()
+            stage.wait()
+
+    def run(self, requests: list[Request]) -> dict[str, int]:
+        """Give orders and show the events; returns the stages that failed, with their status."""
+        ar, dit = self._stages["ar"], self._stages["dit"]
+        order(ar, self._ends["ar"], requests)
+        for stage, other in ((ar, dit), (dit, ar)):
+            threading.Thread(target=end_together, args=(stage, other)).start()
+        with os.fdopen(self._events) as events:
+            for line in events:
+                event = json.loads(line)
+                if event["event"] == "serving":  # only now is it known at which port
+                    order(dit, {**self._ends["dit"], "url": event["url"]}, requests)
+                show(event)
+        return {name: stage.returncode for name, stage in self._stages.items() if stage.wait() != 0}
 
 
 def end_together(stage: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:

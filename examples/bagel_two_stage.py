@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from bagel_director import (
     Request,
+    Stages,
     answer_path,
     bundle_path,
     image_path,
     orders,
     preview_path,
     report,
-    run_stages,
     verdict,
 )
 from PIL import Image
@@ -298,12 +298,13 @@ def main() -> int:
 def direct(args: argparse.Namespace) -> int:
     print(f"BAGEL from {args.checkpoint}, {args.dtype}, two processes over {args.connector}\n")
     alone = SingleProcess(args)
-    image_request = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
-    picture, question = alone.run(image_request), "what is in the image?"
-    edit = Request("image-edit", "make it night", picture, question, steps=args.steps)
-    alone.run(edit)
-    requests = [image_request, edit]
-    failed = run_stages(args, requests)
+    with Stages(args) as stages:
+        image_request = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
+        picture, question = alone.run(image_request), "what is in the image?"
+        edit = Request("image-edit", "make it night", picture, question, steps=args.steps)
+        alone.run(edit)
+        requests = [image_request, edit]
+        failed = stages.run(requests)
     for stage, status in failed.items():
         print(f"the {stage} stage failed with status {status}; no verdict")
     if failed:
