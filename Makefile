@@ -239,9 +239,11 @@ clean:
 	rm -rf .venv* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its pin decides between a CPU wheel and gigabytes of CUDA. The C++
-# compiler is busy meanwhile; then torch's modules are compiled, by a first import.
+# compiler is busy meanwhile; then torch's modules are compiled, by a first import. ensurepip takes
+# longer than the pip that installs another.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt pip || $(BIN)/python -m ensurepip
 	$(BIN)/python -m pip install -q -c constraints.txt "setuptools>=77"
 	OMNI_KVLINK_CUDA=$(CUDA) $(BIN)/python setup.py -q build_native --inplace & \
 		$(BIN)/python -m pip install -q -c constraints.txt torch && wait

@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -298,13 +299,13 @@ def main() -> int:
 def direct(args: argparse.Namespace) -> int:
     print(f"BAGEL from {args.checkpoint}, {args.dtype}, two processes over {args.connector}\n")
     alone = SingleProcess(args)
-    with Stages(args) as stages:
+    with Stages(args) as stages, ThreadPoolExecutor(1) as beside:
         image_request = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
         picture, question = alone.run(image_request), "what is in the image?"
         edit = Request("image-edit", "make it night", picture, question, steps=args.steps)
-        alone.run(edit)
-        requests = [image_request, edit]
+        reference, requests = beside.submit(alone.run, edit), [image_request, edit]
         failed = stages.run(requests)
+        reference.result()
     for stage, status in failed.items():
         print(f"the {stage} stage failed with status {status}; no verdict")
     if failed:
