@@ -34,20 +34,6 @@ HARDWARE = "this processor has no "
 """The beginning of a reason to skip that no package can remove."""
 RESULTS = ROOT / "build" / "ci"
 SLOW = "test-all"
-PYTEST = (
-    "test",
-    SLOW,
-    "test-ucx",
-    "test-hf-4.50.3",
-    "test-hf-4.57.6",
-    "test-hf-5.23.0",
-    "test-diffusers",
-    "test-torchao",
-    "test-ray",
-    "test-vllm",
-    "asan-vllm",
-    "test-vllm-omni",
-)
 SOURCES = ("lint", "licences", "docs", "demo", "fuzz", "asan", "tsan")
 PACKAGES = (
     "native-aarch64",
@@ -57,7 +43,21 @@ PACKAGES = (
     "wheel-aarch64",
     "wheel-aarch64-test",
 )
-SUITES = tuple(suite for suite in (*SOURCES, *PACKAGES, *PYTEST) if suite != SLOW)
+TESTS = ("test", SLOW, "test-ucx")
+VLLM = ("test-vllm", "asan-vllm")
+HOSTS = (
+    "test-hf-4.50.3",
+    "test-hf-4.57.6",
+    "test-hf-5.23.0",
+    "test-diffusers",
+    "test-torchao",
+    "test-ray",
+    "test-vllm-omni",
+)
+PYTEST = (*TESTS, *VLLM, *HOSTS)
+STAGES = ((SOURCES, PACKAGES), (TESTS,), (VLLM, HOSTS))
+"""One after the other; the groups of one run beside each other. `TESTS` use all cores."""
+SUITES = tuple(suite for stage in STAGES for group in stage for suite in group if suite != SLOW)
 LIMIT = 1800
 """Seconds after which a suite is ended, as a failure; the longest takes 1,200."""
 GRACE, NO_END = 10, 124
@@ -150,15 +150,14 @@ def say(text: str) -> None:
 
 
 def run_all(suites: Sequence[str]) -> list[Outcome]:
-    """Run the suites of the sources beside those of the packages, and then the tests, in turn.
-
-    The first two use one core each; the tests use all.
-    """
-    lanes = [[one for one in suites if one in group] for group in (SOURCES, PACKAGES)]
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        found = pool.map(lambda lane: [run(suite) for suite in lane], lanes)
-        outcomes = [outcome for lane in found for outcome in lane]
-    return outcomes + [run(suite) for suite in suites if suite in PYTEST]
+    """Run the suites stage by stage, the groups of a stage beside each other."""
+    outcomes = []
+    for stage in STAGES:
+        lanes = [[one for one in suites if one in group] for group in stage]
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            found = pool.map(lambda lane: [run(suite) for suite in lane], lanes)
+            outcomes += [outcome for lane in found for outcome in lane]
+    return outcomes
 
 
 def read(report: Path, outcome: Outcome) -> None:
