@@ -552,6 +552,7 @@ class ShmSession(MappedSession):
         # its owner alone, so that an interrupt just after `acquire` leaves it free.
         self._receiving = threading.RLock()
         self._leader = 0  # the thread that receives while it waits for a payload; 0: the loop's
+        self._watching = threading.Lock()  # held while it is decided what the loop waits for
         self._has_exited = False  # the producer's process
         self._posted = deque[Message]()  # by finalizers, to be sent in this order
         self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
@@ -628,10 +629,11 @@ class ShmSession(MappedSession):
                 self._stop_leading()
             except BaseException:  # an interrupt: without this nobody would receive
                 self._stop_leading()
+                self._watch_channel()
                 raise
 
     def _lead(self, future: Future[Any], deadline: float) -> None:
-        self._loop.unwatch(self._channel)
+        self._watch_channel()
         future.add_done_callback(self._wake_leader)
         fd = self._channel.fileno()
         if fd < 0:
@@ -673,10 +675,8 @@ class ShmSession(MappedSession):
 
     def _stop_leading(self) -> None:
         if self._leader == threading.get_ident():
-            if not self._has_ended:
-                with contextlib.suppress(OSError):  # it ends now
-                    self._watch_channel(is_sent=not self._channel.has_backlog)
             self._leader = 0
+            self._watch_channel()
         with contextlib.suppress(RuntimeError):  # another thread receives
             self._receiving.release()
 
@@ -706,7 +706,7 @@ class ShmSession(MappedSession):
     def _watch(self) -> None:
         if self._has_ended:
             return  # a thread that received for a moment had the channel watched earlier
-        self._loop.watch(self._channel, READ, self._on_events)
+        self._watch_channel()
         if self._pidfd >= 0:
             self._loop.watch(self._pidfd, READ, self._on_exit)
 
@@ -734,13 +734,17 @@ class ShmSession(MappedSession):
         if is_sent and self.is_closed and not self._leases:
             self._end()
         else:
-            self._watch_channel(is_sent=is_sent)
+            self._watch_channel()
 
-    def _watch_channel(self, *, is_sent: bool) -> None:
-        if events := self._reads | (0 if is_sent else WRITE):
-            self._loop.watch(self._channel, events, self._on_events)
-        else:
-            self._loop.unwatch(self._channel)
+    def _watch_channel(self) -> None:
+        """Have the loop wait for what it handles now; any thread, after each change of that."""
+        with self._watching:
+            reads = 0 if self._leader else self._reads
+            events = 0 if self._has_ended else reads | (WRITE if self._channel.has_backlog else 0)
+            if events:
+                self._loop.watch(self._channel, events, self._on_events)
+            else:
+                self._loop.unwatch(self._channel)
 
     def _on_events(self, events: int) -> None:
         if events & WRITE:
@@ -815,7 +819,7 @@ class ShmSession(MappedSession):
         self._has_ended = True
         os.eventfd_write(self._wake, 1)
         self._channel.flush()
-        self._loop.unwatch(self._channel)
+        self._watch_channel()
         if self._pidfd >= 0:
             self._loop.unwatch(self._pidfd)
             os.close(self._pidfd)
