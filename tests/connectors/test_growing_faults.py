@@ -101,6 +101,21 @@ def test_a_reader_is_killed_and_another_one_goes_on(field: Field, start: Start) 
     until_freed(producer)
 
 
+def test_an_append_says_that_its_reader_is_lost(field: Field, start: Start) -> None:
+    """It still waits for another one in its place."""
+    target = start()
+    producer, dying = field.serve(), field.connect_at(target)
+    with producer.open_stream("g", CHUNKS[0], window=2) as out:
+        dying.call("read_stream", key="g", timeout=60)
+        append(out, CHUNKS[:2])
+        with pytest.raises(CapacityError, match="readers: 1 reading, 0 lost, 0 missing"):
+            out.append(CHUNKS[2], timeout=0.0)
+        kill(target)
+        until(lambda: producer.stats()["transfers"]["redelivered"] == 1, "the reader is lost")
+        with pytest.raises(CapacityError, match="readers: 0 reading, 1 lost, 0 missing"):
+            out.append(CHUNKS[2], timeout=0.0)
+
+
 @pytest.mark.parametrize("point", ["get.offered", "get.mapped"])
 def test_a_reader_is_killed_as_it_opens(field: Field, start: Start, point: str) -> None:
     """Another one receives all chunks."""

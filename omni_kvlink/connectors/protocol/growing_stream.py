@@ -74,6 +74,10 @@ class GrowingStream(Generic[T]):
         """Whether a chunk must be released before there may be another."""
         return len(self.chunks) >= self.window
 
+    def describe_readers(self) -> str:
+        """How many read, were lost and have no other in their place, and have not come yet."""
+        return f"{len(self.readers)} reading, {len(self._returned)} lost, {self._unclaimed} missing"
+
     def add_reader(self, claim: Claim, start: int) -> None:
         """Give a reader that wants the chunks from `start` on a cursor, a lost reader's first."""
         if self._returned:

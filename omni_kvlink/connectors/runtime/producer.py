@@ -358,7 +358,8 @@ class PooledProducer(Producer):
             if not oldest.done.wait(max(0.0, deadline - time.monotonic())):
                 raise CapacityError(
                     f"stream {oldest.key!r}: not every reader has released chunk {growing.first} "
-                    f"within {timeout:g} s, and {growing.window} chunks are kept (window=)"
+                    f"within {timeout:g} s, and {growing.window} chunks are kept (window=); "
+                    f"readers: {growing.describe_readers()}"
                 )
 
     def begin_direct(
