@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink import KVConsumer, KVLink, KVLinkError, KVProducer
 from omni_kvlink.connectors.shm import transport
 from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,10 @@ class Scarce:
 
     def serve(self, pause: float) -> None:
         transport._ACCEPT_PAUSE = pause
-        self.link = KVLink.serve(self.url, directory=self.directory, quota=QUOTA, prefault=QUOTA)
+        link = KVLink.serve(self.url, directory=self.directory, quota=QUOTA, prefault=QUOTA)
+        # The thread that maps memory ahead needs descriptors, too.
+        until(lambda: link.stats()["memory"]["prefault"]["mapped"] > 0, "its memory is mapped")
+        self.link = link
 
     def connect(self) -> None:
         self.link = KVLink.connect(self.url, directory=self.directory, timeout=60)
