@@ -30,7 +30,7 @@ class Field:
         self.url = url
         self.options: dict[str, Any] = {"directory": directory, "quota": 4 << 20}
         # "inline" is no mode of a link: small payloads travel inside their offers.
-        self.options |= {"inline": INLINE} if mode == "inline" else {"mode": mode}
+        self.options |= {"inline": INLINE} if mode == "inline" else {"mode": mode, "inline": 0}
         self.commands = LinkCommands()
         self.here = ThreadPeer(self.commands)
         self.links: list[KVProducer] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink._native.device_memory import number_of
-from omni_kvlink.connectors.protocol.messages import INLINE, SLOT
+from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError
 from omni_kvlink.payload.format import MAX_HEADER
@@ -46,7 +46,7 @@ class Options:
             moment the link opens, so that the first transfer is as fast as the later ones. `put`
             and `get` that need it earlier wait for it.
         inline: bytes of the largest payload that is sent inside the message that offers it, and not
-            from the link's memory; 0: none is. Its readers must be of this version or a later one.
+            from the link's memory; 0: none is.
         directory: of the shared-memory sockets; by default one that is private to the user.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.
@@ -68,7 +68,7 @@ class Options:
     quota: int = 4 << 30
     mode: str = "pooled"
     prefault: int = 0
-    inline: int = 0
+    inline: int = DEFAULT_INLINE
     directory: str = ""
     keys: str = ""
     peers: str = ""

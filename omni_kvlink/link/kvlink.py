@@ -32,9 +32,8 @@ class LinkOptions(TypedDict, total=False):
             `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
             `stats()["memory"]["prefault"]` says when it is mapped.
         inline: bytes of the largest payload of host tensors that a producer sends inside the
-            message that offers it, at most 32,768: its reader gets a copy of its own, sooner.
-            Larger ones, and with 0 (the default) all, are sent from the link's memory. The readers
-            must be of this version or a later one.
+            message that offers it, at most 32,768 (default 16,384): its reader gets a copy of its
+            own, sooner. Larger ones, and with 0 all, are sent from the link's memory.
         directory: where the shared-memory sockets lie; by default a directory of this user.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.

@@ -33,7 +33,7 @@ def threads() -> ThreadPeer:
     return ThreadPeer(LinkCommands())
 
 
-@pytest.fixture(params=["inproc", "inproc-inline", "shm-pooled", "shm-sealed", "shm-inline"])
+@pytest.fixture(params=["inproc-pooled", "inproc-inline", "shm-pooled", "shm-sealed", "shm-inline"])
 def rig(
     request: pytest.FixtureRequest, threads: ThreadPeer, process: ProcessPeer, sockets: str
 ) -> Rig:
@@ -42,8 +42,8 @@ def rig(
     options: dict[str, Any] = {"directory": sockets}
     if mode == "inline":  # the small payloads of the checks travel inside their offers
         options["inline"] = INLINE
-    elif mode:
-        options["mode"] = mode
+    else:
+        options |= {"mode": mode, "inline": 0}
     return Rig(lambda: f"{scheme}://check-{next(_numbers)}", options, handle)
 
 

@@ -15,7 +15,7 @@ from omni_kvlink.testing.caches import Recipe
 
 faulthandler.disable()
 data = Recipe("k").make()
-with KVLink.serve("inproc://writer", mode=sys.argv[1], quota=8 << 20) as producer:
+with KVLink.serve("inproc://writer", mode=sys.argv[1], inline=0, quota=8 << 20) as producer:
     with KVLink.connect("inproc://writer", timeout=60) as consumer:
         receipt = producer.put(data, readers=2)
         first, second = (consumer.get("k", timeout=60) for _ in range(2))

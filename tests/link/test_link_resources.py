@@ -52,7 +52,7 @@ def _put_without_digests(producer: KVProducer, data: KVCacheTransferData) -> Non
 
 
 def test_out_of_descriptors_is_a_capacity_error(sockets: str) -> None:
-    with KVLink.serve("shm://fd", directory=sockets, mode="sealed") as producer:
+    with KVLink.serve("shm://fd", directory=sockets, mode="sealed", inline=0) as producer:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         top = max(int(number) for number in os.listdir("/proc/self/fd"))
         plugs = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]

@@ -111,7 +111,7 @@ def pair(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
     url = "zmq+tcp://127.0.0.1:0" if request.param == "zmq" else f"{request.param}://forked"
     options: dict[str, Any] = {} if request.param == "zmq" else {"directory": sockets}
     with (
-        KVLink.serve(url, quota=8 << 20, **options) as producer,
+        KVLink.serve(url, quota=8 << 20, inline=0, **options) as producer,
         KVLink.connect(producer.url, timeout=60, quota=8 << 20, **options) as consumer,
     ):
         yield producer, consumer

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
 
-PROTOCOL = (1, 1)
+PROTOCOL = (2, 2)
 """The lowest and the highest protocol version that this library speaks."""
 MAX_MESSAGE = 64 << 10
 """Bytes of the longest message."""
 INLINE = 32 << 10
 """Bytes of the longest payload that may travel inside its offer."""
+DEFAULT_INLINE = 16 << 10
+"""Bytes of the longest one that does, unless the link says otherwise: from 28 KiB on, its copies
+took as long as what they save (`kvlink-bench many --bytes 28672 --inline 0`)."""
 MAX_BATCH = 256
 """Messages of the longest `Batch`."""
 MAX_TEXT = 4096

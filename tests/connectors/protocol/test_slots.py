@@ -44,7 +44,7 @@ class Watching(TorchCopier):
 def test_commit_word_comes_last() -> None:
     """Also in a slot that was used before, by a payload of the same size."""
     url, copier = f"slots-{next(_numbers)}", Watching()
-    end = backend("inproc").serve(url, Options(quota=1 << 20))
+    end = backend("inproc").serve(url, Options(quota=1 << 20, inline=0))
     with (
         KVProducer(f"inproc://{url}", end, copier=copier, digests=True) as producer,
         KVLink.connect(f"inproc://{url}", timeout=1) as reader,

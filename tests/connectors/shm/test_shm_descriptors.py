@@ -134,7 +134,7 @@ def test_it_closes(process: Process, sockets: str, path: str) -> None:
 
 def test_it_gives_back_what_it_holds(process: Process, sockets: str) -> None:
     """Its connection ends, since an arena cannot be passed; it still reads what it has."""
-    with KVLink.serve(URL, directory=sockets, mode="sealed", quota=16 << 20) as producer:
+    with KVLink.serve(URL, directory=sockets, mode="sealed", inline=0, quota=16 << 20) as producer:
         process.call("connect")
         first = producer.put(Recipe("k0").make())
         process.call("hold", "k0")

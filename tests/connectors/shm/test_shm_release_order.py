@@ -21,7 +21,7 @@ NBYTES = 40_000
 def test_release_precedes_the_next_get(tmp_path: Path) -> None:
     """The loop receives the offer and finds the release of the payload before only afterwards."""
     order, opened = list[str](), threading.Event()
-    with KVLink.serve("shm://order", directory=str(tmp_path)) as producer:
+    with KVLink.serve("shm://order", directory=str(tmp_path), inline=0) as producer:
         first = producer.put(sized("first", NBYTES, seed=1).make())
         producer.put(sized("second", NBYTES, seed=2).make())
         consumer = ShmConsumer("order", Options(directory=str(tmp_path)))

@@ -47,7 +47,9 @@ def path(sockets: str) -> str:
 
 @pytest.fixture(params=["pooled", "sealed"])
 def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVProducer]:
-    with KVLink.serve("shm://name", directory=sockets, mode=request.param, quota=4 << 20) as link:
+    with KVLink.serve(
+        "shm://name", directory=sockets, mode=request.param, inline=0, quota=4 << 20
+    ) as link:
         yield link
 
 
@@ -258,7 +260,7 @@ def test_reader_cannot_change_the_memory(producer: KVProducer, path: str) -> Non
 
 
 def test_sealed_mode_shows_one_payload_only(sockets: str, path: str) -> None:
-    with KVLink.serve("shm://name", directory=sockets, mode="sealed") as producer:
+    with KVLink.serve("shm://name", directory=sockets, mode="sealed", inline=0) as producer:
         producer.put(Recipe("secret", seed=1).make())
         producer.put(Recipe("k", seed=2).make())
         with greeted(path) as peer:
