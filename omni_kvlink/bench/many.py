@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("pipe", "single", "batched", "few_live", "many_live")
+RATIOS = (
+    ("single", "pipe"),
+    ("batched", "pipe"),
+    ("batched", "single"),
+    ("many_live", "few_live"),
+)
 FEW = 10
 """Live payloads beside those that are transferred, to compare with `ManySetup.live`."""
 _LIVE_BATCH = 250
@@ -128,29 +134,35 @@ class ManyResult:
     def cpu(self, kind: str) -> dict[str, Summary]:
         """Microseconds of CPU a transfer of each side, all threads, by round."""
         found = [one.cpu for one in self.of_kind(kind)]
-        if self.one_process:
-            return {"both": Summary.of([one["producer"] for one in found])}
-        return {side: Summary.of([one[side] for one in found]) for side in found[0]}
-
-    def rate_ratio(self, kind: str, other: str) -> Summary:
-        """Transfers a second of one kind over those of another one, round by round."""
-        pairs = zip(self.of_kind(kind), self.of_kind(other), strict=True)
-        return Summary.of([one.per_second / base.per_second for one, base in pairs])
-
-    def ratios(self) -> dict[str, Summary]:
-        """Of transfers a second."""
         return {
-            "pipe / single": self.rate_ratio("pipe", "single"),
-            "pipe / batched": self.rate_ratio("pipe", "batched"),
-            "batched / single": self.rate_ratio("batched", "single"),
-            "many live / few live": self.rate_ratio("many_live", "few_live"),
+            side: Summary.of([one[name] for one in found]) for side, name in self._sides.items()
         }
+
+    def ratio(self, kind: str, other: str) -> dict[str, Summary]:
+        """One kind over another one, round by round: transfers a second, CPU a transfer by side."""
+        pairs = list(zip(self.of_kind(kind), self.of_kind(other), strict=True))
+        rate = Summary.of([one.per_second / base.per_second for one, base in pairs])
+        cpu = {
+            side: Summary.of([one.cpu[name] / base.cpu[name] for one, base in pairs])
+            for side, name in self._sides.items()
+        }
+        return {"transfers a second": rate, **{f"CPU {side}": one for side, one in cpu.items()}}
+
+    @property
+    def _sides(self) -> dict[str, str]:
+        """The name of each side's CPU, and where a run has it."""
+        one = {"both": "producer"}
+        return one if self.one_process else {"producer": "producer", "reader": "reader"}
+
+    def ratios(self) -> dict[str, dict[str, Summary]]:
+        """The pairs of `RATIOS`; see `ratio`."""
+        return {" / ".join(pair).replace("_", " "): self.ratio(*pair) for pair in RATIOS}
 
     def bars(self) -> list[dict[str, Any]]:
         """The bar of this setup, and whether it is met; empty for fewer live payloads."""
         if self.setup.live < 10000:
             return []
-        slower = self.rate_ratio("few_live", "many_live").p50
+        slower = self.ratio("few_live", "many_live")["transfers a second"].p50
         return [bar(f"{FEW} live / {self.setup.live} live, transfers a second", slower, 1.15)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,7 +177,10 @@ class ManyResult:
                 kind: {side: one.to_dict() for side, one in self.cpu(kind).items()}
                 for kind in KINDS
             },
-            "ratios": {name: one.to_dict() for name, one in self.ratios().items()},
+            "ratios": {
+                name: {what: one.to_dict() for what, one in found.items()}
+                for name, found in self.ratios().items()
+            },
             "load": list(os.getloadavg()),
             "bars": self.bars(),
         }
@@ -183,7 +198,13 @@ class ManyResult:
         ]
         sides = [f"{side}, µs CPU" for side in self.cpu("pipe")]
         head = ["", "transfers a second", *sides, "what"]
-        parts = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
+        compared = [
+            [name, *(_ranged(one, ".3g") for one in found.values())]
+            for name, found in self.ratios().items()
+        ]
+        ratios = table(["×, by round", *self.ratio("single", "pipe")], compared)
+        about, verdict = "\n".join(_setup_lines(self)), "\n".join(_result_lines(self))
+        parts = (about, table(head, rows), ratios, verdict)
         return "\n\n".join(parts)
 
     def drawn(self) -> list[tuple[str, float]]:
@@ -317,12 +338,8 @@ def _setup_lines(result: ManyResult) -> list[str]:
 
 
 def _result_lines(result: ManyResult) -> list[str]:
-    lines = list[str]()
-    for name, one in result.ratios().items():
-        text = f"{name}, transfers a second: {one.p50:.3g} × ({one.min:.3g} to {one.max:.3g})"
-        lines.append(wrapped("ratio", text))
     total = sum(one.transfers for one in result.runs)
     verdict = f"{result.failed} payloads WRONG" if result.failed else f"all {total} equal"
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    lines += [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
+    lines = [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
     return [*lines, *map(bar_line, result.bars())]

@@ -12,7 +12,7 @@ import pytest
 from omni_kvlink import KVLink
 from omni_kvlink.bench.chunks import ChunkBytes, Paced
 from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.many import KINDS, ManyResult, ManyRun, ManySetup
+from omni_kvlink.bench.many import KINDS, RATIOS, ManyResult, ManyRun, ManySetup
 from omni_kvlink.bench.pipelined import (
     ReceiptPipe,
     RunRecorder,
@@ -62,7 +62,10 @@ def test_the_document(case: str, tmp_path: Path) -> None:
         cpu = results["cpu_us_per_transfer"][kind]
         assert list(cpu) == sides
         assert all(one["min"] > 0 for one in cpu.values())
-    assert all(one["min"] > 0 for one in results["ratios"].values())
+    assert len(results["ratios"]) == len(RATIOS)
+    for ratio in results["ratios"].values():
+        assert list(ratio) == ["transfers a second", *(f"CPU {side}" for side in sides)]
+        assert all(one["min"] > 0 for one in ratio.values())
 
 
 def test_the_text_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,29 +93,37 @@ def test_odd_bytes_are_wrong_usage() -> None:
 def test_the_figures_come_from_the_runs() -> None:
     """1,000 transfers a run; in the second round each takes twice as long."""
 
-    def one(kind: str, milliseconds: int, wrong: int = 0) -> ManyRun:
-        began, cpu = 5_000_000, {"producer": 2_000_000, "reader": 6_000_000}
-        received = {"wrong": wrong, "cpu": cpu["reader"], "ended": began + 1_000_000 * milliseconds}
-        return ManyRun(kind, 1000, SentRun(began, cpu["producer"]), received)
+    def one(kind: str, milliseconds: int, cpu: int, wrong: int = 0) -> ManyRun:
+        began = 5_000_000
+        ended = began + 1_000_000 * milliseconds
+        received = {"wrong": wrong, "cpu": 3_000_000 * cpu, "ended": ended}
+        return ManyRun(kind, 1000, SentRun(began, 1_000_000 * cpu), received)
 
     slower = {"pipe": 10, "single": 1000, "batched": 500, "few_live": 1000, "many_live": 1250}
-    runs = [one(kind, times * ms) for times in (1, 2) for kind, ms in slower.items()]
+    runs = [one(kind, n * ms, cpu=ms // 10) for n in (1, 2) for kind, ms in slower.items()]
     setup = ManySetup("shm", transfers=1000, rounds=2)
     result = ManyResult(setup, runs, "native", one_process=False)
     rate = result.per_second("single")
     assert (rate.min, rate.p50, rate.max) == (500, 750, 1000)
-    cpu = result.cpu("single")
-    assert (cpu["producer"].p50, cpu["reader"].p50) == (2, 6)
-    ratios = {name: one.p50 for name, one in result.ratios().items()}
-    assert ratios["pipe / single"] == pytest.approx(100)
-    assert ratios["pipe / batched"] == pytest.approx(50)
-    assert ratios["batched / single"] == pytest.approx(2)
-    assert ratios["many live / few live"] == pytest.approx(0.8)
+    assert {side: one.p50 for side, one in result.cpu("single").items()} == {
+        "producer": 100,
+        "reader": 300,
+    }
+    ratios = {
+        name: [round(one.p50, 4) for one in found.values()]
+        for name, found in result.ratios().items()
+    }
+    assert ratios == {
+        "single / pipe": [0.01, 100, 100],
+        "batched / pipe": [0.02, 50, 50],
+        "batched / single": [2, 0.5, 0.5],
+        "many live / few live": [0.8, 1.25, 1.25],
+    }
     assert [(bar["got"], bar["limit"], bar["met"]) for bar in result.bars()] == [
         (1.25, 1.15, False)
     ]
     assert result.failed == 0
-    wrong = [*runs, one("pipe", 1, wrong=3)]
+    wrong = [*runs, one("pipe", 1, 1, wrong=3)]
     assert ManyResult(setup, wrong, "native", one_process=False, wrong_beside=1).failed == 4
 
 
