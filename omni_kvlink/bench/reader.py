@@ -160,7 +160,9 @@ class ReaderCommands(CommandSet):
         baseline = self._baselines[name]
         baseline.receive()
         baseline.wait()
-        return time.monotonic_ns()
+        arrived = time.monotonic_ns()
+        baseline.check()
+        return arrived
 
     def close(self) -> None:
         """Close the link, the pipes and the baselines."""
