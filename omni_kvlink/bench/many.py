@@ -151,8 +151,9 @@ class ManyResult:
     @property
     def _sides(self) -> dict[str, str]:
         """The name of each side's CPU, and where a run has it."""
-        one = {"both": "producer"}
-        return one if self.one_process else {"producer": "producer", "reader": "reader"}
+        if self.one_process:
+            return {"both": "producer"}
+        return {"producer": "producer", "reader": "reader"}
 
     def ratios(self) -> dict[str, dict[str, Summary]]:
         """The pairs of `RATIOS`; see `ratio`."""
@@ -190,8 +191,8 @@ class ManyResult:
         rows = [
             [
                 kind.replace("_", " "),
-                _ranged(self.per_second(kind), ".0f"),
-                *(_ranged(one, ".3g") for one in self.cpu(kind).values()),
+                _ranged(self.per_second(kind)),
+                *(_ranged(one) for one in self.cpu(kind).values()),
                 self.setup.what(kind),
             ]
             for kind in KINDS
@@ -199,13 +200,12 @@ class ManyResult:
         sides = [f"{side}, µs CPU" for side in self.cpu("pipe")]
         head = ["", "transfers a second", *sides, "what"]
         compared = [
-            [name, *(_ranged(one, ".3g") for one in found.values())]
+            [name, *(_ranged(one) for one in found.values())]
             for name, found in self.ratios().items()
         ]
         ratios = table(["×, by round", *self.ratio("single", "pipe")], compared)
         about, verdict = "\n".join(_setup_lines(self)), "\n".join(_result_lines(self))
-        parts = (about, table(head, rows), ratios, verdict)
-        return "\n\n".join(parts)
+        return "\n\n".join((about, table(head, rows), ratios, verdict))
 
     def drawn(self) -> list[tuple[str, float]]:
         """The bars to draw: transfers a second."""
@@ -315,8 +315,11 @@ def _open_pipe(pair: Pair, paced: Paced) -> Iterator[ReceiptPipe]:
             yield pipe
 
 
-def _ranged(one: Summary, form: str) -> str:
-    return f"{one.p50:{form}} [{one.min:{form}}..{one.max:{form}}]"
+def _ranged(one: Summary) -> str:
+    p50, least, most = (
+        f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (one.p50, one.min, one.max)
+    )
+    return f"{p50} [{least}..{most}]"
 
 
 def _setup_lines(result: ManyResult) -> list[str]:
