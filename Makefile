@@ -160,7 +160,8 @@ OMNI := .venv-vllm-omni
 test-vllm-omni: $(OMNI)/.ready
 	$(OMNI)/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" tests/integrations/vllm_omni \
 		tests/integrations/vllm/test_vllm_ucx_device.py \
-		tests/bench/test_fault_comparison.py::test_a_campaign_of_vllm_omni $(ARGS)
+		tests/bench/test_fault_comparison.py::test_a_campaign_of_vllm_omni \
+		tests/bench/test_bench_omni_shm.py $(ARGS)
 
 $(OMNI)/.ready: pyproject.toml constraints.txt constraints-vllm-omni.txt
 	$(PYTHON) -m venv $(OMNI)

@@ -112,6 +112,18 @@ def growing() -> None:
     chart("growing", "64 streams of 4 KB chunks, shm: CPU for one chunk (EPYC)", "µs", rows)
 
 
+def many() -> None:
+    """`many`: the CPU of each side, all threads, for one payload."""
+    found = read(AMD, "many")["results"]["cpu_us_per_transfer"]
+    about = {"single": "put, begin_get", "batched": "put_many, get_many", "pipe": "a bare pipe"}
+    rows = [
+        times(f"{label}: {side}", values, OTHER if kind == "pipe" else OURS)
+        for kind, label in about.items()
+        for side, values in found[kind].items()
+    ]
+    chart("many", "Payloads of 4 KB at a rate, shm: CPU for one (EPYC)", "µs", rows)
+
+
 def copies() -> None:
     """`copy`: what the machine's memory allows."""
     found = read(AMD, "copy")["results"]
@@ -152,5 +164,5 @@ def thinker_talker() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (ratios, phases, network, streams, growing, copies, device, thinker_talker):
+    for draw in (ratios, phases, network, streams, growing, many, copies, device, thinker_talker):
         draw()

@@ -1,21 +1,31 @@
-"""What a link over a network is compared with: it moves as many bytes, and does nothing else.
+"""What a link is compared with: it moves as many bytes, and does nothing else.
 
 Each baseline has a sending end in the producer's process and a receiving end in the reader's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import itertools
+import logging
 import mmap
+import os
+import random
 import select
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 import zmq
 
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.worker import load
+from omni_kvlink.errors import IntegrityError
 
 if TYPE_CHECKING:
     from omni_kvlink.testing.peer_harness import Peer
@@ -23,6 +33,8 @@ if TYPE_CHECKING:
 SMALL = 64 << 10
 """Bytes of a payload up to which waking counts, not moving."""
 TIMEOUT = 60.0
+POLL = 0.001
+"""Seconds between two looks of vLLM-Omni's reader, as its own loop waits."""
 UCX_DEFAULTS = {"TLS": "tcp", "NET_DEVICES": "lo"}
 """UCX's own settings, over the same network device."""
 
@@ -43,14 +55,23 @@ RAW_TCP = Baseline("raw_tcp", "one raw TCP connection", 1.4)
 PLAIN_UCX = Baseline("plain_ucx", "one bare ucxx tag send, as UCX sets itself up", 1.15)
 BARE_UCX = Baseline("bare_ucx", "one bare ucxx tag send, set up as this link is")
 ROUND_TRIP = Baseline("zmq_trip", "one bare round trip over ZMQ", 2.0, "wake")
-BASELINES = (RAW_TCP, PLAIN_UCX, BARE_UCX, ROUND_TRIP)
+OMNI_SHM = Baseline("vllm_omni_shm", "vLLM-Omni's SharedMemoryConnector, polled each millisecond")
+BASELINES = (RAW_TCP, PLAIN_UCX, BARE_UCX, ROUND_TRIP, OMNI_SHM)
+_READER_SLEEPS = (ROUND_TRIP, OMNI_SHM)
 _BY_CONNECTOR = {"zmq+tcp": (RAW_TCP,), "zmq+ipc": (RAW_TCP,), "ucx": (PLAIN_UCX, BARE_UCX)}
 
 
 def baselines_of(connector: str, nbytes: int) -> tuple[Baseline, ...]:
-    """The baselines of a connector for payloads of a size; empty for those without a network."""
+    """The baselines of a connector for payloads of a size, those that can run here."""
+    if connector == "shm":
+        return (OMNI_SHM,) if nbytes <= SMALL and has_vllm_omni() else ()
     found = _BY_CONNECTOR.get(connector, ())
     return (ROUND_TRIP,) if found and nbytes <= SMALL else found
+
+
+def has_vllm_omni() -> bool:
+    """Whether vLLM-Omni is installed here."""
+    return importlib.util.find_spec("vllm_omni") is not None
 
 
 class BufferTransfer:
@@ -72,6 +93,9 @@ class BufferTransfer:
     def wait(self) -> None:
         """Wait until all bytes are here."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Compare what came last, if that can be other bytes; not timed."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -196,10 +220,55 @@ class TagSend(BufferTransfer):
             select.select([self._worker.epoll_file_descriptor, *others], [], [])
 
 
+class _OmniTransfer(BufferTransfer):
+    """A payload of two tensors through vLLM-Omni's connector, whose reader polls."""
+
+    def __init__(self, nbytes: int, is_sender: bool):
+        with contextlib.redirect_stdout(sys.stderr):  # it prints; the reader's output has replies
+            from vllm_omni.distributed.omni_connectors.connectors import shm_connector
+        for name in ("vllm", "vllm_omni"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._connector = shm_connector.SharedMemoryConnector({})
+        both = torch.ones(nbytes, dtype=torch.uint8).tensor_split(2)
+        self._payload = dict(zip(("key_cache", "value_cache"), both, strict=True))
+        self._numbers = itertools.count()
+        self._prefix = self.address = f"kvlink-bench-{os.getpid()}" if is_sender else ""
+
+    def connect(self, address: str) -> None:
+        self._prefix = address or self._prefix
+
+    def send(self) -> None:
+        done, *_ = self._connector.put("0", "1", self._key(), self._payload)
+        if not done:
+            raise BenchError("vLLM-Omni's connector refused a payload")
+
+    def wait(self) -> None:
+        """Poll until the next payload is here."""
+        key, deadline = self._key(), time.monotonic() + TIMEOUT
+        while (found := self._connector.get("0", "1", key)) is None:
+            if time.monotonic() > deadline:
+                raise BenchError("a payload did not come through vLLM-Omni's connector")
+            time.sleep(POLL)
+        self._received = found[0]
+
+    def check(self) -> None:
+        """Compare what came last."""
+        if not all(torch.equal(self._received[k], one) for k, one in self._payload.items()):
+            raise IntegrityError("other bytes came through vLLM-Omni's connector")
+
+    def close(self) -> None:
+        self._connector.close()
+
+    def _key(self) -> str:
+        return f"{self._prefix}-{next(self._numbers)}_0_0"
+
+
 def make_end(name: str, nbytes: int, *, is_sender: bool) -> BufferTransfer:
     """One end of the baseline of a name, with a warm buffer of `nbytes` bytes."""
     if name == ROUND_TRIP.name:
         return _ZmqEcho(nbytes, is_sender)
+    if name == OMNI_SHM.name:
+        return _OmniTransfer(nbytes, is_sender)
     if name != RAW_TCP.name:
         options = UCX_DEFAULTS if name == PLAIN_UCX.name else UcxSettings().options()
         return TagSend(np.ones(nbytes, np.uint8), options)
@@ -214,6 +283,7 @@ class BaselineSender:
     def __init__(self, baseline: Baseline, peer: Peer, nbytes: int):
         self._peer, self._name = peer, baseline.name
         self._is_round_trip = baseline is ROUND_TRIP
+        self._reader_sleeps = baseline in _READER_SLEEPS
         self._end = make_end(self._name, nbytes, is_sender=True)
         address = self._end.address
         opening = peer.submit("open_baseline", name=self._name, address=address, nbytes=nbytes)
@@ -222,8 +292,8 @@ class BaselineSender:
     def seconds(self) -> float:
         """From the first byte's sending to the last one's arrival, or to the echo's."""
         receiving = self._peer.submit("receive_baseline", name=self._name)
-        if self._is_round_trip:
-            time.sleep(0.003)  # the reader falls asleep
+        if self._reader_sleeps:
+            time.sleep(random.uniform(0.003, 0.003 + POLL))  # the reader falls asleep
         started = time.monotonic_ns()
         self._end.send()
         returned = time.monotonic_ns()

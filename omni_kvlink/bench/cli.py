@@ -13,6 +13,7 @@ from omni_kvlink.bench import (
     growing,
     latency,
     machine,
+    many,
     membench,
     report,
     streaming,
@@ -20,6 +21,7 @@ from omni_kvlink.bench import (
 )
 from omni_kvlink.bench.chunks import READERS
 from omni_kvlink.bench.payloads import BLOCK, Shape
+from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import IntegrityError, KVLinkError
 from omni_kvlink.payload.dtypes import KV_DTYPES
 
@@ -79,7 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
             report.draw([(key.replace("_", " "), result.rate(key)) for key in result.what], "GB/s")
         if isinstance(result, growing.GrowingResult):
             report.draw(result.drawn(), "µs of CPU a chunk")
-    compares = isinstance(result, (verify.Verdict, growing.GrowingResult))
+        if isinstance(result, many.ManyResult):
+            report.draw(result.drawn(), "transfers a second")
+    compares = isinstance(result, (verify.Verdict, growing.GrowingResult, many.ManyResult))
     return 1 if compares and result.failed else 0
 
 
@@ -182,6 +186,25 @@ def _add_growing(parser: argparse.ArgumentParser) -> None:
     add("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
 
 
+def _add_many(parser: argparse.ArgumentParser) -> None:
+    _add_link(parser)
+    add, usual = parser.add_argument, many.ManySetup("")
+    payload = "of a payload, an even number (default: %(default)s)"
+    add("--bytes", type=_even, default=usual.bytes, help=payload)
+    add("--transfers", type=_positive, default=usual.transfers, help="of a run (%(default)s)")
+    outstanding = "gets requested, and payloads put and not yet released (%(default)s)"
+    add("--outstanding", type=_positive, default=usual.outstanding, help=outstanding)
+    add("--batch", type=_positive, default=usual.batch, help="of put_many, get_many (%(default)s)")
+    live = "payloads that nobody reads, live meanwhile; 10 to compare with (%(default)s)"
+    add("--live", type=_positive, default=usual.live, help=live)
+    add("--rounds", type=_positive, default=usual.rounds, help="(default: %(default)s)")
+    inline = "the link's inline=, in bytes; without a number the largest (default: %(default)s)"
+    add("--inline", type=_count, nargs="?", const=INLINE, default=usual.inline, help=inline)
+    no_digests = "no CRC-32C while copying"
+    add("--no-digests", action="store_false", dest="digests", help=no_digests)
+    add("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_link(parser)
     parser.add_argument("--quick", action="store_true", help="a sixth of the cases, small ones")
@@ -200,6 +223,7 @@ COMMANDS = {
     "latency": Command(latency, latency.LatencySetup, _add_latency),
     "stream": Command(streaming, streaming.StreamSetup, _add_stream),
     "growing": Command(growing, growing.GrowingSetup, _add_growing),
+    "many": Command(many, many.ManySetup, _add_many),
     "first": Command(first, first.FirstSetup, _add_first),
     "copy": Command(membench, membench.CopySetup, _add_copy),
     "verify": Command(verify, verify.VerifySetup, _add_verify),
@@ -210,6 +234,13 @@ def _at_least(least: int, text: str) -> int:
     number = int(text)
     if number < least:
         raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+    return number
+
+
+def _even(text: str) -> int:
+    number = _at_least(2, text)
+    if number % 2:
+        raise argparse.ArgumentTypeError(f"{text} is odd")
     return number
 
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omni_kvlink.bench.baselines import BASELINES, SMALL, Baseline, BaselineSender, baselines_of
+from omni_kvlink.bench.baselines import (
+    BASELINES,
+    SMALL,
+    Baseline,
+    BaselineSender,
+    baselines_of,
+    has_vllm_omni,
+)
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
@@ -77,6 +84,8 @@ class LatencySetup:
             )
         if self.connector == "inproc":
             lines.append("inproc: both ends are threads of one process")
+        if self.connector == "shm" and self.shape.nbytes <= SMALL and not has_vllm_omni():
+            lines.append("vLLM-Omni is not installed: its SharedMemoryConnector is not compared")
         return lines
 
 
@@ -336,7 +345,7 @@ def _result_lines(result: LatencyResult) -> list[str]:
         times = result.ratio_of(baseline.phase, baseline.name)
         text = f"{baseline.phase} = {times:.2f} × {baseline.text}, which took {one.p50:.3f} ms"
         name = baseline.name.replace("_", " ")
-        lines.append(wrapped(name, f"{text} ({one.min:.3f} to {one.max:.3f})"))
+        lines.append(wrapped(name, f"{text} ({one.min:.3f} to {one.max:.3f}; p99 {one.p99:.3f})"))
     lines += [
         wrapped("rate", f"{result.rate / 1e9:.2f} GB/s to views"),
         wrapped("beyond", f"{more} ({beyond.min:.3f} to {beyond.max:.3f})"),

@@ -16,6 +16,7 @@ import torch
 from omni_kvlink.bench.baselines import TIMEOUT, BufferTransfer, make_end
 from omni_kvlink.bench.chunks import READERS, ChunkPipe, ChunkRecorder, Paced
 from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
+from omni_kvlink.bench.pipelined import RunReader
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStream, KVLink, ReceivedChunk, begin_get
 from omni_kvlink.memory.region import PAGE
@@ -41,6 +42,7 @@ class ReaderCommands(CommandSet):
         self._target_layers: list[list[TensorView]] = []
         self._streams: list[ChunkStream[ReceivedChunk]] = []
         self._pipe: ChunkPipe | None = None
+        self._runs: RunReader | None = None
 
     def connect(self, url: str, timeout: float, threads: int, options: dict[str, Any]) -> None:
         """Connect to the producer; `threads` are torch's in this process."""
@@ -138,6 +140,15 @@ class ReaderCommands(CommandSet):
         self._pipe.receive(into)
         return into.result()
 
+    def open_runs(self, path: str, **paced: int) -> None:
+        """Make the reader of `receive_run`, and open its end of a pipe."""
+        self._runs = RunReader(self._link, path, **paced)
+
+    def receive_run(self, **run: Any) -> dict[str, int]:
+        """Receive the small payloads of one run; see `RunReader.receive`."""
+        assert self._runs is not None
+        return self._runs.receive(**run)
+
     def open_baseline(self, name: str, address: str, nbytes: int) -> str:
         """Connect the receiving end of a baseline; its address."""
         self._baselines[name] = receiver = make_end(name, nbytes, is_sender=False)
@@ -149,16 +160,21 @@ class ReaderCommands(CommandSet):
         baseline = self._baselines[name]
         baseline.receive()
         baseline.wait()
-        return time.monotonic_ns()
+        arrived = time.monotonic_ns()
+        baseline.check()
+        return arrived
 
     def close(self) -> None:
-        """Close the link and the baselines."""
+        """Close the link, the pipes and the baselines."""
         for baseline in self._baselines.values():
             baseline.close()
         self._baselines.clear()
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
+        if self._runs is not None:
+            self._runs.close()
+            self._runs = None
         if self._link is not None:
             self._link.close()
 

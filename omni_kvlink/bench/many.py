@@ -1,0 +1,348 @@
+"""How many small payloads a link transfers in a second, singly and in batches, beside a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.bench.chunks import ChunkBytes, Paced
+from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pipelined import (
+    ReceiptPipe,
+    SentRun,
+    put_batch,
+    put_batches,
+    put_singly,
+)
+from omni_kvlink.bench.report import Progress, bar, bar_line, progress, table, wrapped
+from omni_kvlink.bench.stats import Summary
+from omni_kvlink.connectors.base import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+KINDS = ("pipe", "single", "batched", "few_live", "many_live")
+RATIOS = (
+    ("single", "pipe"),
+    ("batched", "pipe"),
+    ("batched", "single"),
+    ("many_live", "few_live"),
+)
+FEW = 10
+"""Live payloads beside those that are transferred, to compare with `ManySetup.live`."""
+_LIVE_BATCH = 250
+_SLOT_SPACE = 8 << 10
+"""Bytes that a small payload's memory has beside its tensors, at most."""
+_TIMEOUT = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ManySetup:
+    """What to measure, and how: `rounds`, each with a run of `transfers` payloads of each kind."""
+
+    connector: str
+    url: str = ""
+    bytes: int = 4096
+    transfers: int = 2000
+    outstanding: int = 256
+    batch: int = 64
+    live: int = 10000
+    rounds: int = 6
+    mode: str = "pooled"
+    copier: str = "auto"
+    digests: bool = True
+    inline: int = Options.inline
+    corrupt: int = -1
+
+    @property
+    def paced(self) -> Paced:
+        """The payloads of all runs; a run is a stream, and so are those that are live meanwhile."""
+        runs = (self.rounds + 1) * 2 * len(KINDS)
+        return Paced(runs, self.transfers, tokens=1, hidden=self.bytes // 2)
+
+    @property
+    def quota(self) -> int:
+        """Bytes of memory for all that is live at once."""
+        payloads = self.live + self.outstanding + 2 * self.batch
+        return max(Options.quota, 2 * payloads * (self.bytes + _SLOT_SPACE))
+
+    def what(self, kind: str) -> str:
+        """What a kind is, for people."""
+        return {
+            "pipe": "bare bytes, one byte back",
+            "single": "put, begin_get",
+            "batched": "put_many, get_many",
+            "few_live": f"single, {FEW} others live",
+            "many_live": f"single, {self.live} others live",
+        }[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyRun:
+    """One run of a kind: `transfers` payloads, nanoseconds, and how many payloads were wrong."""
+
+    kind: str
+    transfers: int
+    sent: SentRun
+    received: dict[str, int]
+
+    @property
+    def per_second(self) -> float:
+        """Transfers a second, from the first call of the producer to the reader's last release."""
+        return 1e9 * self.transfers / (self.received["ended"] - self.sent.began)
+
+    @property
+    def cpu(self) -> dict[str, float]:
+        """Microseconds of CPU a transfer of each side."""
+        spent = {"producer": self.sent.cpu, "reader": self.received["cpu"]}
+        return {side: 1e-3 * one / self.transfers for side, one in spent.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyResult:
+    """All runs, kind by kind in the order of the rounds.
+
+    `wrong_beside` counts the wrong payloads that were not measured: those of the runs to warm up,
+    and those that were live meanwhile.
+    """
+
+    setup: ManySetup
+    runs: list[ManyRun]
+    copier: str
+    one_process: bool
+    wrong_beside: int = 0
+
+    @property
+    def failed(self) -> int:
+        """Payloads that were wrong."""
+        return self.wrong_beside + sum(one.received["wrong"] for one in self.runs)
+
+    def of_kind(self, kind: str) -> list[ManyRun]:
+        """The runs of a kind, round by round."""
+        return [one for one in self.runs if one.kind == kind]
+
+    def per_second(self, kind: str) -> Summary:
+        """Transfers a second, by round."""
+        return Summary.of([one.per_second for one in self.of_kind(kind)])
+
+    def cpu(self, kind: str) -> dict[str, Summary]:
+        """Microseconds of CPU a transfer of each side, all threads, by round."""
+        found = [one.cpu for one in self.of_kind(kind)]
+        return {
+            side: Summary.of([one[name] for one in found]) for side, name in self._sides.items()
+        }
+
+    def ratio(self, kind: str, other: str) -> dict[str, Summary]:
+        """One kind over another one, round by round: transfers a second, CPU a transfer by side."""
+        pairs = list(zip(self.of_kind(kind), self.of_kind(other), strict=True))
+        rate = Summary.of([one.per_second / base.per_second for one, base in pairs])
+        cpu = {
+            side: Summary.of([one.cpu[name] / base.cpu[name] for one, base in pairs])
+            for side, name in self._sides.items()
+        }
+        return {"transfers a second": rate, **{f"CPU {side}": one for side, one in cpu.items()}}
+
+    @property
+    def _sides(self) -> dict[str, str]:
+        """The name of each side's CPU, and where a run has it."""
+        if self.one_process:
+            return {"both": "producer"}
+        return {"producer": "producer", "reader": "reader"}
+
+    def ratios(self) -> dict[str, dict[str, Summary]]:
+        """The pairs of `RATIOS`; see `ratio`."""
+        return {" / ".join(pair).replace("_", " "): self.ratio(*pair) for pair in RATIOS}
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The bar of this setup, and whether it is met; empty for fewer live payloads."""
+        if self.setup.live < 10000:
+            return []
+        slower = self.ratio("few_live", "many_live")["transfers a second"].p50
+        return [bar(f"{FEW} live / {self.setup.live} live, transfers a second", slower, 1.15)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values; the keys are stable."""
+        return {
+            "payload_bytes": self.setup.paced.nbytes,
+            "transfers": sum(one.transfers for one in self.runs),
+            "wrong": self.failed,
+            "copier": self.copier,
+            "transfers_per_second": {kind: self.per_second(kind).to_dict() for kind in KINDS},
+            "cpu_us_per_transfer": {
+                kind: {side: one.to_dict() for side, one in self.cpu(kind).items()}
+                for kind in KINDS
+            },
+            "ratios": {
+                name: {what: one.to_dict() for what, one in found.items()}
+                for name, found in self.ratios().items()
+            },
+            "load": list(os.getloadavg()),
+            "bars": self.bars(),
+        }
+
+    def text(self) -> str:
+        """Everything that was measured, at most 96 columns wide."""
+        rows = [
+            [
+                kind.replace("_", " "),
+                _ranged(self.per_second(kind)),
+                *(_ranged(one) for one in self.cpu(kind).values()),
+                self.setup.what(kind),
+            ]
+            for kind in KINDS
+        ]
+        sides = [f"{side}, µs CPU" for side in self.cpu("pipe")]
+        head = ["", "transfers a second", *sides, "what"]
+        compared = [
+            [name, *(_ranged(one) for one in found.values())]
+            for name, found in self.ratios().items()
+        ]
+        ratios = table(["×, by round", *self.ratio("single", "pipe")], compared)
+        about, verdict = "\n".join(_setup_lines(self)), "\n".join(_result_lines(self))
+        return "\n\n".join((about, table(head, rows), ratios, verdict))
+
+    def drawn(self) -> list[tuple[str, float]]:
+        """The bars to draw: transfers a second."""
+        return [(kind.replace("_", " "), self.per_second(kind).p50) for kind in KINDS]
+
+
+def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
+    """Run all rounds, every second one in reverse, after one run of each kind to warm up."""
+    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
+    with (
+        open_pair(
+            setup.connector, url=setup.url, quota=setup.quota, inline=setup.inline, **serving
+        ) as pair,
+        _open_pipe(pair, setup.paced) as pipe,
+        progress("runs", len(KINDS) * setup.rounds) as step,
+    ):
+        sender = ManySender(pair, setup, pipe)
+        warm = [sender.run(kind) for kind in ("pipe", "single", "batched")]
+        runs = list[ManyRun]()
+        for number in range(setup.rounds):
+            for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
+                sender.keep_live({"few_live": FEW, "many_live": setup.live}.get(kind, 0))
+                runs.append(sender.run(kind))
+                step()
+        sender.keep_live(0)
+        wrong = sender.wrong_beside + sum(one.received["wrong"] for one in warm)
+        return ManyResult(setup, runs, sender.copier, pair.own_thread, wrong)
+
+
+class ManySender:
+    """The producer of all runs.
+
+    `wrong_beside` counts the wrong ones among the payloads that `keep_live` put.
+    """
+
+    def __init__(self, pair: Pair, setup: ManySetup, pipe: ReceiptPipe):
+        self._pair, self._setup, self._pipe = pair, setup, pipe
+        self._data = ChunkBytes(setup.paced)
+        self._number = self._live = self._live_run = 0
+        self.copier, self.wrong_beside = "", 0
+
+    def run(self, kind: str) -> ManyRun:
+        """One run of a kind; returns when every payload has been read, and released."""
+        setup, run = self._setup, self._number
+        self._number += 1
+        counts = {"count": setup.transfers, "outstanding": setup.outstanding, "batch": setup.batch}
+        kinds = {"pipe": "pipe", "batched": "batched"}
+        receiving = self._pair.peer.submit(
+            "receive_run", kind=kinds.get(kind, "single"), run=run, **counts
+        )
+        sent = self._write(run) if kind == "pipe" else self._put(kind, run)
+        return ManyRun(kind, setup.transfers, sent, receiving.result(_TIMEOUT))
+
+    def keep_live(self, count: int) -> None:
+        """Let `count` payloads be live that nobody reads; those there were before are read."""
+        if count == self._live:
+            return
+        if self._live:
+            counts = {"count": self._live, "outstanding": self._live, "batch": _LIVE_BATCH}
+            reading = {"kind": "batched", "run": self._live_run, **counts}
+            found = self._pair.peer.submit("receive_run", **reading).result(_TIMEOUT)
+            self.wrong_beside += found["wrong"]
+        self._live, self._live_run = count, self._number
+        self._number += 1
+        tensors = self._tensors(self._live_run, count)
+        for start in range(0, count, _LIVE_BATCH):
+            batch = tensors[start : start + _LIVE_BATCH]
+            receipts = put_batch(self._pair.link, self._live_run, start, batch)
+            self.copier = receipts[0].ledger.copier
+
+    def _tensors(self, run: int, count: int) -> list[torch.Tensor]:
+        chunks, corrupt = self._setup.paced.chunks, self._setup.corrupt
+        tensors = [self._data.tensor(run, number % chunks) for number in range(count)]
+        if 0 <= corrupt < count:
+            tensors[corrupt] = self._data.flip(run, corrupt % chunks)
+        return tensors
+
+    def _put(self, kind: str, run: int) -> SentRun:
+        link, setup = self._pair.link, self._setup
+        tensors = self._tensors(run, setup.transfers)
+        self._pair.wait_until_requested()
+        began, cpu = time.monotonic_ns(), time.process_time_ns()
+        if kind == "batched":
+            put_batches(link, run, tensors, setup.outstanding, setup.batch)
+        else:
+            put_singly(link, run, tensors, setup.outstanding)
+        return SentRun(began, time.process_time_ns() - cpu)
+
+    def _write(self, run: int) -> SentRun:
+        setup = self._setup
+        items = [self._data.raw(run, number) for number in range(setup.transfers)]
+        self._pipe.wait_until_ready()
+        began, cpu = time.monotonic_ns(), time.process_time_ns()
+        self._pipe.send(items, setup.outstanding)
+        return SentRun(began, time.process_time_ns() - cpu)
+
+
+@contextlib.contextmanager
+def _open_pipe(pair: Pair, paced: Paced) -> Iterator[ReceiptPipe]:
+    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
+        path = os.path.join(directory, "pipe")
+        for one in (path, path + "-back"):
+            os.mkfifo(one, 0o600)
+        with contextlib.closing(ReceiptPipe(path, is_sender=True)) as pipe:
+            pair.peer.call("open_runs", path=path, **paced._asdict())
+            pipe.connect()
+            yield pipe
+
+
+def _ranged(one: Summary) -> str:
+    p50, least, most = (
+        f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (one.p50, one.min, one.max)
+    )
+    return f"{p50} [{least}..{most}]"
+
+
+def _setup_lines(result: ManyResult) -> list[str]:
+    setup = result.setup
+    payload = f"TensorTransferData of one tensor, [1, {setup.bytes // 2}] bfloat16"
+    link = (
+        f"{setup.connector}, mode {setup.mode}, copier {result.copier}, digests "
+        f"{'crc32c' if setup.digests else 'off'}, inline up to {setup.inline} bytes"
+    )
+    rounds = (
+        f"{setup.rounds}, every second one in reverse; in each {setup.transfers} transfers of each "
+        f"kind, at most {setup.outstanding} outstanding, {setup.batch} in a batch"
+    )
+    return [
+        wrapped("payload", f"{payload} = {setup.paced.nbytes} bytes"),
+        wrapped("link", link),
+        wrapped("rounds", rounds),
+    ]
+
+
+def _result_lines(result: ManyResult) -> list[str]:
+    total = sum(one.transfers for one in result.runs)
+    verdict = f"{result.failed} payloads WRONG" if result.failed else f"all {total} equal"
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    lines = [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
+    return [*lines, *map(bar_line, result.bars())]
