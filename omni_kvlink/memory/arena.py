@@ -299,6 +299,8 @@ class ArenaPool:
             self._waiting -= 1
 
     def _allocate(self, nbytes: int) -> Block | None:
+        if not self._keep:
+            return None  # each arena is as large as its block; there are as many as live payloads
         holes = ((arena.largest_hole, number) for number, (arena, _) in self._arenas.items())
         best = min((hole for hole in holes if hole[0] >= nbytes), default=None)
         if best is None:
@@ -311,7 +313,8 @@ class ArenaPool:
 
         Drops empty arenas if the quota requires it.
         """
-        empty = [number for number, (arena, _) in self._arenas.items() if not arena.blocks]
+        arenas = self._arenas.items() if self._keep else ()  # else none is empty
+        empty = [number for number, (arena, _) in arenas if not arena.blocks]
         reclaimable = sum(self._arenas[number][0].nbytes for number in empty)
         if self._mapped - reclaimable + nbytes > self.quota:
             return None
