@@ -156,9 +156,10 @@ class FarProducer(Producer):
             return
         transfer = self.transfers.find_leased(peer, message.get_id, message.epoch)
         assert transfer is not None
+        assert message.inline == transfer.inline
         alone = msgspec.structs.replace(message, inline=NOTHING)
-        self.clock.record(f"  to {peer.name}:", alone)
         beside = [self._piece(transfer, *message.first)] if peer.is_eager else []
+        self.clock.record(f"  to {peer.name}:", alone)
         peer.to_reader.send(alone, *beside)
 
     def _piece(self, transfer: Transfer, start: int, stop: int) -> bytes:
@@ -292,7 +293,7 @@ class FarConnection:
         self.to_producer = Wire(self.clock, self._on_producer_message, wild=wild)
         self.to_reader = Wire(self.clock, self._on_message, wild=wild)
         self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
-        self.is_eager = self.clock.chance.random() < 0.4
+        self.is_eager, self._is_wild = self.clock.chance.random() < 0.4, wild
         self.session = FarSession(self, SimLoop(self.clock), reader.pool)
         self.is_closed = False
         producer.connections.add(self)
@@ -329,6 +330,8 @@ class FarConnection:
             else:
                 self.session.on_message(message, *beside)
         except KVLinkError as error:
+            if not self._is_wild:
+                raise  # nothing was repeated or overtaken
             self.session.disconnect(error)
 
 

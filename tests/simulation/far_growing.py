@@ -11,7 +11,7 @@ from far import FarConsumer
 from growing_parties import PATIENCE
 from growing_payloads import rows_of
 
-from omni_kvlink import IntegrityError, KVLinkError
+from omni_kvlink import IntegrityError, KVLinkError, TransferTimeout
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
 from omni_kvlink.copier import TorchCopier
@@ -82,7 +82,10 @@ class FarGrowingReader:
     def _wait(self, future: Future[Any]) -> None:
         self._turn += 1
         turn = self._turn
-        future.add_done_callback(lambda _: self._clock.soon(partial(self._arrived, future)))
+        receive = partial(self._receive, turn, future)
+        future.add_done_callback(lambda _: self._clock.soon(receive))
+        if self._clock.chance.random() < 0.1:
+            self._clock.soon(receive, 0.1)  # before it is there, maybe, and then again
         self._clock.after(PATIENCE + 2.0, lambda: self._expire_chunk(turn))
 
     def _expire_chunk(self, turn: int) -> None:
@@ -90,16 +93,24 @@ class FarGrowingReader:
             self._stream.release_unread()
             self._finish("chunk timed out")
 
-    def _arrived(self, future: Future[Any]) -> None:
-        if self._is_over:
+    def _receive(self, turn: int, future: Future[Any]) -> None:
+        """Take the next chunk or the end, unless that was done; request it again if it is late."""
+        if self._is_over or turn != self._turn:
             return
-        self._turn += 1
         whole = self._stream.when_whole()
-        if isinstance(future.exception(), StreamEnded) and not whole.done():
+        has_ended = future.done() and isinstance(future.exception(), StreamEnded)
+        if has_ended and not whole.done():
             self._wait(whole)
             return
+        if future is whole and not whole.done():
+            return
+        self._turn += 1
         try:
             chunk = self._stream.receive(timeout=0.0)
+        except TransferTimeout:
+            self._reader.outcomes["late"] += 1
+            self._clock.soon(self._request)
+            return
         except KVLinkError as error:
             self._fail(error)
             return

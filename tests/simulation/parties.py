@@ -306,6 +306,7 @@ class Connection:
         self.get_table = GetTable(self.to_producer.send, self.to_producer.send, self.send_all)
         self.to_reader = Wire(clock, self._handle, wild=wild)
         self.is_closed = self.is_ended = False
+        self._is_wild = wild
         self.holds = 0
         producer.connections.add(self)
 
@@ -337,6 +338,8 @@ class Connection:
         try:
             self.get_table.on_message(message)
         except WireError:  # repeated, or out of order: the connection ends
+            if not self._is_wild:
+                raise
             self.break_off()
 
     def _detach(self) -> None:
