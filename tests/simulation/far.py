@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
+from growing_payloads import chunk_payload, end_payload, head_plan
 from parties import LAYERS, Producer, SimConsumer
 from world import Clock, Wire
 
@@ -14,6 +16,7 @@ from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, Transfe
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.messages import (
+    NOTHING,
     Abort,
     Chunk,
     FetchRange,
@@ -54,8 +57,11 @@ def tensor_of(key: str, epoch: int, layer: int) -> bytes:
 class FarProducer(Producer):
     """One run of a producer, which sends the ranges that are fetched."""
 
+    inline_nbytes = max(plan.nbytes for plan in PLANS.values())
+
     def __init__(self, clock: Clock):
         self.bytes: dict[int, bytearray] = {}
+        self._nbytes: dict[int, int] = {}  # of the heads and chunks of streams that grow, by epoch
         super().__init__(clock)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
@@ -63,8 +69,7 @@ class FarProducer(Producer):
         if transfer is None:
             return
         header = PLANS[key].encode()
-        nbytes = PLANS[key].nbytes
-        self._memory(transfer)[nbytes : nbytes + len(header)] = header
+        self._write_draft(transfer, header)
         self.transfers.begin_stream(transfer, self._location(transfer), len(header), readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
@@ -124,9 +129,50 @@ class FarProducer(Producer):
                 found = transfer.direct.find(fetch.start, fetch.stop)
                 self.clock.soon(partial(self._send_from_tensors, peer, transfer, fetch, found))
                 return
-            piece = bytes(self._memory(transfer)[fetch.start : fetch.stop])
-            assert len(piece) == fetch.stop - fetch.start, "more was requested than there is"
+            piece = self._piece(transfer, fetch.start, fetch.stop)
             peer.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
+
+    def begin_growing(self, head: Transfer) -> int:
+        plan = head_plan(head.key)
+        self._nbytes[head.epoch] = plan.nbytes
+        return self._write_draft(head, plan.encode())
+
+    def write_chunk(self, chunk: Transfer, head: Transfer, number: int) -> None:
+        content = self.chunk_payload(head, number)
+        self._nbytes[chunk.epoch] = len(content)
+        self._memory(chunk)[: len(content)] = content
+
+    def chunk_payload(self, head: Transfer, number: int) -> bytes:
+        return chunk_payload(head.key, head.epoch, number)
+
+    def end_growing(self, head: Transfer, count: int) -> None:
+        content = end_payload(head.key, head.epoch, count)
+        self._memory(head)[: len(content)] = content
+
+    def _send(self, peer: Any, message: Message) -> None:
+        """Send beside an offer what is needed first, as over ZMQ, if its reader takes it."""
+        if not isinstance(message, Offer):
+            super()._send(peer, message)
+            return
+        transfer = self.transfers.find_leased(peer, message.get_id, message.epoch)
+        assert transfer is not None
+        assert message.inline == transfer.inline
+        alone = msgspec.structs.replace(message, inline=NOTHING)
+        beside = [self._piece(transfer, *message.first)] if peer.is_eager else []
+        self.clock.record(f"  to {peer.name}:", alone)
+        peer.to_reader.send(alone, *beside)
+
+    def _piece(self, transfer: Transfer, start: int, stop: int) -> bytes:
+        if transfer.direct is not None:
+            return transfer.direct.find(start, stop).read()
+        piece = bytes(self._memory(transfer)[start:stop])
+        assert len(piece) == stop - start, "more was requested than there is"
+        return piece
+
+    def _write_draft(self, transfer: Transfer, header: bytes) -> int:
+        nbytes = self._location(transfer).nbytes
+        self._memory(transfer)[nbytes : nbytes + len(header)] = header
+        return len(header)
 
     def _allocate(self, transfer: Transfer) -> None:
         super()._allocate(transfer)
@@ -144,15 +190,20 @@ class FarProducer(Producer):
         self._memory(transfer)[: len(header)] = header
 
     def _location(self, transfer: Transfer) -> Location:
+        if transfer.inline:
+            return super()._location(transfer)
         assert isinstance(transfer.block, int)
-        return Location(transfer.block, 0, PLANS[transfer.key].nbytes)
+        nbytes = self._nbytes.get(transfer.epoch, PLANS[transfer.key].nbytes)
+        return Location(transfer.block, 0, nbytes)
 
     def _free(self, transfer: Transfer) -> None:
-        assert isinstance(transfer.block, int)
-        self.bytes[transfer.block][:] = b"\xdd" * BLOCK
+        if isinstance(transfer.block, int):
+            self.bytes[transfer.block][:] = b"\xdd" * BLOCK
         super()._free(transfer)
 
-    def _memory(self, transfer: Transfer) -> bytearray:
+    def _memory(self, transfer: Transfer) -> bytearray | memoryview:
+        if transfer.inline:
+            return transfer.inline
         assert isinstance(transfer.block, int)
         return self.bytes[transfer.block]
 
@@ -223,7 +274,9 @@ class FarSession(RemoteSession):
 
     @property
     def fetch_limits(self) -> FetchLimits:
-        return FetchLimits(500, 1500)
+        """What comes beside an offer must be no longer than a request may be."""
+        chunk = BLOCK if self._connection.is_eager else 500
+        return FetchLimits(chunk, 3 * chunk)
 
     def _transmit(self, message: Message) -> None:
         self._connection.to_producer.send(message)
@@ -240,6 +293,7 @@ class FarConnection:
         self.to_producer = Wire(self.clock, self._on_producer_message, wild=wild)
         self.to_reader = Wire(self.clock, self._on_message, wild=wild)
         self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
+        self.is_eager, self._is_wild = self.clock.chance.random() < 0.4, wild
         self.session = FarSession(self, SimLoop(self.clock), reader.pool)
         self.is_closed = False
         producer.connections.add(self)
@@ -274,8 +328,10 @@ class FarConnection:
             if isinstance(message, Chunk):
                 self.session.on_chunk(message, memoryview(beside[0]))
             else:
-                self.session.on_message(message)
+                self.session.on_message(message, *beside)
         except KVLinkError as error:
+            if not self._is_wild:
+                raise  # nothing was repeated or overtaken
             self.session.disconnect(error)
 
 
@@ -326,6 +382,8 @@ class FarGet:
         self._reader, self._clock, self._key, self._pending = reader, reader.clock, key, pending
         self._delivery: Delivery | None = None
         self._is_over = False
+        assert reader.far is not None
+        self._producer = reader.far.producer
         pending.future.add_done_callback(lambda _: self._answered())
         self._clock.after(timeout, self._expire)
 
@@ -343,6 +401,7 @@ class FarGet:
             return
         offer: Offer = self._pending._get_state.future.result()
         self._delivery = self._pending.wait(timeout=0.0)
+        self._reader.outcomes["inline"] += offer.epoch in self._producer.inline_epochs
         progress = self._delivery.progress
         if progress is None:
             self._check(offer, range(LAYERS))

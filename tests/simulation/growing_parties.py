@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from parties import LAYERS
+from parties import LAYERS, inline_payload
 
 from omni_kvlink import PeerLostError, TransferFailed
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import GetState
     from omni_kvlink.connectors.protocol.messages import Offer, Outcome
 
-WINDOW, PATIENCE = 3, 4.0
+WINDOW = 3
+PATIENCE = 4.0
+"""Seconds after which a writer gives up; a reader waits longer for a chunk."""
 
 
 class GrowingWriter:
@@ -32,8 +34,9 @@ class GrowingWriter:
         if head is None:
             return
         self._head, self._growing = head, GrowingStream[Transfer](readers, WINDOW)
-        location = producer._location(head)
-        producer.transfers.begin_stream(head, location, 7, readers, growing=self._growing)
+        self._appended: list[Transfer] = []
+        draft, location = producer.begin_growing(head), producer._location(head)
+        producer.transfers.begin_stream(head, location, draft, readers, growing=self._growing)
         producer.clock.soon(self._append, 0.1)
 
     def _append(self) -> None:
@@ -46,26 +49,48 @@ class GrowingWriter:
         elif growing.is_full:
             clock.soon(self._append, 0.1)
         elif growing.stop == self._chunks:
-            producer.counts[self._head.epoch] = self._chunks
-            producer._commit(self._head, 0, self._ttl)
+            self._commit()
+        elif clock.chance.random() < 0.3 and self._append_inline():
+            clock.soon(self._append, 0.2)
         else:
             chunk = table.reserve_chunk(self._head)
-            chunk.block = producer.memory.allocate()
-            producer.reserved.append(chunk)
+            producer._allocate(chunk)
             clock.soon(partial(self._write, chunk))
 
+    def _commit(self) -> None:
+        table, head = self._producer.transfers, self._head
+        self._producer.counts[head.epoch] = self._chunks
+        self._producer.end_growing(head, self._chunks)
+        expires = self._producer.clock.now + self._ttl
+        table.commit(head, self._producer._location(head), 0, expires)
+
+    def _append_inline(self) -> bool:
+        """Append a chunk that travels in its offers, unless the quota has no room."""
+        producer, number = self._producer, self._growing.stop
+        payload = memoryview(bytearray(producer.chunk_payload(self._head, number)))
+        chunk = producer.publish_inline(self._head.key, payload, 1, float("inf"), self._head)
+        if chunk is not None:
+            self._add(chunk, number)
+        return chunk is not None
+
+    def _add(self, chunk: Transfer, number: int) -> None:
+        """Count an appended chunk; no more of them are kept than the window says."""
+        self._producer.numbers[chunk.epoch] = number
+        self._appended.append(chunk)
+        kept = [one for one in self._appended if not one.done.is_set()]
+        assert len(kept) <= WINDOW, f"{len(kept)} chunks are kept"
+
     def _write(self, chunk: Transfer) -> None:
-        producer = self._producer
+        producer, number = self._producer, self._growing.stop
         if not producer.alive:
             return
-        for layer in range(LAYERS):
-            producer._write_tensor(chunk, layer)
+        producer.write_chunk(chunk, self._head, number)
         if producer.clock.chance.random() < 0.1:
             producer.transfers.abort(chunk)
         else:
-            producer.numbers[chunk.epoch] = self._growing.stop
             try:
                 producer.transfers.commit(chunk, producer._location(chunk), 1, float("inf"))
+                self._add(chunk, number)
             except TransferFailed:
                 producer.transfers.abort(chunk)
         producer.clock.soon(self._append, 0.2)
@@ -112,7 +137,7 @@ class GrowingReader:
             self._leave("stream failed")
             return
         get.future.add_done_callback(lambda _: self._clock.soon(partial(self._arrived, get)))
-        self._clock.after(PATIENCE, partial(self._expire_chunk, get))
+        self._clock.after(PATIENCE + 2.0, partial(self._expire_chunk, get))
 
     def _expire_chunk(self, get: GetState) -> None:
         if self._connection.get_table.cancel(get):
@@ -148,6 +173,9 @@ class GrowingReader:
             self._clock.soon(self._request)
 
     def _check(self, offer: Offer) -> None:
+        if offer.inline:
+            assert bytes(offer.inline) == inline_payload(self._key, offer.epoch)
+            return
         block = self._connection.producer.memory.blocks[offer.location.arena]
         found = [block.get(layer) for layer in range(LAYERS)]
         expected = [(self._key, offer.epoch)] * LAYERS

@@ -13,6 +13,7 @@ from world import Clock, Memory, Wire
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
 from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
+    NOTHING,
     Abort,
     Cancel,
     Get,
@@ -23,15 +24,30 @@ from omni_kvlink.connectors.protocol.messages import (
     Reject,
     Release,
 )
+from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
+from omni_kvlink.connectors.runtime.consumer import MappedGet
+from omni_kvlink.memory.arena import ArenaPool, QuotaShare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.transfer import Transfer
+    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.memory.region import Mapping
 
 LAYERS = 4
+INLINE_SHARES = 3
+"""So many payloads, each in its offers, fill a producer's quota."""
+
+
+def inline_payload(key: str, epoch: int) -> bytes:
+    """The bytes of a payload that travels in its offers to parties that share memory."""
+    return f"{key}/{epoch};".encode().ljust(64, b"%d" % (epoch % 10))
+
+
+def _no_arena(nbytes: int, is_wanted: object) -> Mapping:
+    raise AssertionError("only shares of the quota are used here")
 
 
 class SimPeer(Hashable, Protocol):
@@ -47,13 +63,17 @@ class SimPeer(Hashable, Protocol):
 class Producer:
     """One run of a producer."""
 
+    inline_nbytes = len(inline_payload("a", 1))
+
     def __init__(self, clock: Clock):
         self.clock, self.memory = clock, Memory()
+        self.quota = ArenaPool(_no_arena, INLINE_SHARES * self.inline_nbytes)
         self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[SimPeer] = set()
         self.reserved: list[Transfer] = []
         self.numbers: dict[int, int] = {}  # of each chunk of a stream that grows, by its epoch
         self.counts: dict[int, int] = {}  # chunks of each stream that was committed
+        self.inline_epochs: set[int] = set()  # of the payloads that travel in their offers
         self.alive = True
         self._tick()
 
@@ -63,6 +83,40 @@ class Producer:
         if transfer is not None:
             write = partial(self._write, transfer, readers, ttl)
             self.clock.soon(write, 0.3)
+
+    def put_inline(self, key: str, readers: int, ttl: float) -> None:
+        """Put a payload that travels in its offers, with memory if the quota has no room."""
+        if not self.alive:
+            return
+        payload = memoryview(bytearray(self.inline_nbytes))
+        self._fill(Transfer(key, self.transfers._epoch + 1, inline=payload))
+        try:
+            if not self.publish_inline(key, payload, readers, self.clock.now + ttl):
+                self.put(key, readers, ttl)
+        except DuplicateKeyError:
+            return
+
+    def publish_inline(
+        self,
+        key: str,
+        payload: memoryview,
+        readers: int,
+        expires: float,
+        stream: Transfer | None = None,
+    ) -> Transfer | None:
+        """Do what `PooledProducer.publish_inline` does; None if the quota has no room."""
+        share = self.quota.share(payload.nbytes)
+        if share is None:
+            return None
+        try:
+            transfer = self.transfers.put(key, payload, share, readers, expires, stream)
+        except (DuplicateKeyError, TransferFailed):
+            if not self.transfers.withdraw(key, share, stream):
+                share.release()
+            raise
+        self.inline_epochs.add(transfer.epoch)
+        self.reserved.append(transfer)
+        return transfer
 
     def put_many(self, keys: Sequence[str], readers: int, ttl: float) -> None:
         """Write several payloads for a while, then commit all of them, or none."""
@@ -74,7 +128,14 @@ class Producer:
         except DuplicateKeyError:
             return
         for transfer in transfers:
-            self._allocate(transfer)
+            if self.clock.chance.random() < 0.3:
+                transfer.block = self.quota.share(self.inline_nbytes)
+            if transfer.block is None:
+                self._allocate(transfer)
+            else:
+                transfer.inline = memoryview(bytearray(self.inline_nbytes))
+                self.inline_epochs.add(transfer.epoch)
+                self.reserved.append(transfer)
         self.clock.soon(partial(self._write_all, transfers, readers, ttl), 0.3)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
@@ -138,9 +199,7 @@ class Producer:
         if not self.alive:
             return
         for transfer in transfers:
-            for layer in range(LAYERS):
-                self._write_tensor(transfer, layer)
-            self._write_header(transfer)
+            self._fill(transfer)
         committed = [(transfer, self._location(transfer)) for transfer in transfers]
         try:
             self.transfers.commit_all(committed, readers, self.clock.now + ttl)
@@ -173,8 +232,29 @@ class Producer:
         else:
             self._commit(transfer, 0, ttl)
 
+    def _fill(self, transfer: Transfer) -> None:
+        """Write the whole payload."""
+        for layer in range(LAYERS):
+            self._write_tensor(transfer, layer)
+        self._write_header(transfer)
+
     def _write_header(self, transfer: Transfer) -> None:
         """With shared memory here, a payload has none."""
+
+    def begin_growing(self, head: Transfer) -> int:
+        """Write the draft of a stream that grows; return its bytes. None here is read."""
+        return 7
+
+    def write_chunk(self, chunk: Transfer, head: Transfer, number: int) -> None:
+        """Write a chunk of a stream that grows."""
+        self._fill(chunk)
+
+    def chunk_payload(self, head: Transfer, number: int) -> bytes:
+        """The next chunk of a stream that grows, if it travels in its offers."""
+        return inline_payload(head.key, self.transfers._epoch + 1)
+
+    def end_growing(self, head: Transfer, count: int) -> None:
+        """Write the end of a stream that grows. None here is read."""
 
     def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
         self._write_header(transfer)
@@ -185,16 +265,25 @@ class Producer:
             self.transfers.abort(transfer)
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
+        if transfer.inline:
+            transfer.inline[:] = inline_payload(transfer.key, transfer.epoch)
+            return
         assert isinstance(transfer.block, int)
         self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
 
     def _location(self, transfer: Transfer) -> Location:
+        if transfer.inline:
+            return Location(0, 0, transfer.inline.nbytes)
         assert isinstance(transfer.block, int)
         return Location(transfer.block, 0, LAYERS)
 
     def _free(self, transfer: Transfer) -> None:
         block, transfer.block = transfer.block, None
-        if isinstance(block, int):
+        if isinstance(block, QuotaShare):
+            transfer.inline[:] = bytes(transfer.inline.nbytes)
+            transfer.inline = NOTHING
+            block.release()
+        elif isinstance(block, int):
             self.clock.record(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
             self.memory.free(block)
 
@@ -217,6 +306,7 @@ class Connection:
         self.get_table = GetTable(self.to_producer.send, self.to_producer.send, self.send_all)
         self.to_reader = Wire(clock, self._handle, wild=wild)
         self.is_closed = self.is_ended = False
+        self._is_wild = wild
         self.holds = 0
         producer.connections.add(self)
 
@@ -235,6 +325,9 @@ class Connection:
         self.clock.soon(self._end, 0.3)
         self.clock.soon(self._detach, 0.3)
 
+    def receive_until(self, future: Future[Offer], deadline: float) -> None:
+        """What arrives is handled by the wire alone."""
+
     def _end(self) -> None:
         self.is_ended = True
         self.get_table.close(PeerLostError("gone"))
@@ -245,6 +338,8 @@ class Connection:
         try:
             self.get_table.on_message(message)
         except WireError:  # repeated, or out of order: the connection ends
+            if not self._is_wild:
+                raise
             self.break_off()
 
     def _detach(self) -> None:
@@ -314,7 +409,9 @@ class WaitingGet:
 
     def __init__(self, reader: SimConsumer, connection: Connection, get_state: GetState):
         self._reader, self._connection, self._get_state = reader, connection, get_state
+        self._key = get_state.key
         self._clock, self._is_over, self._turn = reader.clock, False, 0
+        self._delivery: Delivery | None = None  # of a payload that came in its offer
 
     def expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
@@ -326,9 +423,16 @@ class WaitingGet:
             self._finish("failed")
             return
         offer = self._get_state.future.result()
-        self._get_state.settle()
+        if offer.inline:
+            session: Any = self._connection  # all of a session that the get uses
+            self._delivery = MappedGet(session, self._get_state).wait(timeout=0.0)
+        else:
+            self._get_state.settle()
         self._connection.holds += 1
-        self._clock.record(self._reader.name, "has", self._get_state.key, offer)
+        is_inline = offer.epoch in self._connection.producer.inline_epochs
+        assert bool(offer.inline) == is_inline
+        self._reader.outcomes["inline"] += is_inline
+        self._clock.record(self._reader.name, "has", self._key, offer)
         progress = self._get_state.progress
         assert bool(offer.draft) == (progress is not None)
         if progress is None:
@@ -368,9 +472,14 @@ class WaitingGet:
         """Check that the leased blocks hold what was offered; they never change."""
         if not self._connection.holds:
             return  # the consumer's process is dead, and sees nothing
+        if self._delivery is not None:
+            assert self._delivery.region is not None
+            came, put = self._delivery.region.read(), inline_payload(self._key, offer.epoch)
+            assert came == put, f"{self._reader.name} sees {came!r}, offered was {put!r}"
+            return
         block = self._connection.producer.memory.blocks[offer.location.arena]
         found = [block.get(layer) for layer in layers]
-        expected = [(self._get_state.key, offer.epoch)] * len(layers)
+        expected = [(self._key, offer.epoch)] * len(layers)
         assert found == expected, f"{self._reader.name} sees {found}, offered was {expected[:1]}"
 
     def _release(self, offer: Offer, layers: range, outcome: str = "read") -> None:
@@ -385,8 +494,22 @@ class WaitingGet:
             self._check(offer, layers)
             self._connection.holds -= 1
             reported: Outcome = "rejected" if self._clock.chance.random() < 0.05 else "read"
-            self._connection.get_table.release(self._get_state.get_id, offer.epoch, reported)
+            if self._delivery is None:
+                self._connection.get_table.release(self._get_state.get_id, offer.epoch, reported)
+            else:
+                self._release_inline(self._delivery, reported)
+        elif self._delivery is not None:
+            self._delivery._finalizer.detach()  # a dead process releases nothing
+        self._delivery = None
         self._finish(outcome)
+
+    def _release_inline(self, delivery: Delivery, reported: Outcome) -> None:
+        if reported == "rejected":
+            delivery.reject("rejected by the scenario", at_once=True)
+        elif self._clock.chance.random() < 0.1:
+            delivery.release_unread()
+        else:
+            delivery.release()
 
     def _finish(self, outcome: str) -> None:
         assert not self._is_over, "a get ended twice"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from far import FarConsumer, FarProducer
+from far_growing import FarGrowingReader
 from growing_parties import GrowingReader, GrowingWriter
 from parties import Producer, SimConsumer
 from world import Clock
@@ -60,15 +61,16 @@ class Scenario:
         reader.connect(producer)
         readers, ttl = chance.randint(1, 2), chance.choice((0.3, 2.0, 5.0))
         streamed = chance.random() < 0.5
-        is_near = self._producer is Producer
+        grown_reader = GrowingReader if self._producer is Producer else FarGrowingReader
         actions: dict[str, tuple[int, Callable[[], object]]] = {
             "put": (6, partial(producer.put, key, readers, ttl)),
+            "inline": (4, partial(producer.put_inline, key, readers, ttl)),
             "put_many": (3, partial(producer.put_many, chance.sample(KEYS, 2), readers, ttl)),
             "stream": (5, partial(producer.stream, key, readers, ttl)),
             # No transport repeats or reorders bytes that are read in place.
             "direct": (0 if self.wild else 4, partial(producer.direct, key, readers, ttl)),
-            "grow": (4 * is_near, partial(GrowingWriter, producer, key, readers, ttl)),
-            "read": (10 * is_near, partial(GrowingReader, reader, key, chance.uniform(0, 2))),
+            "grow": (4, partial(GrowingWriter, producer, key, readers, ttl)),
+            "read": (10, partial(grown_reader, reader, key, chance.uniform(0, 2))),
             "get": (14, partial(reader.get, key, chance.uniform(0, 2), streamed=streamed)),
             "fail": (1, partial(producer.fail, key)),
             "abort": (1, partial(reader.abort, key)),
@@ -89,12 +91,15 @@ class Scenario:
             assert reader.open == 0, f"{reader.name} still waits for a get"
             assert reader.taken == 0, f"{reader.name} still uses memory"
             # On wires that keep the order, a stream continues or ends; it never stalls.
-            assert self.wild or not reader.outcomes["layer timed out"], reader.name
+            late = reader.outcomes["layer timed out"] + reader.outcomes["chunk timed out"]
+            assert self.wild or not late, reader.name
         for producer in self.producers:
             stats = producer.transfers.stats()
             if producer.alive:
                 assert all(transfer.done.is_set() for transfer in producer.reserved), stats
                 assert producer.memory.taken == 0, stats
+                assert producer.quota.stats()["blocks"] == 0, stats
+                assert producer.quota.stats()["mapped"] == 0, stats
                 assert (stats["live"], stats["waiting"], stats["pinned"]) == (0, 0, 0), stats
             assert stats["leased"] == 0, stats
 
@@ -116,6 +121,6 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
         for reader in scenario.readers:
             outcomes.update(reader.outcomes)
     if not ONLY:
-        names = ["read", "failed", "timed out", "stream failed"]
-        names += ["grown", "left"] if parties == NEAR else []
+        names = ["read", "failed", "timed out", "stream failed", "inline", "grown", "left"]
         assert min(outcomes[name] for name in names) > 20  # each outcome occurred
+        assert parties == NEAR or min(outcomes["begins later"], outcomes["late"]) > 2

@@ -22,19 +22,20 @@ class Clock:
         self.chance = random.Random(seed)
         self.now = 0.0
         self._numbers = itertools.count()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self.log: deque[str] = deque(maxlen=400)
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
+    def after(self, seconds: float, do: Callable[[], object]) -> None:
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), do))
 
-    def soon(self, do: Callable[[], None], most: float = 0.05) -> None:
+    def soon(self, do: Callable[[], object], most: float = 0.05) -> None:
         self.after(self.chance.uniform(0, most), do)
 
     def run(self, until: float) -> None:
         while self._due and self._due[0][0] <= until:
             self.now, _, do = heapq.heappop(self._due)
             do()
+            del do  # what it kept is freed now, which may schedule more
         self.now = max(self.now, until)
 
     def record(self, *parts: Any) -> None:
