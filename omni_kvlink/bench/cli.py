@@ -21,6 +21,7 @@ from omni_kvlink.bench import (
 )
 from omni_kvlink.bench.chunks import READERS
 from omni_kvlink.bench.payloads import BLOCK, Shape
+from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import IntegrityError, KVLinkError
 from omni_kvlink.payload.dtypes import KV_DTYPES
@@ -142,7 +143,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     bundle = "send a bundle: one branch with bytes, the others in turn half of it and the same"
     add("--branches", type=_positive, default=0, help=bundle)
-    add("--inline", action="store_true", help="a small payload inside the message that offers it")
+    _add_inline(parser)
     add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
     no_digests = "no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
@@ -180,7 +181,7 @@ def _add_growing(parser: argparse.ArgumentParser) -> None:
     add("--together", action="store_true", help=together)
     waits = "how the reader's one thread waits for all streams (default: callbacks)"
     add("--reader", choices=tuple(READERS), default=usual.reader, help=waits)
-    add("--inline", action="store_true", help="a chunk inside the message that offers it")
+    _add_inline(parser)
     no_digests = "no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
     add("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
@@ -198,11 +199,17 @@ def _add_many(parser: argparse.ArgumentParser) -> None:
     live = "payloads that nobody reads, live meanwhile; 10 to compare with (%(default)s)"
     add("--live", type=_positive, default=usual.live, help=live)
     add("--rounds", type=_positive, default=usual.rounds, help="(default: %(default)s)")
-    inline = "the link's inline=, in bytes; without a number the largest (default: %(default)s)"
-    add("--inline", type=_count, nargs="?", const=INLINE, default=usual.inline, help=inline)
+    _add_inline(parser)
     no_digests = "no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
     add("--corrupt", type=int, default=-1, help=argparse.SUPPRESS)
+
+
+def _add_inline(parser: argparse.ArgumentParser) -> None:
+    what = "the link's inline=, in bytes; without a number the largest (default: %(default)s)"
+    parser.add_argument(
+        "--inline", type=_count, nargs="?", const=INLINE, default=Options.inline, help=what
+    )
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Paced, Sent, send_al
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
 from omni_kvlink.bench.stats import Summary, Timings
-from omni_kvlink.connectors.protocol.messages import INLINE
+from omni_kvlink.connectors.base import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class GrowingSetup:
     mode: str = "pooled"
     copier: str = "auto"
     digests: bool = True
-    inline: bool = False
+    inline: int = Options.inline
     corrupt: int = -1
 
     @property
@@ -201,8 +201,7 @@ class GrowingResult(Timings):
 def measure(setup: GrowingSetup, progress: Progress = progress) -> GrowingResult:
     """Run all rounds, after a short one of each kind to warm up."""
     serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
-    if setup.inline:
-        serving["inline"] = INLINE
+    serving["inline"] = setup.inline
     rounds = list[Round]()
     with (
         open_pair(setup.connector, url=setup.url, **serving) as pair,
@@ -290,7 +289,7 @@ def _setup_lines(result: GrowingResult) -> list[str]:
     digests = "crc32c" if setup.digests else "off"
     link = (
         f"{setup.connector}, mode {setup.mode}, copier {result.copier}, digests {digests}"
-        f"{', inline' * setup.inline}; one thread appends, one receives ({setup.reader})"
+        f", inline up to {setup.inline} bytes; one thread appends, one receives ({setup.reader})"
     )
     rounds = (
         f"{setup.rounds} of each kind in turn, {paced.chunks} chunks a stream in each, after a "

@@ -24,7 +24,7 @@ from omni_kvlink.bench.payloads import BLOCK, Shape, make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
 from omni_kvlink.bench.stats import Summary, Timings
-from omni_kvlink.connectors.protocol.messages import INLINE
+from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
@@ -72,7 +72,7 @@ class LatencySetup:
     threads: int = 1
     idle: float = 0.0
     direct: bool = False
-    inline: bool = False
+    inline: int = Options.inline
 
     def notes(self) -> list[str]:
         """What must be known about this setup to understand its figures."""
@@ -216,8 +216,7 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
     plain = PlainCopy(nbytes)
     serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
-    if setup.inline:
-        serving["inline"] = INLINE
+    serving["inline"] = setup.inline
     quota = max(4 << 30, 2 * nbytes)
     with (
         torch_threads(setup.threads),
@@ -315,7 +314,8 @@ def _setup_lines(result: LatencyResult) -> list[str]:
     link = (
         f"{setup.connector}, mode {setup.mode}, copier {ledger.copier}, digests {ledger.digests}, "
         f"verify {setup.verify}, sources {'paged' if setup.paged else 'contiguous'}"
-        f"{', direct' * setup.direct}{', inline' * setup.inline}, torch threads {setup.threads}"
+        f"{', direct' * setup.direct}, inline up to {setup.inline} bytes, "
+        f"torch threads {setup.threads}"
     )
     return [
         wrapped("payload", f"{setup.shape} = {setup.shape.nbytes / 1e6:.3f} MB{branches}"),
