@@ -83,10 +83,10 @@ def sockets(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=["inproc", "shm", "sealed"])
 def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
-    """A producer and a consumer, over each connector and mode."""
+    """A producer and a consumer, over each connector and mode; small payloads have a slot, too."""
     scheme = "inproc" if request.param == "inproc" else "shm"
     url = f"{scheme}://link-{next(_numbers)}"
-    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20}
+    options: dict[str, Any] = {"directory": sockets, "quota": 8 << 20, "inline": 0}
     if request.param == "sealed":
         options["mode"] = "sealed"
     with (

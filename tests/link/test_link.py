@@ -142,7 +142,7 @@ def test_a_process_ends_although_a_thread_waits(url: str, mode: str, sockets: st
 
 def test_ledger_counts_one_copy(ends: tuple[KVProducer, KVConsumer]) -> None:
     producer, consumer = ends
-    data = Recipe("k", tokens=200).make()  # more than travels inside an offer
+    data = Recipe("k", tokens=50).make()
     receipt = producer.put(data)
     assert receipt.ledger.copies == 1
     assert receipt.ledger.digests == "crc32c"
