@@ -177,13 +177,13 @@ def check_payload(payload: bytes) -> None:
 
 
 def test_a_second_reader_of_shared_memory(tmp_path: Path) -> None:
-    with KVLink.serve("shm://page", directory=str(tmp_path)) as producer:
+    with KVLink.serve("shm://page", directory=str(tmp_path), inline=0) as producer:
         receipt = producer.put(TensorTransferData("req-1", SENT))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(30.0)
             sock.connect(str(tmp_path / "page.sock"))
-            send(sock, "Hello", [1, 1], "second")
-            assert receive(sock)[0][:2] == ["Hello", [1, 1]]
+            send(sock, "Hello", [2, 2], "second")
+            assert receive(sock)[0][:2] == ["Hello", [2, 2]]
             send(sock, "Get", 1, "req-1")
             (name, arena, nbytes), fd = receive(sock)
             assert (name, os.fstat(fd).st_size) == ("Memory", nbytes)
@@ -200,8 +200,25 @@ def test_a_second_reader_of_shared_memory(tmp_path: Path) -> None:
             receipt.wait(timeout=30.0)
 
 
+def test_a_second_reader_of_a_payload_inside_its_offer(tmp_path: Path) -> None:
+    with KVLink.serve("shm://page", directory=str(tmp_path)) as producer:
+        receipt = producer.put(TensorTransferData("req-1", {"ids": torch.arange(3)}))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(30.0)
+            sock.connect(str(tmp_path / "page.sock"))
+            send(sock, "Hello", [2, 2], "second")
+            assert receive(sock)[0][0] == "Hello"
+            send(sock, "Get", 1, "req-1")
+            (name, get_id, epoch, (_, _, length), _, _, payload), _ = receive(sock)
+            assert (name, get_id, len(payload)) == ("Offer", 1, length)
+            _, tensors = decode(payload)
+            assert tensors["tensors/ids"][2] == bits(torch.arange(3))
+            send(sock, "Release", 1, epoch, "read")
+            receipt.wait(timeout=30.0)
+
+
 def test_a_second_reader_over_zmq() -> None:
-    with KVLink.serve("zmq+tcp://127.0.0.1:0") as producer, zmq.Context() as context:
+    with KVLink.serve("zmq+tcp://127.0.0.1:0", inline=0) as producer, zmq.Context() as context:
         receipt = producer.put(TensorTransferData("req-1", SENT))
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
@@ -215,7 +232,7 @@ def test_a_second_reader_over_zmq() -> None:
             def request(*fields: object) -> None:
                 dealer.send(msgspec.msgpack.encode(fields))
 
-            request("Hello", [1, 1], "second")
+            request("Hello", [2, 2], "second")
             assert msgspec.msgpack.decode(dealer.recv())[0] == "Hello"
             request("Get", 7, "req-1", True)
             name, get_id, epoch, (_, _, length), *_ = msgspec.msgpack.decode(dealer.recv())

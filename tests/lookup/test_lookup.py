@@ -354,8 +354,8 @@ def test_a_question_waits_for_memory_as_long_as_its_select(shm: LookupStages) ->
     lookup = shm.start()
     memory = TensorTransferData("m", {"m": torch.empty(8_300_000, dtype=torch.uint8)})
     allocation = lookup._link.allocate(memory)
-    with pytest.raises(CapacityError, match=r"after 0\.\d+ s"):
-        lookup.select(range(60000), timeout=0.5)
+    with pytest.raises(CapacityError, match=r"after [012]\.\d+ s"):
+        lookup.select(range(60000), timeout=3.0)
     allocation.release()
 
 

@@ -40,7 +40,8 @@ class Stages:
         urls = [f"{scheme}://heads-{next(_numbers)}" for _ in range(topology.senders)]
         self.topology = topology
         self.served = [
-            stack.enter_context(KVLink.serve(url, directory=sockets, quota=8 << 20)) for url in urls
+            stack.enter_context(KVLink.serve(url, directory=sockets, quota=8 << 20, inline=0))
+            for url in urls
         ]
         self.ends = [
             [

@@ -57,7 +57,7 @@ def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Also small payloads go by UCX, and in many pieces."""
     monkeypatch.setattr(control_listener, "EAGER", 0)
     monkeypatch.setattr(ucx_consumer.UcxSession, "fetch_limits", FetchLimits(1000, 8000))
-    return Rig(fresh_url, {}, ThreadPeer(LinkCommands()))
+    return Rig(fresh_url, {"inline": 0}, ThreadPeer(LinkCommands()))
 
 
 @pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])

@@ -64,7 +64,9 @@ def test_connector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport, _, small_chunks = transport.partition("-")
+    options = {}
     if small_chunks:  # also split the small payloads of the checks
+        options["inline"] = 0
         monkeypatch.setattr(control_listener, "EAGER", 0)
         monkeypatch.setattr(zmq_transport, "CHUNK", 1000)
-    run_check(check, Rig(lambda: fresh_url(transport, sockets), {}, process))
+    run_check(check, Rig(lambda: fresh_url(transport, sockets), options, process))

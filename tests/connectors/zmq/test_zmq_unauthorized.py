@@ -123,7 +123,7 @@ def test_other_versions(producer: KVProducer, unharmed: None) -> None:
         peer.send(msgspec.structs.replace(own_hello(), versions=(7, 9)))
         answer, _ = peer.receive()
         assert isinstance(answer, Refused)
-        assert answer.versions == (1, 1)
+        assert answer.versions == (2, 2)
     assert refused(producer, "other version") == 1
 
 
