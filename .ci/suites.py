@@ -58,8 +58,8 @@ PYTEST = (*TESTS, *VLLM, *HOSTS)
 STAGES = ((SOURCES, PACKAGES), (TESTS,), (VLLM, HOSTS))
 """One after the other; the groups of one run beside each other. `TESTS` use all cores."""
 SUITES = tuple(suite for stage in STAGES for group in stage for suite in group if suite != SLOW)
-LIMIT = 1800
-"""Seconds after which a suite is ended, as a failure; the longest takes 1,200."""
+LIMIT = 2700
+"""Seconds after which a suite is ended, as a failure; the longest took 1,793, beside others."""
 GRACE, NO_END = 10, 124
 """Seconds that such a suite has to print its traces; its exit status."""
 ENDING = 60
@@ -208,6 +208,7 @@ def main() -> int:
     for outcome in outcomes:
         if not outcome.is_green:
             print(f"\n=== the end of make {outcome.name}\n{ending(outcome.name)}")
+            print(*(f"failed: {test}" for test in sorted(outcome.failed)), sep="\n")
     print(f"\n{'suite':16} {'verdict':12} {'passed':>7} {'skipped':>7} {'seconds':>8}  skipped why")
     for outcome in outcomes:
         print(outcome.row())

@@ -117,10 +117,13 @@ def test_a_failure_is_shown_at_the_end(
 
     def one(name: str) -> Any:
         (tmp_path / f"{name}.txt").write_text("\n".join(f"{name} {n}" for n in range(100)))
-        return suites.Outcome(name, 1.0, 2 if name == "tsan" else 0)
+        outcome = suites.Outcome(name, 1.0, 2 if name == "tsan" else 0)
+        outcome.failed |= {"tests.test_a::test_fails"} if name == "tsan" else set()
+        return outcome
 
     assert suites.main() == 1
     shown = capsys.readouterr().out
     assert f"tsan {100 - suites.ENDING}\n" in shown
     assert f"tsan {99 - suites.ENDING}\n" not in shown
+    assert "failed: tests.test_a::test_fails\n" in shown
     assert "lint 99" not in shown

@@ -182,7 +182,7 @@ def test_a_packed_cache_is_a_buffer(ends: tuple[Any, Any]) -> None:
 def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
     """A bit flips after the commit; the sender's receipt says what the reader said."""
     with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
-        sender.put(*EDGE, CACHE, packed())
+        sender.put(*EDGE, CACHE, packed(200))  # more than travels inside an offer
         link = sender._links.sender(StageEdge.of(*EDGE, CACHE))
         memory = link._end.pool.mapping(0).region.view()
         memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
