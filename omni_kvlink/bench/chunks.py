@@ -156,6 +156,7 @@ def receive_by_callbacks(
     What an engine's own event loop does: the link's thread reports each stream that is ready.
     """
     ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+    left = [into.left // len(streams)] * len(streams)
 
     def request(at: int) -> None:
         streams[at].when_next().add_done_callback(lambda _: ready.put(at))
@@ -165,7 +166,9 @@ def receive_by_callbacks(
     while into.left:
         at = ready.get(timeout=PATIENCE)
         _take(at, streams[at].receive(timeout=0.0), into)
-        request(at)
+        left[at] -= 1
+        if left[at]:  # another stream's chunks may come after this one's end
+            request(at)
 
 
 def receive_by_asyncio(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:

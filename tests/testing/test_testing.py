@@ -105,8 +105,9 @@ def test_connector_kit_with_readers_in_a_process(sockets: str) -> None:
 def test_connector_kit_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector that never finds its payload does not pass."""
     monkeypatch.setattr("omni_kvlink.connectors.runtime.consumer.holds", lambda *_, **__: False)
+    options = {"inline": 0}
     with pytest.raises(CheckFailed, match="holds another") as found:
-        check_connector(lambda: f"inproc://kit-{next(_numbers)}", processes=False)
+        check_connector(lambda: f"inproc://kit-{next(_numbers)}", options=options, processes=False)
     assert found.value.check == "check_every_dtype_arrives"
 
 

@@ -73,7 +73,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
 @pytest.fixture(params=["tcp", "ipc", UCX])
 def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
     url = fresh_url(request.param, sockets)
-    with KVLink.serve(url) as producer, KVLink.connect(url, timeout=60) as reader:
+    with KVLink.serve(url, inline=0) as producer, KVLink.connect(url, timeout=60) as reader:
         yield producer, reader
 
 

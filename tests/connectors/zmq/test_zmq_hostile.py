@@ -302,7 +302,7 @@ def test_a_connection_with_itself_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("hello", "kind"),
     [
-        (Refused("no room", (1, 1)), ConnectorError),
+        (Refused("no room", (2, 2)), ConnectorError),
         (Refused("no common version", (8, 9)), VersionError),
         (Get(1, "k"), WireError),
     ],
