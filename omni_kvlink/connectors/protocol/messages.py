@@ -26,8 +26,8 @@ MAX_MESSAGE = 64 << 10
 INLINE = 32 << 10
 """Bytes of the longest payload that may travel inside its offer."""
 DEFAULT_INLINE = 16 << 10
-"""Bytes of the longest one that does, unless the link says otherwise: from 28 KiB on, its copies
-took as long as what they save (`kvlink-bench many --bytes 28672 --inline 0`)."""
+"""Bytes of the longest one that does, unless the link says otherwise: at 28 KiB, what it saves and
+its copies were about equal (`kvlink-bench many --bytes 28672`, `--inline 0` and `--inline`)."""
 MAX_BATCH = 256
 """Messages of the longest `Batch`."""
 MAX_TEXT = 4096
