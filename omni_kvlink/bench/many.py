@@ -38,7 +38,7 @@ FEW = 10
 """Live payloads beside those that are transferred, to compare with `ManySetup.live`."""
 _LIVE_BATCH = 250
 _SLOT_SPACE = 8 << 10
-"""Bytes that a small payload's memory has beside its tensors, at most."""
+"""Bytes of memory that a small payload takes besides its tensors, at most."""
 _TIMEOUT = 120.0
 
 
@@ -120,7 +120,7 @@ class ManyResult:
 
     @property
     def failed(self) -> int:
-        """Payloads that were wrong."""
+        """The number of payloads that were wrong."""
         return self.wrong_beside + sum(one.received["wrong"] for one in self.runs)
 
     def of_kind(self, kind: str) -> list[ManyRun]:

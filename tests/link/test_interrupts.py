@@ -39,8 +39,8 @@ pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 _ROOT = Path(omni_kvlink.__file__).parent
 TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"))
 URLS = {
-    "inproc": "inproc://interrupt",
-    "shm": "shm://interrupt",
+    "inproc": "inproc://interrupt?inline=0",
+    "shm": "shm://interrupt?inline=0",
     "inline": "shm://interrupt?inline=32768",
     "zmq": "zmq+ipc://{root}/i",
 }

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 URLS = {
-    "inproc": "inproc://fork-{n}",
-    "shm": "shm://fork-{n}",
-    "sealed": "shm://fork-{n}?mode=sealed",
+    "inproc": "inproc://fork-{n}?inline=0",
+    "shm": "shm://fork-{n}?inline=0",
+    "sealed": "shm://fork-{n}?mode=sealed&inline=0",
     "zmq": "zmq+ipc://{root}/{n}.sock",
     "auto": "auto://fork-{n}",
 }

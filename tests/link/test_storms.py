@@ -31,8 +31,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 URLS = {
-    "inproc": "inproc://storm-{n}",
-    "shm": "shm://storm-{n}",
+    "inproc": "inproc://storm-{n}?inline=0",
+    "shm": "shm://storm-{n}?inline=0",
     "zmq": "zmq+ipc://{root}/{n}.sock",
 }
 _numbers = itertools.count()

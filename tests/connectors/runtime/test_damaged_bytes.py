@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVProducer, TransferFailed, WireError
+from omni_kvlink.connectors.control.listener import ControlListener
+from omni_kvlink.connectors.protocol.messages import Message, Offer
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.link import producer as sending
 from omni_kvlink.memory.region import Region
@@ -45,18 +47,29 @@ class Line:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.at, self.times = 0, 0
-        send, line = PooledProducer.piece, self
+        send, frames, line = PooledProducer.piece, ControlListener._frames, self
 
         def piece(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
             region = send(self, transfer, start, stop)
-            if not start <= line.at < stop or line.times <= 0:
-                return region
-            line.times -= 1
-            damaged = np.array(region.view(), np.uint8)
-            damaged[line.at - start] ^= 1 << line.times
+            damaged = line.damaged(region.view(), start)
             return Region(damaged.ctypes.data, damaged.nbytes, damaged)
 
+        def with_inline(self: ControlListener, peer: Any, message: Message) -> list[Any]:
+            found = frames(self, peer, message)
+            if isinstance(message, Offer) and message.inline:
+                found[1] = line.damaged(message.inline, 0).data
+            return found
+
         monkeypatch.setattr(PooledProducer, "piece", piece)
+        monkeypatch.setattr(ControlListener, "_frames", with_inline)
+
+    def damaged(self, data: memoryview, start: int) -> np.ndarray[Any, Any]:
+        """A copy of the bytes from `start` on, one of them damaged if it is among them."""
+        found = np.array(data, np.uint8)
+        if self.times > 0 and start <= self.at < start + len(found):
+            self.times -= 1
+            found[self.at - start] ^= 1 << self.times
+        return found
 
     def damage(self, recipe: Recipe, position: str, times: int) -> None:
         plan = recipe.make().plan(digests=True)
@@ -70,10 +83,13 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     return Line(monkeypatch)
 
 
-@pytest.fixture(params=["tcp", "ipc", UCX])
+@pytest.fixture(params=["tcp", "tcp-beside", "ipc", UCX])
 def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
-    url = fresh_url(request.param, sockets)
-    with KVLink.serve(url, inline=0) as producer, KVLink.connect(url, timeout=60) as reader:
+    transport, _, beside = request.param.partition("-")
+    url = fresh_url(transport, sockets)
+    # A small payload of the link's own memory travels beside its offer, too.
+    options: dict[str, Any] = {"inline": 0} if beside else {}
+    with KVLink.serve(url, **options) as producer, KVLink.connect(url, timeout=60) as reader:
         yield producer, reader
 
 
