@@ -320,21 +320,29 @@ def test_a_full_link(engine: Open, sockets: str, caplog: pytest.LogCaptureFixtur
     check_nothing_is_kept(producer, consumer)
 
 
+@pytest.mark.parametrize("verb", ["publish_inline", "publish"])
 def test_a_flipped_bit(
-    engine: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    verb: str,
+    sockets: str,
 ) -> None:
-    """Of an output in the link's memory, after its digest was taken."""
-    producer, consumer = engine("producer"), engine("consumer")
+    """Of an output inside its offer or in the link's memory, after its digest was taken."""
+    options = {"inline": 0} if verb == "publish" else {}
+    producer = engine("producer", serve={"directory": sockets, **options})
+    consumer = engine("consumer")
     end = producer.worker._sender._link._end
-    publish = end.publish
+    publish = getattr(end, verb)
 
-    def flip(lease: Any, **given: Any) -> Any:
-        view = lease.region.view()
-        plan = Manifest.decode(view, lease.region.nbytes)
+    def flip(*given: Any, **named: Any) -> Any:
+        region = given[1] if verb == "publish_inline" else given[0].region
+        view = region.view()
+        plan = Manifest.decode(view, region.nbytes)
         view[plan.header_nbytes + plan.tensors[0].start + 100] ^= 1
-        return publish(lease, **given)
+        return publish(*given, **named)
 
-    monkeypatch.setattr(end, "publish", flip)
+    monkeypatch.setattr(end, verb, flip)
     consumer.add("r", ["cat"], producer.encode("r", "cat"))
     assert consumer.run("r") == ["length"]
     assert consumer.encodes == ["cat"]
