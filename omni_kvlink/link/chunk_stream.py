@@ -131,7 +131,7 @@ class ChunkStream(Generic[C]):
 
     def release(self) -> None:
         """Release the stream: chunks that were not received are not kept for this reader."""
-        self._drop_requests()
+        self._delivery.together(self._drop_requests)
         self._delivery.release()
 
     def release_unread(self) -> None:
@@ -150,12 +150,16 @@ class ChunkStream(Generic[C]):
 
     def when_next(self) -> Future[Any]:
         """Release the last chunk, and request the next ones; a future that ends with the first."""
+        self._delivery.together(self._go_on)
+        return self._requested[self.position].future
+
+    def _go_on(self) -> None:
+        """Release the last chunk, and request the next ones."""
         self._release_chunk()
         self._region()
         for number in range(self.position, self.position + AHEAD):
             if number not in self._requested:
                 self._requested[number] = self._head.request_chunk(number)
-        return self._requested[self.position].future
 
     def when_whole(self) -> Future[Any]:
         """A future that ends when the end of the stream is here, or with the error."""

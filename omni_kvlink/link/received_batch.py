@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
+from omni_kvlink.connectors.protocol.get_table import call
+
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.get_table import Together
     from omni_kvlink.payload.bundle import Payload
 
 
@@ -33,8 +36,8 @@ class ReceivedBatch(Sequence[R]):
     itself.
     """
 
-    def __init__(self, received: Sequence[R]):
-        self._received = received
+    def __init__(self, received: Sequence[R], together: Together = call):
+        self._received, self._together = received, together
 
     @overload
     def __getitem__(self, index: int) -> R: ...
@@ -48,13 +51,16 @@ class ReceivedBatch(Sequence[R]):
 
     def release(self) -> None:
         """Release all payloads; tensors that are kept elsewhere keep their memory."""
-        for received in self._received:
-            received.release()
+        self._together(self._release)
 
     def release_unread(self) -> None:
         """Release payloads that were not used, so that other readers receive them."""
         for received in self._received:
             received.release_unread()
+
+    def _release(self) -> None:
+        for received in self._received:
+            received.release()
 
     def __enter__(self) -> list[Payload]:
         return [received.data for received in self._received]

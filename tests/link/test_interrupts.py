@@ -233,6 +233,32 @@ def test_a_pending_get_that_is_dropped_is_cancelled(pair: tuple[KVProducer, KVCo
     receipt.wait(timeout=60)
 
 
+def test_a_release_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+    """The producer learns of it without another call of this side."""
+    producer, consumer = pair
+    gc.disable()
+    try:
+        for number in itertools.count():
+            receipts, found = producer.put_many(make_many()), list[None]()
+            one, batch = consumer.get("m0", timeout=60), consumer.get_many(MANY[1:], timeout=60)
+            was_interrupted = interrupted(number, partial(release_all, one, batch), found)
+            del one, batch
+            for receipt in receipts:
+                receipt.wait(timeout=60)
+            until_freed(producer)
+            until(lambda: not received_nbytes(consumer), "the consumer's memory is free")
+            if not was_interrupted:
+                break
+        assert number > 10
+    finally:
+        gc.enable()
+
+
+def release_all(one: Received, batch: ReceivedBatch[Received]) -> None:
+    one.release()
+    batch.release()
+
+
 def test_a_receive_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
     """The next one returns the same chunk; at the end, it says again that it is the end."""
     producer, consumer = pair

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from world import Clock, Memory, Wire
 
@@ -30,12 +30,13 @@ from omni_kvlink.connectors.runtime.consumer import MappedGet
 from omni_kvlink.memory.arena import ArenaPool, QuotaShare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.get_table import Delivery
     from omni_kvlink.memory.region import Mapping
 
+T = TypeVar("T")
 LAYERS = 4
 INLINE_SHARES = 3
 """So many payloads, each in its offers, fill a producer's quota."""
@@ -327,6 +328,10 @@ class Connection:
 
     def receive_until(self, future: Future[Offer], deadline: float) -> None:
         """What arrives is handled by the wire alone."""
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Each message is a message of its own."""
+        return act()
 
     def _end(self) -> None:
         self.is_ended = True

@@ -9,7 +9,8 @@ import time
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -133,6 +134,18 @@ class Progress:
         return all(tensor in self._digests for tensor in tensors)
 
 
+class Together(Protocol):
+    """See `Delivery.together`."""
+
+    def __call__(self, act: Callable[[], T]) -> T:
+        """Call `act`."""
+
+
+def call(act: Callable[[], T]) -> T:
+    """Call it."""
+    return act()
+
+
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
@@ -148,6 +161,7 @@ class Delivery:
         copies: times its bytes were copied in this process.
         is_verified: whether every byte was, or is before its layer is announced, compared with its
             digest on arrival.
+        together: calls a function, and sends what it releases and requests in few messages.
     """
 
     def __init__(
@@ -162,8 +176,10 @@ class Delivery:
         manifest: Manifest | None = None,
         copies: int = 0,
         is_verified: bool = False,
+        together: Together = call,
     ):
         self.key, self.copies, self.is_verified = key, copies, is_verified
+        self.together = together
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self._region: Region | None = region
         self._reject = reject
@@ -203,15 +219,27 @@ class Delivery:
 
     def release(self) -> None:
         """Drop the region, as read; the lease ends when the last view of it is freed, too."""
-        if self._region is not None and self._outcome[0][0] == "unread":
+        if self._region is None:
+            return
+        if self._outcome[0][0] == "unread":
             self._outcome[0] = "read", ""
-        self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
+        self._give_back()
 
     def release_unread(self) -> None:
         """Do what `release` does, and let another reader have the payload, unless it is bad."""
         if self._outcome[0][0] == "read":
             self._outcome[0] = "unread", ""
-        self._drop_region(ClosedError(f"payload {self.key!r} was given back"))
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.progress is None:
+            self.together(self._drop)
+        else:
+            error = ClosedError(f"payload {self.key!r} was given back")
+            self.together(partial(self._drop_region, error))
+
+    def _drop(self) -> None:
+        self._region = None
 
     def _drop_region(self, error: KVLinkError) -> None:
         self._region = None

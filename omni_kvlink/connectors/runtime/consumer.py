@@ -9,7 +9,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
+T = TypeVar("T")
 _RECONNECT_SECONDS = 0.5
 """Seconds that a live producer may take to answer again after its connection broke."""
 
@@ -127,6 +128,10 @@ class MappedSession(Session):
         Raises WireError if there is no such memory.
         """
 
+    def together(self, act: Callable[[], T]) -> T:
+        """Call `act`; what it releases and requests may be sent in one message."""
+        return act()
+
     def receive_until(self, future: Future[Any], deadline: float) -> None:
         """Receive messages in the calling thread until `future` is done, where that is possible.
 
@@ -183,7 +188,15 @@ class MappedGet(SessionGet):
             raise  # an interrupt: the get's finalizer releases it unread
         progress = get_state.progress
         reject = partial(get_table.reject, get_state.get_id, offer.epoch)
-        delivery = Delivery(get_state.key, region, release, reject, draft=header, progress=progress)
+        delivery = Delivery(
+            get_state.key,
+            region,
+            release,
+            reject,
+            draft=header,
+            progress=progress,
+            together=self.session.together,
+        )
         get_state.settle()
         return delivery
 
@@ -198,7 +211,8 @@ class MappedGet(SessionGet):
         if fault_points.enabled:
             fault_points.point("get.mapped")
         reject = partial(self.session.get_table.reject, get_state.get_id, offer.epoch)
-        delivery = Delivery(get_state.key, region, release, reject, copies=1)
+        together = self.session.together
+        delivery = Delivery(get_state.key, region, release, reject, copies=1, together=together)
         get_state.settle()
         return delivery
 

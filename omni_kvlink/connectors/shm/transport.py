@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter, deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Mapping, Region
 
+T = TypeVar("T")
 MAX_PEERS = 1024
 MAX_GREETING = 128
 """Connections that may be without a Hello; one more disconnects the oldest."""
@@ -555,6 +556,9 @@ class ShmSession(MappedSession):
         self._watching = threading.Lock()  # held while it is decided what the loop waits for
         self._has_exited = False  # the producer's process
         self._posted = deque[Message]()  # by finalizers, to be sent in this order
+        self._pid = os.getpid()
+        self._flushing = threading.RLock()  # held by the thread that sends them
+        self._collecting = set[int]()  # threads that send what their finalizers have posted
         self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
         self._reads = READ  # 0 when nothing more is to be received
         self._has_ended = False
@@ -574,8 +578,9 @@ class ShmSession(MappedSession):
             if isinstance(error, OSError) and not isinstance(error, (ConnectionError, KVLinkError)):
                 raise ConnectorError(f"{url}: {error.strerror} (ulimit -n)") from None
             raise
-        post = partial(_post, self._loop, self._posted, weakref.WeakMethod(self._send_posted))
-        self.get_table = GetTable(self._channel.send, post, self._channel.send_all)
+        wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
+        post = partial(_post, self._posted, self._collecting, wake)
+        self.get_table = GetTable(self._send, post, self._channel.send_all)
         self._loop.call(self._watch)
 
     def slot(self, location: Location, draft: int) -> Region:
@@ -598,6 +603,26 @@ class ShmSession(MappedSession):
     def send(self, message: Abort) -> None:
         """Send a message to the producer; does not block."""
         self._channel.send(message)
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Call `act`, and send what it releases in this thread: with what it requests, or after it.
+
+        What finalizers release elsewhere is sent by the loop, which must be woken for that.
+        """
+        thread = threading.get_ident()
+        if thread in self._collecting or os.getpid() != self._pid:
+            return act()  # a forked child sends nothing
+        try:
+            self._collecting.add(thread)
+            result = act()
+            self._collecting.discard(thread)
+            if self._posted:
+                self._send_posted()
+        except BaseException:
+            self._collecting.discard(thread)
+            self._loop.call(self._send_posted)
+            raise
+        return result
 
     def health(self) -> dict[str, Any]:
         """Return how much of the producer's memory is mapped."""
@@ -701,6 +726,13 @@ class ShmSession(MappedSession):
         if getattr(self, "_wake", -1) >= 0:  # not before: a thread that waits may still poll it
             os.close(self._wake)
 
+    def _send(self, message: Message) -> None:
+        """Send a message of the table, behind what this thread has released."""
+        if self._posted and threading.get_ident() in self._collecting:
+            self._send_posted(message)
+        else:
+            self._channel.send(message)
+
     # In the loop's thread
 
     def _watch(self) -> None:
@@ -710,15 +742,17 @@ class ShmSession(MappedSession):
         if self._pidfd >= 0:
             self._loop.watch(self._pidfd, READ, self._on_exit)
 
-    def _send_posted(self) -> None:
-        """Send what finalizers have posted; any thread."""
-        while messages := _first(self._posted, MAX_BATCH):
-            self._channel.send_all(messages)
-            for message in messages:
-                if isinstance(message, Release):
-                    self._leases.discard(message.get_id)
-                with contextlib.suppress(ValueError):  # another thread was faster; no harm in that
-                    self._posted.remove(message)
+    def _send_posted(self, *last: Message) -> None:
+        """Send what finalizers have posted, then `last`, which is at most one; any thread."""
+        with self._flushing:
+            while (messages := _first(self._posted, MAX_BATCH - len(last))) or last:
+                self._channel.send_all([*messages, *last])
+                last = ()
+                for message in messages:
+                    if isinstance(message, Release):
+                        self._leases.discard(message.get_id)
+                    with contextlib.suppress(ValueError):  # a signal handler was faster
+                        self._posted.remove(message)
         if self.is_closed:
             self._loop.call(self._flush)
 
@@ -835,18 +869,19 @@ class ShmSession(MappedSession):
 
 
 def _post(
-    loop: EventLoop, posted: deque[Message], send: weakref.WeakMethod[Any], message: Message
+    posted: deque[Message], collecting: set[int], wake: Callable[[], None], message: Message
 ) -> None:
     """Have a session send a message; for finalizers: it takes no lock, and no socket.
 
     After its end a session is kept by no view that is still in use.
     """
     posted.append(message)
-    loop.call(partial(_call, send))
+    if threading.get_ident() not in collecting:
+        wake()
 
 
 def _first(posted: deque[Message], most: int) -> list[Message]:
-    """Return the first messages, which stay; other threads may remove some meanwhile."""
+    """Return the first messages, which stay; a signal handler may remove some meanwhile."""
     messages = list[Message]()
     with contextlib.suppress(IndexError):
         while len(messages) < most:

@@ -62,11 +62,18 @@ def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
 
 @pytest.fixture
 def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many datagrams with messages of each kind were received, by either side."""
+    """How many datagrams with messages of each kind were received, by either side.
+
+    "both" are those with a Get and a Release.
+    """
     counts, receive, peek = Counter[str](), ShmChannel.receive, ShmChannel.peek
+    lock = threading.Lock()  # the threads of both sides count
 
     def count(messages: Sequence[Message]) -> None:
-        counts.update({type(message).__name__ for message in messages})
+        kinds = {type(message).__name__ for message in messages}
+        with lock:
+            counts.update(kinds)
+            counts["both"] += {"Get", "Release"} <= kinds
 
     def receiving(channel: ShmChannel) -> Iterator[Any]:
         for messages, fd in receive(channel):
@@ -81,6 +88,49 @@ def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(ShmChannel, "receive", receiving)
     monkeypatch.setattr(ShmChannel, "peek", peeking)
     return counts
+
+
+def test_what_a_thread_releases_is_sent_by_it(
+    ends: tuple[KVProducer, KVConsumer],
+    datagrams: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A payload's release at once, those of a batch together; the loop is not woken for them."""
+    producer, consumer = ends
+    receipts = producer.put_many(payloads())
+    with consumer.get(KEYS[0], timeout=60):
+        calls = list[object]()
+        loop = session_of(consumer)._loop
+        monkeypatch.setattr(loop, "call", calls.append)
+    receipts[0].wait(timeout=60)
+    with consumer.get_many(KEYS[1:], timeout=60) as data:
+        del data
+    for receipt in receipts:
+        receipt.wait(timeout=60)
+    assert datagrams["Release"] == 2
+    assert not calls
+    monkeypatch.undo()
+
+
+def test_a_chunk_is_released_with_the_next_request(
+    ends: tuple[KVProducer, KVConsumer], datagrams: Counter[str]
+) -> None:
+    producer, consumer = ends
+    with producer.open_stream("s", {"hidden": ROWS[:1]}) as out:
+        for row in ROWS[:16]:
+            out.append({"hidden": row[None]})
+        with consumer.read_stream("s", timeout=60) as stream:
+            assert stream.receive() is not None
+            until(lambda: datagrams["Get"] == 5, "the stream and four chunks are requested")
+            datagrams.clear()
+            for _ in range(8):
+                # An offer that came between the two would have the release sent before it.
+                gets = list(stream._requested.values())
+                until(lambda gets=gets: all(get.future.done() for get in gets), "offers came")  # type: ignore[misc]
+                assert stream.receive() is not None
+            until(lambda: datagrams["Get"] == 8, "the next chunks are requested")
+            assert datagrams["both"] == 8
+            assert datagrams["Release"] == 8
 
 
 def test_64_payloads_are_a_few_datagrams(

@@ -20,7 +20,8 @@ NBYTES = 40_000
 
 def test_release_precedes_the_next_get(tmp_path: Path) -> None:
     """The loop receives the offer and finds the release of the payload before only afterwards."""
-    order, opened = list[str](), threading.Event()
+    order, idle = list[str](), threading.Event()
+    entered, opened = threading.Event(), threading.Event()
     with KVLink.serve("shm://order", directory=str(tmp_path), inline=0) as producer:
         first = producer.put(sized("first", NBYTES, seed=1).make())
         producer.put(sized("second", NBYTES, seed=2).make())
@@ -32,6 +33,7 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
         received = channel.receive
 
         def receive() -> Iterator[tuple[list[Message], int]]:
+            entered.set()
             opened.wait()
             yield from received()
 
@@ -41,10 +43,15 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
             sent(messages)
 
         held = consumer.begin_get("first", timeout=60).wait(timeout=60)
+        session._loop.call(idle.set)
+        assert idle.wait(60)  # it receives nothing
         channel.receive, channel.send_all = receive, send_all  # type: ignore[method-assign]
         following = consumer.begin_get("second", timeout=60)
         following.future.add_done_callback(lambda _: order.append("offer"))
+        assert entered.wait(60)
+        region = held.region
         held.release()
+        del region  # the last view: its finalizer leaves the release to the loop
         opened.set()
         second = following.wait(timeout=60)
         assert order == ["release", "offer"]
