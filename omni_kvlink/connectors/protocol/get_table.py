@@ -232,11 +232,13 @@ class Delivery:
         self._give_back()
 
     def _give_back(self) -> None:
+        # Once: afterwards this object keeps no session, whose link may be closed.
+        together, self.together = self.together, call
         if self.progress is None:
-            self.together(self._drop)
+            together(self._drop)
         else:
             error = ClosedError(f"payload {self.key!r} was given back")
-            self.together(partial(self._drop_region, error))
+            together(partial(self._drop_region, error))
 
     def _drop(self) -> None:
         self._region = None

@@ -559,7 +559,7 @@ class ShmSession(MappedSession):
         self._pid = os.getpid()
         self._flushing = threading.RLock()  # held by the thread that sends them
         self._collecting = set[int]()  # threads that send what their finalizers have posted
-        self._leases = set[int]()  # gets whose offers are not released; for the loop's thread
+        self._leases = set[int]()  # gets whose offers are not released
         self._reads = READ  # 0 when nothing more is to be received
         self._has_ended = False
         self._close_done = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -110,6 +111,20 @@ def test_what_a_thread_releases_is_sent_by_it(
     assert datagrams["Release"] == 2
     assert not calls
     monkeypatch.undo()
+
+
+def test_a_payload_that_was_released_keeps_no_session(sockets: str) -> None:
+    """Nor the session's descriptor, once the link is closed."""
+    with (
+        KVLink.serve("shm://kept", directory=sockets) as producer,
+        KVLink.connect("shm://kept", directory=sockets, timeout=60) as consumer,
+    ):
+        producer.put(payloads()[0])
+        session, received = weakref.ref(session_of(consumer)), consumer.get(KEYS[0], timeout=60)
+        received.release()
+    del consumer
+    until(lambda: session() is None, "the session is gone")
+    assert received.manifest.request_id == KEYS[0]
 
 
 def test_a_chunk_is_released_with_the_next_request(
