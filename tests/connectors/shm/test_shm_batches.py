@@ -52,15 +52,6 @@ def wait_for(event: threading.Event) -> None:
     assert event.wait(60)
 
 
-@pytest.fixture(params=[0, INLINE], ids=["arena", "inline"])
-def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProducer, KVConsumer]]:
-    with (
-        KVLink.serve("shm://batch", directory=sockets, inline=request.param) as producer,
-        KVLink.connect("shm://batch", directory=sockets, timeout=60) as consumer,
-    ):
-        yield producer, consumer
-
-
 @pytest.fixture
 def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many datagrams with messages of each kind were received, by either side.
@@ -89,6 +80,18 @@ def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(ShmChannel, "receive", receiving)
     monkeypatch.setattr(ShmChannel, "peek", peeking)
     return counts
+
+
+@pytest.fixture(params=[0, INLINE], ids=["arena", "inline"])
+def ends(
+    request: pytest.FixtureRequest, sockets: str, datagrams: Counter[str]
+) -> Iterator[tuple[KVProducer, KVConsumer]]:
+    """Opened once datagrams are counted: a loop that receives would go on uncounted."""
+    with (
+        KVLink.serve("shm://batch", directory=sockets, inline=request.param) as producer,
+        KVLink.connect("shm://batch", directory=sockets, timeout=60) as consumer,
+    ):
+        yield producer, consumer
 
 
 def test_what_a_thread_releases_is_sent_by_it(
