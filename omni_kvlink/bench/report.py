@@ -48,7 +48,7 @@ def row(name: str, values: Iterable[float], what: str) -> list[str]:
 
 def wrapped(label: str, text: str) -> str:
     """A label, and beside it a text of several lines."""
-    return textwrap.fill(text, WIDTH, initial_indent=f"{label:<10}", subsequent_indent=" " * 10)
+    return textwrap.fill(text, WIDTH, initial_indent=f"{label:<9} ", subsequent_indent=" " * 10)
 
 
 def bar(name: str, got: float, limit: float) -> dict[str, Any]:
