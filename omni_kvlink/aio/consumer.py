@@ -23,7 +23,6 @@ from omni_kvlink.link import (
     ReceivedLayer,
     ReceivedStream,
     Verify,
-    batch_of,
     begin_chunks,
     begin_get,
     begin_gets,
@@ -73,7 +72,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
             for pending in gets[len(received) :]:
                 pending.cancel()
             raise
-        return batch_of(received)
+        return ReceivedBatch(received)
 
     async def stream_get(self, request_id: str, *, timeout: float) -> AsyncReceivedStream:
         """`KVConsumer.stream_get`; cancelling the task cancels the request."""

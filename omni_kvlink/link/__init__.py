@@ -13,7 +13,6 @@ from omni_kvlink.link.consumer import ReceivedChunk as ReceivedChunk
 from omni_kvlink.link.consumer import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link.consumer import ReceivedStream as ReceivedStream
 from omni_kvlink.link.consumer import Verify as Verify
-from omni_kvlink.link.consumer import batch_of as batch_of
 from omni_kvlink.link.consumer import begin_chunks as begin_chunks
 from omni_kvlink.link.consumer import begin_get as begin_get
 from omni_kvlink.link.consumer import begin_gets as begin_gets

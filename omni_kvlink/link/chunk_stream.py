@@ -131,7 +131,7 @@ class ChunkStream(Generic[C]):
 
     def release(self) -> None:
         """Release the stream: chunks that were not received are not kept for this reader."""
-        self._delivery.together(self._drop_requests)
+        self._delivery.coalesce(self._drop_requests)
         self._delivery.release()
 
     def release_unread(self) -> None:
@@ -150,10 +150,10 @@ class ChunkStream(Generic[C]):
 
     def when_next(self) -> Future[Any]:
         """Release the last chunk, and request the next ones; a future that ends with the first."""
-        self._delivery.together(self._go_on)
+        self._delivery.coalesce(self._release_and_request)
         return self._requested[self.position].future
 
-    def _go_on(self) -> None:
+    def _release_and_request(self) -> None:
         """Release the last chunk, and request the next ones."""
         self._release_chunk()
         self._region()

@@ -102,7 +102,7 @@ class KVConsumer(LinkEnd):
                 begin = partial(begin_get, self, request_id, verify=verify)
                 delivery = self._await(get, begin, attempts.again())
                 received.append(Received(delivery, self._copier, started=started, verify=verify))
-            return batch_of(received)
+            return ReceivedBatch(received)
         except BaseException as error:
             for one in received:
                 one.release_unread()
@@ -384,11 +384,6 @@ class Received:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-
-def batch_of(received: Sequence[Received]) -> ReceivedBatch[Received]:
-    """What `get_many` returns; it is released together."""
-    return ReceivedBatch(received, *[one._delivery.together for one in received[:1]])
 
 
 class ReceivedChunk(Received):

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
-from omni_kvlink.connectors.protocol.get_table import call
+from omni_kvlink.connectors.protocol.get_table import send_separately
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.get_table import Together
+    from omni_kvlink.connectors.protocol.get_table import Delivery
     from omni_kvlink.payload.bundle import Payload
 
 
 class Releasable(Protocol):
     """A payload that arrived; see `Received`."""
+
+    _delivery: Delivery
 
     @property
     def data(self) -> Payload:
@@ -36,8 +38,8 @@ class ReceivedBatch(Sequence[R]):
     itself.
     """
 
-    def __init__(self, received: Sequence[R], together: Together = call):
-        self._received, self._together = received, together
+    def __init__(self, received: Sequence[R]):
+        self._received = received
 
     @overload
     def __getitem__(self, index: int) -> R: ...
@@ -51,7 +53,8 @@ class ReceivedBatch(Sequence[R]):
 
     def release(self) -> None:
         """Release all payloads; tensors that are kept elsewhere keep their memory."""
-        self._together(self._release)
+        coalesce = self._received[0]._delivery.coalesce if self._received else send_separately
+        coalesce(self._release)
 
     def release_unread(self) -> None:
         """Release payloads that were not used, so that other readers receive them."""

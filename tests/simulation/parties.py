@@ -329,7 +329,7 @@ class Connection:
     def receive_until(self, future: Future[Offer], deadline: float) -> None:
         """What arrives is handled by the wire alone."""
 
-    def together(self, act: Callable[[], T]) -> T:
+    def coalesce(self, act: Callable[[], T]) -> T:
         """Each message is a message of its own."""
         return act()
 

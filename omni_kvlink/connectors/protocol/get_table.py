@@ -134,15 +134,15 @@ class Progress:
         return all(tensor in self._digests for tensor in tensors)
 
 
-class Together(Protocol):
-    """See `Delivery.together`."""
+class Coalesce(Protocol):
+    """Calls a function, and sends the messages that it causes in as few as possible."""
 
     def __call__(self, act: Callable[[], T]) -> T:
-        """Call `act`."""
+        """Call `act` and return its result."""
 
 
-def call(act: Callable[[], T]) -> T:
-    """Call it."""
+def send_separately(act: Callable[[], T]) -> T:
+    """Call `act` and return its result; its messages are not coalesced."""
     return act()
 
 
@@ -161,7 +161,8 @@ class Delivery:
         copies: times its bytes were copied in this process.
         is_verified: whether every byte was, or is before its layer is announced, compared with its
             digest on arrival.
-        together: calls a function, and sends what it releases and requests in few messages.
+        coalesce: calls a function, and sends the releases and requests that it makes in one message
+            where the connector can.
     """
 
     def __init__(
@@ -176,10 +177,10 @@ class Delivery:
         manifest: Manifest | None = None,
         copies: int = 0,
         is_verified: bool = False,
-        together: Together = call,
+        coalesce: Coalesce = send_separately,
     ):
         self.key, self.copies, self.is_verified = key, copies, is_verified
-        self.together = together
+        self.coalesce = coalesce
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self._region: Region | None = region
         self._reject = reject
@@ -233,12 +234,12 @@ class Delivery:
 
     def _give_back(self) -> None:
         # Once: afterwards this object keeps no session, whose link may be closed.
-        together, self.together = self.together, call
+        coalesce, self.coalesce = self.coalesce, send_separately
         if self.progress is None:
-            together(self._drop)
+            coalesce(self._drop)
         else:
             error = ClosedError(f"payload {self.key!r} was given back")
-            together(partial(self._drop_region, error))
+            coalesce(partial(self._drop_region, error))
 
     def _drop(self) -> None:
         self._region = None

@@ -128,8 +128,8 @@ class MappedSession(Session):
         Raises WireError if there is no such memory.
         """
 
-    def together(self, act: Callable[[], T]) -> T:
-        """Call `act`; what it releases and requests may be sent in one message."""
+    def coalesce(self, act: Callable[[], T]) -> T:
+        """Call `act`; its releases and requests may be sent in one message."""
         return act()
 
     def receive_until(self, future: Future[Any], deadline: float) -> None:
@@ -195,7 +195,7 @@ class MappedGet(SessionGet):
             reject,
             draft=header,
             progress=progress,
-            together=self.session.together,
+            coalesce=self.session.coalesce,
         )
         get_state.settle()
         return delivery
@@ -211,8 +211,8 @@ class MappedGet(SessionGet):
         if fault_points.enabled:
             fault_points.point("get.mapped")
         reject = partial(self.session.get_table.reject, get_state.get_id, offer.epoch)
-        together = self.session.together
-        delivery = Delivery(get_state.key, region, release, reject, copies=1, together=together)
+        coalesce = self.session.coalesce
+        delivery = Delivery(get_state.key, region, release, reject, copies=1, coalesce=coalesce)
         get_state.settle()
         return delivery
 

@@ -558,7 +558,7 @@ class ShmSession(MappedSession):
         self._posted = deque[Message]()  # by finalizers, to be sent in this order
         self._pid = os.getpid()
         self._flushing = threading.RLock()  # held by the thread that sends them
-        self._collecting = set[int]()  # threads that send what their finalizers have posted
+        self._coalescing = set[int]()  # threads that send themselves what they post
         self._leases = set[int]()  # gets whose offers are not released
         self._reads = READ  # 0 when nothing more is to be received
         self._has_ended = False
@@ -579,7 +579,7 @@ class ShmSession(MappedSession):
                 raise ConnectorError(f"{url}: {error.strerror} (ulimit -n)") from None
             raise
         wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
-        post = partial(_post, self._posted, self._collecting, wake)
+        post = partial(_post, self._posted, self._coalescing, wake)
         self.get_table = GetTable(self._send, post, self._channel.send_all)
         self._loop.call(self._watch)
 
@@ -604,22 +604,22 @@ class ShmSession(MappedSession):
         """Send a message to the producer; does not block."""
         self._channel.send(message)
 
-    def together(self, act: Callable[[], T]) -> T:
-        """Call `act`, and send what it releases in this thread: with what it requests, or after it.
+    def coalesce(self, act: Callable[[], T]) -> T:
+        """Call `act`; this thread sends its releases, with its first request or after it.
 
-        What finalizers release elsewhere is sent by the loop, which must be woken for that.
+        Releases of finalizers at other times are sent by the loop, which must be woken for that.
         """
         thread = threading.get_ident()
-        if thread in self._collecting or os.getpid() != self._pid:
+        if thread in self._coalescing or os.getpid() != self._pid:
             return act()  # a forked child sends nothing
         try:
-            self._collecting.add(thread)
+            self._coalescing.add(thread)
             result = act()
-            self._collecting.discard(thread)
+            self._coalescing.discard(thread)
             if self._posted:
                 self._send_posted()
         except BaseException:
-            self._collecting.discard(thread)
+            self._coalescing.discard(thread)
             self._loop.call(self._send_posted)
             raise
         return result
@@ -728,7 +728,7 @@ class ShmSession(MappedSession):
 
     def _send(self, message: Message) -> None:
         """Send a message of the table, behind what this thread has released."""
-        if self._posted and threading.get_ident() in self._collecting:
+        if self._posted and threading.get_ident() in self._coalescing:
             self._send_posted(message)
         else:
             self._channel.send(message)
@@ -869,19 +869,22 @@ class ShmSession(MappedSession):
 
 
 def _post(
-    posted: deque[Message], collecting: set[int], wake: Callable[[], None], message: Message
+    posted: deque[Message], coalescing: set[int], wake: Callable[[], None], message: Message
 ) -> None:
     """Have a session send a message; for finalizers: it takes no lock, and no socket.
 
     After its end a session is kept by no view that is still in use.
     """
     posted.append(message)
-    if threading.get_ident() not in collecting:
+    if threading.get_ident() not in coalescing:
         wake()
 
 
 def _first(posted: deque[Message], most: int) -> list[Message]:
-    """Return the first messages, which stay; a signal handler may remove some meanwhile."""
+    """Return the first posted messages, without removing them.
+
+    A signal handler may remove some meanwhile.
+    """
     messages = list[Message]()
     with contextlib.suppress(IndexError):
         while len(messages) < most:

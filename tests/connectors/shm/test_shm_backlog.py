@@ -30,15 +30,15 @@ def wait(began: threading.Event, event: threading.Event) -> None:
 def test_a_get_that_receives_does_not_hold_up_its_own_request(socket_dir: str) -> None:
     """The request waits in the reader's queue when its thread begins to receive."""
     url = f"shm://backlog?directory={socket_dir}"
-    stands, reads = threading.Event(), threading.Event()
+    blocked, reads = threading.Event(), threading.Event()
     with KVLink.serve(url) as producer, KVLink.connect(url, timeout=PATIENCE) as reader:
         end, consumer = producer._end, reader._end
         assert isinstance(end, PooledProducer)
         assert isinstance(consumer, ShmConsumer)
         session = consumer._session
         assert isinstance(session, ShmSession)
-        end.loop.call(partial(wait, stands, reads))
-        assert stands.wait(PATIENCE)  # or the producer would read while the socket is filled
+        end.loop.call(partial(wait, blocked, reads))
+        assert blocked.wait(PATIENCE)  # or the producer would read while the socket is filled
         others: list[PendingGet] = []
         while not session._channel.has_backlog:
             others.append(begin_get(reader, f"other-{len(others)}", timeout=PATIENCE))

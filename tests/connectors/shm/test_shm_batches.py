@@ -123,11 +123,15 @@ def test_a_payload_that_was_released_keeps_no_session(sockets: str) -> None:
         KVLink.connect("shm://kept", directory=sockets, timeout=60) as consumer,
     ):
         producer.put(payloads()[0])
+        producer.put(payloads()[1])
         session, received = weakref.ref(session_of(consumer)), consumer.get(KEYS[0], timeout=60)
+        batch = consumer.get_many(KEYS[1:2], timeout=60)
         received.release()
+        batch.release()
     del consumer
     until(lambda: session() is None, "the session is gone")
     assert received.manifest.request_id == KEYS[0]
+    assert len(batch) == 1
 
 
 def test_a_chunk_is_released_with_the_next_request(
