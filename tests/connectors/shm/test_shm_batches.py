@@ -102,18 +102,21 @@ def test_what_a_thread_releases_is_sent_by_it(
     """A payload's release at once, those of a batch together; the loop is not woken for them."""
     producer, consumer = ends
     receipts = producer.put_many(payloads())
-    with consumer.get(KEYS[0], timeout=60):
-        calls = list[object]()
-        loop = session_of(consumer)._loop
-        monkeypatch.setattr(loop, "call", calls.append)
-    receipts[0].wait(timeout=60)
-    with consumer.get_many(KEYS[1:], timeout=60) as data:
-        del data
-    for receipt in receipts:
-        receipt.wait(timeout=60)
+    calls, loop, received = (
+        list[object](),
+        session_of(consumer)._loop,
+        consumer.get(KEYS[0], timeout=60),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "call", calls.append)
+        received.release()
+        receipts[0].wait(timeout=60)
+        with consumer.get_many(KEYS[1:], timeout=60) as data:
+            del data
+        for receipt in receipts:
+            receipt.wait(timeout=60)
     assert datagrams["Release"] == 2
     assert not calls
-    monkeypatch.undo()
 
 
 def test_a_payload_that_was_released_keeps_no_session(sockets: str) -> None:

@@ -238,6 +238,7 @@ def test_a_get_of_large_payloads_receives_too(
     """Its arena comes first, which is left to the loop."""
     with ThreadPoolExecutor(1, "alone") as pool:
         for number in range(2):
+            until(lambda: session_of(consumer)._loop._sleeping != 0, "the loop receives nothing")
             got = get_in_thread(pool, consumer, f"k{number}")
             until_requested(producer, 1)
             until(lambda: session_of(consumer)._leader != 0, "it receives")
