@@ -217,11 +217,11 @@ int kvlc_stream_wait(uint64_t ticket, uint64_t stream) {
     });
 }
 
-int kvlc_wait(uint64_t ticket, uint64_t copy) {
+int kvlc_wait(uint64_t ticket) {
     return guarded([&] {
         std::shared_ptr<OpenTicket> opened = find(ticket);
         OnDevice on_device(opened->number());
-        opened->pending->wait(copy);
+        opened->pending->wait();
     });
 }
 
@@ -229,7 +229,15 @@ int kvlc_poll(uint64_t ticket, uint64_t *complete) {
     return guarded([&] {
         std::shared_ptr<OpenTicket> opened = find(ticket);
         OnDevice on_device(opened->number());
-        *complete = opened->pending->complete();
+        *complete = opened->pending->is_complete();
+    });
+}
+
+int kvlc_digests(uint64_t ticket, uint32_t *crcs, uint64_t count) {
+    return guarded([&] {
+        std::shared_ptr<OpenTicket> opened = find(ticket);
+        OnDevice on_device(opened->number());
+        opened->pending->digests(crcs, count);
     });
 }
 

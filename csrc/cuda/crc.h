@@ -6,15 +6,18 @@
 
 namespace kvlc {
 
-// Bytes in device memory whose CRC-32C is computed.
+// Bytes in device memory, all of a chunk or a part of it.
 struct CrcSpan {
     const char *start;
     uint64_t nbytes;
+    uint32_t shift;  // what its register is multiplied by for the chunk's bytes behind it
+    uint32_t chunk;  // whose register it adds to
 };
 
-constexpr uint32_t kCrcPoly = 0x82F63B78;        // Castagnoli, bits reflected
-constexpr uint32_t kCrcOne = 1u << 31;           // the polynomial 1, in reflected order
-constexpr uint64_t kCrcRound = 4ull * kThreads;  // bytes that a block reads at a time
+constexpr uint32_t kCrcPoly = 0x82F63B78;  // Castagnoli, bits reflected
+constexpr uint32_t kCrcOne = 1u << 31;     // the polynomial 1, in reflected order
+constexpr uint64_t kCrcUnit = sizeof(Wide), kCrcWords = kCrcUnit / 4;
+constexpr uint64_t kCrcRound = kCrcUnit * kThreads;  // bytes that a block reads at a time
 
 // Product of two polynomials modulo the CRC's.
 KVLC_BOTH constexpr uint32_t crc_product(uint32_t a, uint32_t b) {
@@ -27,7 +30,7 @@ KVLC_BOTH constexpr uint32_t crc_product(uint32_t a, uint32_t b) {
 }
 
 // What a register is multiplied by for `n` zero bytes.
-KVLC_BOTH constexpr uint32_t crc_zeros(uint64_t n) {
+constexpr uint32_t crc_zeros(uint64_t n) {
     uint32_t found = kCrcOne, power = kCrcOne >> 8;  // x to the 8th: a byte
     for (; n; n >>= 1) {
         if (n & 1) found = crc_product(power, found);
@@ -36,21 +39,24 @@ KVLC_BOTH constexpr uint32_t crc_zeros(uint64_t n) {
     return found;
 }
 
-// The register after byte b and k zero bytes: at once, and after the rest of a round.
+// The register after byte b and k zero bytes: at once, and after the rest of a round; and what a
+// thread's register is multiplied by for the units of the threads behind it.
 struct CrcTables {
-    uint32_t next[4][256], round[4][256];
+    uint32_t next[4][256], round[4][256], behind[kThreads];
 };
 
-constexpr uint32_t kCrcRest = crc_zeros(kCrcRound - 4);
-static_assert(kThreads == 256, "each thread fills the entries of one byte");
-
-KVLC_BOTH void fill_crc_tables(CrcTables &tables, unsigned byte) {
-    uint32_t crc = byte;
-    for (int k = 0; k < 4; k++) {
-        for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? kCrcPoly : 0);
-        tables.next[k][byte] = crc;
-        tables.round[k][byte] = crc_product(kCrcRest, crc);
+inline void fill_crc_tables(CrcTables &tables) {
+    constexpr uint32_t rest = crc_zeros(kCrcRound - 4);
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int k = 0; k < 4; k++) {
+            for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? kCrcPoly : 0);
+            tables.next[k][byte] = crc;
+            tables.round[k][byte] = crc_product(rest, crc);
+        }
     }
+    for (unsigned thread = 0; thread < kThreads; thread++)
+        tables.behind[thread] = crc_zeros(kCrcUnit * (kThreads - 1 - thread));
 }
 
 KVLC_BOTH uint32_t crc_step(const uint32_t (&table)[4][256], uint32_t crc) {
@@ -58,47 +64,69 @@ KVLC_BOTH uint32_t crc_step(const uint32_t (&table)[4][256], uint32_t crc) {
            table[0][crc >> 24];
 }
 
+KVLC_BOTH uint32_t crc_byte(const CrcTables &tables, uint32_t crc, uint32_t byte) {
+    return (crc >> 8) ^ tables.next[0][(crc ^ byte) & 255];
+}
+
 // The register after single bytes, from 0.
 KVLC_BOTH uint32_t crc_bytes(const CrcTables &tables, uintptr_t at, uintptr_t stop) {
     uint32_t crc = 0;
     for (; at < stop; at++)
-        crc =
-            (crc >> 8) ^ tables.next[0][(crc ^ *reinterpret_cast<const unsigned char *>(at)) & 255];
+        crc = crc_byte(tables, crc, *reinterpret_cast<const unsigned char *>(at));
     return crc;
 }
 
-// The aligned word at an address, without its bytes before the span.
-KVLC_BOTH uint32_t crc_word(uintptr_t at, uintptr_t start) {
-    if (at >= start) return *reinterpret_cast<const uint32_t *>(at);
-    uint32_t word = 0;
-    for (uintptr_t k = start - at; k < 4; k++)
-        word |= uint32_t(*reinterpret_cast<const unsigned char *>(at + k)) << 8 * k;
-    return word;
+// The aligned unit at an address, with zeros in place of its bytes before the span.
+KVLC_BOTH Value<uint32_t> crc_unit(uintptr_t at, uintptr_t start) {
+    Value<uint32_t> unit;
+    if (at >= start) {
+        unit.wide = *reinterpret_cast<const Wide *>(at);
+        return unit;
+    }
+    for (unsigned word = 0; word < kCrcWords; word++) {
+        unit.parts[word] = 0;
+        for (unsigned k = 0; k < 4; k++)
+            if (at + 4 * word + k >= start)
+                unit.parts[word] |=
+                    uint32_t(*reinterpret_cast<const unsigned char *>(at + 4 * word + k)) << 8 * k;
+    }
+    return unit;
 }
 
 // What a thread contributes to a span: the XOR of all threads' is the register from 0 after it.
-// Threads read neighbouring words, a round at a time; zeros before the span, which change nothing,
-// make its first round a whole one.
+// Threads read neighbouring units, a round at a time, and keep a register for each word of theirs;
+// zeros before the span, which change nothing, make its first round a whole one.
 KVLC_BOTH uint32_t crc_part(const CrcSpan &span, const CrcTables &tables, unsigned thread) {
     const auto start = reinterpret_cast<uintptr_t>(span.start), stop = start + span.nbytes;
-    const uintptr_t first = start & ~uintptr_t(3), behind = stop & ~uintptr_t(3);
+    const uintptr_t first = start / kCrcUnit * kCrcUnit, behind = stop / kCrcUnit * kCrcUnit;
     if (behind <= start) return thread ? 0 : crc_bytes(tables, start, stop);
-    const auto words = int64_t((behind - first) / 4);
-    const int64_t rounds = (words + kThreads - 1) / kThreads;
-    int64_t word = int64_t(thread) - (rounds * kThreads - words);
-    uint32_t crc = word >= 0 ? crc_word(first + 4 * uint64_t(word), start) : 0;
+    const auto units = int64_t((behind - first) / kCrcUnit);
+    const int64_t rounds = (units + kThreads - 1) / kThreads;
+    int64_t unit = int64_t(thread) - (rounds * kThreads - units);
+    Value<uint32_t> crcs{};
+    if (unit >= 0) crcs = crc_unit(first + kCrcUnit * uint64_t(unit), start);
+    KVLC_UNROLL_4
     for (int64_t round = 1; round < rounds; round++) {
-        word += kThreads;
-        crc = crc_step(tables.round, crc) ^ crc_word(first + 4 * uint64_t(word), start);
+        unit += kThreads;
+        Value<uint32_t> read;
+        read.wide = *reinterpret_cast<const Wide *>(first + kCrcUnit * uint64_t(unit));
+        KVLC_UNROLL
+        for (unsigned word = 0; word < kCrcWords; word++)
+            crcs.parts[word] = crc_step(tables.round, crcs.parts[word]) ^ read.parts[word];
     }
-    crc = crc_step(tables.next, crc);
-    crc = crc_product(crc, crc_zeros(4 * uint64_t(kThreads - 1 - thread) + (stop - behind)));
+    uint32_t crc = 0;
+    KVLC_UNROLL
+    for (unsigned word = 0; word < kCrcWords; word++)
+        crc = crc_step(tables.next, crc ^ crcs.parts[word]);
+    crc = crc_product(crc, tables.behind[thread]);
+    for (uintptr_t at = behind; at < stop; at++) crc = crc_byte(tables, crc, 0);
     return thread ? crc : crc ^ crc_bytes(tables, behind, stop);
 }
 
-// The CRC-32C of `nbytes` bytes, from the register after them that began with 0.
-KVLC_BOTH uint32_t crc_of_register(uint32_t crc, uint64_t nbytes) {
-    return ~(crc ^ crc_product(crc_zeros(nbytes), ~0u));
+// The CRC-32C of bytes, from the register after them that began with 0; `zeros` is crc_zeros of
+// their number.
+inline uint32_t crc_of_register(uint32_t crc, uint32_t zeros) {
+    return ~(crc ^ crc_product(zeros, ~0u));
 }
 
 }  // namespace kvlc

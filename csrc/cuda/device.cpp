@@ -2,6 +2,7 @@
 #include "device.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "calibrate.h"
@@ -11,13 +12,18 @@ namespace kvlc {
 namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
-constexpr int kFirstBuffers = 6;
+constexpr int kFirstStaging = 4, kFirstBuffers = 6;
 
 using ull = unsigned long long;
 
 // A part of the device that saturates a PCIe link many times and leaves the rest to the model.
 unsigned choose_blocks(int processors) {
     return static_cast<unsigned>(std::clamp(processors / 8, 8, 32));
+}
+
+// The whole device, for a few microseconds: a model's kernels wait for those that need them all.
+unsigned choose_digest_blocks(int processors) {
+    return static_cast<unsigned>(std::max(4 * processors, 1));
 }
 
 Staging make_staging(size_t nbytes) {
@@ -41,10 +47,11 @@ PackBuffer make_buffer() {
         return buffer;
     }
     try {
-        for (cudaEvent_t *event : {&buffer.full, &buffer.empty})
+        for (cudaEvent_t *event : {&buffer.full, &buffer.empty, &buffer.digested})
             check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
     } catch (...) {
-        if (buffer.full) (void)cudaEventDestroy(buffer.full);
+        for (cudaEvent_t event : {buffer.full, buffer.empty})
+            if (event) (void)cudaEventDestroy(event);
         (void)cudaFree(memory);
         throw;
     }
@@ -59,6 +66,14 @@ uint64_t count_devices() {
     check(cudaGetDeviceCount(&count), "no CUDA device");
     if (count <= 0) kvl::fail(KVLC_ENODEVICE, "no CUDA device: the driver reports none");
     return static_cast<uint64_t>(count);
+}
+
+void digest_on(const Device &device, const CrcSpan *spans, uint64_t count, uint32_t *registers,
+               cudaStream_t stream) {
+    if (!count) return;
+    auto blocks = static_cast<unsigned>(std::min<uint64_t>(device.digest_blocks(), count));
+    check(launch_digest(spans, count, registers, device.crc_tables(), blocks, stream),
+          "launching the digesting kernel");
 }
 
 Device &Device::get(uint64_t number) {
@@ -83,25 +98,42 @@ Device::Device(uint64_t number) : number_(number) {
                                  static_cast<int>(number)),
           "cudaDeviceGetAttribute");
     blocks_ = choose_blocks(processors);
+    digest_blocks_ = choose_digest_blocks(processors);
     check(load_kernels(), "loading the kernels");
-    free_.push_back(make_staging(kStaging));
-    // For a stream in each direction: allocating later might wait for the device.
+    // Allocating later might wait for the device.
+    for (int i = 0; i < kFirstStaging; i++) free_.push_back(make_staging(kStaging));
+    send_crc_tables();
+    // For a stream in each direction.
     for (int i = 0; i < kFirstBuffers; i++) {
         PackBuffer buffer = make_buffer();
         if (buffer.memory) free_buffers_.push_back(buffer);
     }
 }
 
-StreamPair &Device::stream_pair(bool gather, cudaStream_t caller_stream) {
+void Device::send_crc_tables() {
+    CrcTables tables;
+    fill_crc_tables(tables);
+    const Staging &staging = free_.back();
+    memcpy(staging.host, &tables, sizeof tables);
+    void *memory = nullptr;
+    check(cudaMalloc(&memory, sizeof tables), "cudaMalloc");
+    cudaStream_t stream = staged_stream();
+    check(cudaMemcpyAsync(memory, staging.host, sizeof tables, cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(stream), "sending tables");
+    crc_tables_ = static_cast<const CrcTables *>(memory);
+}
+
+StreamSet &Device::stream_set(bool gather, cudaStream_t caller_stream) {
     std::lock_guard<std::mutex> guard(lock_);
-    std::unique_ptr<StreamPair> &pair = pairs_[{gather, caller_stream}];
-    if (!pair) pair = std::make_unique<StreamPair>(*this);
-    return *pair;
+    std::unique_ptr<StreamSet> &found = sets_[{gather, caller_stream}];
+    if (!found) found = std::make_unique<StreamSet>(*this);
+    return *found;
 }
 
 void Device::forget(cudaStream_t caller_stream) {
     std::lock_guard<std::mutex> guard(lock_);
-    for (bool gather : {true, false}) pairs_.erase({gather, caller_stream});
+    for (bool gather : {true, false}) sets_.erase({gather, caller_stream});
 }
 
 cudaStream_t Device::staged_stream() {
@@ -145,7 +177,7 @@ PackBuffer Device::acquire_buffer() {
 }
 
 void Device::release_buffer(PackBuffer buffer) {
-    buffer.is_used = false;
+    buffer.is_used = buffer.is_digested = false;
     std::lock_guard<std::mutex> guard(lock_);
     free_buffers_.push_back(buffer);
 }

@@ -7,10 +7,11 @@
 #include <mutex>
 #include <vector>
 
+#include "crc.h"
 #include "kvlink_cuda.h"
 #include "plan.h"
 #include "runtime.h"
-#include "stream_pair.h"
+#include "stream_set.h"
 
 namespace kvlc {
 
@@ -31,7 +32,7 @@ class Device {
 
     // Where copies run that follow `caller_stream`; one each, so that callers do not wait for each
     // other.
-    StreamPair &stream_pair(bool gather, cudaStream_t caller_stream);
+    StreamSet &stream_set(bool gather, cudaStream_t caller_stream);
     // Destroy the streams for one that will be destroyed itself; nothing is in progress on them.
     void forget(cudaStream_t caller_stream);
 
@@ -54,22 +55,32 @@ class Device {
     uint64_t crossover(bool gather);
 
     uint64_t number() const { return number_; }
+    // Blocks of a kernel that copies, and of one that digests.
     unsigned blocks() const { return blocks_; }
+    unsigned digest_blocks() const { return digest_blocks_; }
+    // In the device's memory.
+    const CrcTables *crc_tables() const { return crc_tables_; }
 
   private:
     explicit Device(uint64_t number);
+    void send_crc_tables();
 
     std::mutex lock_, measuring_;
-    std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<StreamPair>> pairs_;
+    std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<StreamSet>> sets_;
     cudaStream_t staged_stream_ = nullptr;
     std::vector<Staging> free_;
     std::vector<PackBuffer> free_buffers_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
     const uint64_t number_;
-    unsigned blocks_ = 0;
+    unsigned blocks_ = 0, digest_blocks_ = 0;
+    const CrcTables *crc_tables_ = nullptr;
     bool measured_ = false;
     uint64_t crossovers_[2] = {};
 };
+
+// Launch the digesting kernel on spans of the device's memory; none are no launch. Throws.
+void digest_on(const Device &device, const CrcSpan *spans, uint64_t count, uint32_t *registers,
+               cudaStream_t stream);
 
 // The number of devices; throws KVLC_ENODEVICE if there are none.
 uint64_t count_devices();

@@ -12,14 +12,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    digest(const CrcSpan *__restrict__ spans, uint64_t count, uint32_t *__restrict__ crcs) {
+    digest(const CrcSpan *__restrict__ spans, uint64_t count, uint32_t *__restrict__ crcs,
+           const CrcTables *__restrict__ given) {
     __shared__ CrcTables tables;
-    fill_crc_tables(tables, threadIdx.x);
+    auto from = reinterpret_cast<const uint32_t *>(given);
+    auto to = reinterpret_cast<uint32_t *>(&tables);
+    for (unsigned i = threadIdx.x; i < sizeof tables / sizeof *to; i += kThreads) to[i] = from[i];
     __syncthreads();
     for (uint64_t i = blockIdx.x; i < count; i += gridDim.x) {
-        uint32_t crc = crc_part(spans[i], tables, threadIdx.x);
+        const CrcSpan span = spans[i];
+        uint32_t crc = crc_part(span, tables, threadIdx.x);
         for (int lane = 16; lane; lane /= 2) crc ^= __shfl_xor_sync(~0u, crc, lane);
-        if (threadIdx.x % 32 == 0) atomicXor(&crcs[i], crc);
+        if (threadIdx.x % 32 == 0) atomicXor(&crcs[span.chunk], crc_product(crc, span.shift));
     }
 }
 
@@ -34,9 +38,9 @@ cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tile
     return cudaGetLastError();
 }
 
-cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs, unsigned blocks,
-                          cudaStream_t stream) {
-    digest<<<blocks, kThreads, 0, stream>>>(spans, count, crcs);
+cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs,
+                          const CrcTables *tables, unsigned blocks, cudaStream_t stream) {
+    digest<<<blocks, kThreads, 0, stream>>>(spans, count, crcs, tables);
     return cudaGetLastError();
 }
 

@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change of a struct or a function below, or of kvl_copy. */
-#define KVLC_ABI 3
+#define KVLC_ABI 4
 #define KVLC_MEASURED UINT64_MAX
 
 enum kvlc_status {
@@ -74,7 +74,8 @@ KVL_API int kvlc_write(uint64_t device, void *to, const void *from, uint64_t nby
 KVL_API int kvlc_digest(uint64_t device, const kvlc_bytes *spans, uint64_t count, uint32_t *crcs);
 
 /* Copy device views into the payload, which is in registered memory or from kvlc_allocate. Spans
- * ascend without overlap; their digests are ignored. The views may change after kvlc_finish. */
+ * ascend without overlap. The views may change after kvlc_finish. Here and below digests are
+ * numbered from 0, in the order of the spans, and kvlc_digests returns them. */
 KVL_API int kvlc_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
                         const kvlc_options *options, kvl_report *report, uint64_t *ticket);
 
@@ -85,17 +86,22 @@ KVL_API int kvlc_scatter(const void *payload, uint64_t nbytes, const kvl_copy *c
                          uint64_t count, const kvlc_options *options, kvl_report *report,
                          uint64_t *ticket);
 
-/* Record what a stream holds now: a ticket that counts as one copy, complete when that work is. */
+/* Record what a stream holds now: a ticket that is complete when that work is. */
 KVL_API int kvlc_record(uint64_t device, uint64_t stream, uint64_t *ticket);
 
 /* Make later work on a stream of the ticket's device wait for all its copies; does not block. */
 KVL_API int kvlc_stream_wait(uint64_t ticket, uint64_t stream);
 
-/* Block until the ticket's copies 0 to `copy` are complete. Any thread, several at once. */
-KVL_API int kvlc_wait(uint64_t ticket, uint64_t copy);
+/* Block until all copies of the ticket are complete. Any thread, several at once. */
+KVL_API int kvlc_wait(uint64_t ticket);
 
-/* How many of the ticket's copies, from the first on, are complete. */
+/* Whether they are: 1, or 0. */
 KVL_API int kvlc_poll(uint64_t ticket, uint64_t *complete);
+
+/* Block until they are, and write the `count` digests of the call: CRC-32C, computed by the device
+ * from the bytes as they are in its memory, a view's or what was packed. KVL_EARGUMENT if the call
+ * had another number of them. */
+KVL_API int kvlc_digests(uint64_t ticket, uint32_t *crcs, uint64_t count);
 
 /* Block until all copies are complete and delete the ticket; one of kvlc_record does not block. */
 KVL_API int kvlc_finish(uint64_t ticket);

@@ -120,22 +120,21 @@ void write_memory(Device &device, char *to, const char *from, uint64_t nbytes) {
 
 void digest_memory(Device &device, const kvlc_bytes *spans, uint64_t count, uint32_t *crcs) {
     if (!count) return;
-    const size_t table = count * sizeof(CrcSpan), results = count * sizeof(uint32_t);
+    Digests digests;
+    for (uint64_t i = 0; i < count; i++)
+        digests.add(digests.open(spans[i].nbytes), static_cast<const char *>(spans[i].address),
+                    spans[i].nbytes, 0);
+    const size_t pieces = digests.spans().size();
+    const size_t table = pieces * sizeof(CrcSpan), results = count * sizeof(uint32_t);
     StagedWork work(device, table + results);
-    for (uint64_t i = 0; i < count; i++) {
-        CrcSpan span{static_cast<const char *>(spans[i].address), spans[i].nbytes};
-        memcpy(work.host() + i * sizeof span, &span, sizeof span);
-    }
+    if (pieces) memcpy(work.host(), digests.spans().data(), table);
     memset(work.host() + table, 0, results);
     work.copy(work.device(), work.host(), table + results, cudaMemcpyHostToDevice);
-    auto blocks = static_cast<unsigned>(std::min<uint64_t>(2 * device.blocks(), count));
-    check(launch_digest(reinterpret_cast<const CrcSpan *>(work.device()), count,
-                        reinterpret_cast<uint32_t *>(work.device() + table), blocks, work.stream()),
-          "launching the digesting kernel");
+    digest_on(device, reinterpret_cast<const CrcSpan *>(work.device()), pieces,
+              reinterpret_cast<uint32_t *>(work.device() + table), work.stream());
     work.copy(work.host() + table, work.device() + table, results, cudaMemcpyDeviceToHost);
     work.finish();
-    memcpy(crcs, work.host() + table, results);
-    for (uint64_t i = 0; i < count; i++) crcs[i] = crc_of_register(crcs[i], spans[i].nbytes);
+    digests.finish(reinterpret_cast<const uint32_t *>(work.host() + table), crcs);
 }
 
 }  // namespace kvlc

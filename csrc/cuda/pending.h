@@ -18,10 +18,12 @@ class Pending {
     Device &device() const { return device_; }
 
     // The caller of these is on the device.
-    virtual void wait(uint64_t copy) const = 0;  // blocks until copies 0 to `copy` are complete
-    virtual uint64_t complete() const = 0;       // copies, from the first one on
-    virtual void finish() const = 0;             // blocks for as long as memory is used
-    virtual void hold_back(cudaStream_t stream) const = 0;  // later work there waits for all copies
+    virtual void wait() const = 0;        // blocks until all is complete
+    virtual bool is_complete() const = 0;  // does not block
+    virtual void finish() const = 0;      // blocks for as long as memory is used
+    virtual void hold_back(cudaStream_t stream) const = 0;  // later work there waits for all of it
+    // Blocks, and writes the digests; throws unless there are `count` of them.
+    virtual void digests(uint32_t *crcs, uint64_t count) const = 0;
 
   protected:
     Device &device_;
@@ -30,5 +32,8 @@ class Pending {
 // Throws KVL_EARGUMENT if the stream is being captured: what waits for a captured stream is
 // captured, too, and does nothing.
 void refuse_capture(cudaStream_t stream);
+
+// Whether what an event recorded is over; does not block.
+bool is_over(cudaEvent_t event);
 
 }  // namespace kvlc

@@ -40,6 +40,13 @@ void Plan::check_span(const kvl_span &span) {
     if (span.nbytes > nbytes_ || span.start > nbytes_ - span.nbytes)
         kvl::fail(KVL_EBOUNDS, "a span of %llu bytes at %llu in a payload of %llu",
                   ull(span.nbytes), ull(span.start), ull(nbytes_));
+    if (span.first_digest != KVL_NO_DIGEST) {
+        if (span.first_digest != digests_.count())
+            kvl::fail(KVL_EARGUMENT, "a first digest of %llu after %llu digests",
+                      ull(span.first_digest), ull(digests_.count()));
+        for (uint64_t at = 0; at < span.nbytes; at += KVL_CHUNK)
+            (void)digests_.open(std::min<uint64_t>(KVL_CHUNK, span.nbytes - at));
+    }
     if (!gather_) return;
     if (span.start < written_)
         kvl::fail(KVL_EOVERLAP, "a span at %llu after one that ends at %llu", ull(span.start),
@@ -56,7 +63,6 @@ void Plan::add(const kvl_copy &copy, uint64_t crossover) {
         else
             add_runs(view, copy.span);
     }
-    copies_++;
     if (open_nbytes_ >= group_) end_group();
 }
 
@@ -83,7 +89,10 @@ void Plan::add_task(const View &view, const kvl_span &span) {
         const uint64_t nbytes = std::min(some * tile, span.nbytes - before);
         task.first_tile = open_tiles_;
         tasks_.push_back(task);
-        pieces_.push_back({span.start + before, nbytes, open_packed_, first_offset});
+        const size_t first_span = digests_.spans().size();
+        add_digests(span, task.payload + before, before, nbytes);
+        pieces_.push_back({span.start + before, nbytes, open_packed_, first_offset, first_span,
+                           digests_.spans().size()});
         open_tiles_ += some;
         open_nbytes_ += nbytes;
         open_packed_ += (nbytes + sizeof(Wide) - 1) / sizeof(Wide) * sizeof(Wide);
@@ -120,32 +129,66 @@ void Plan::add_runs(const View &view, const kvl_span &span) {
         left -= n;
         cursor.advance(n);
     }
+    for (size_t i = first; i < runs_.size(); i++) {
+        const Run &run = runs_[i];
+        add_digests(span, run.view, uint64_t(run.payload - payload_) - span.start, run.nbytes);
+    }
     open_nbytes_ += span.nbytes;
 }
 
+// `nbytes` bytes at `start`, which are the span's from `position` on.
+void Plan::add_digests(const kvl_span &span, const char *start, uint64_t position,
+                       uint64_t nbytes) {
+    if (span.first_digest == KVL_NO_DIGEST) return;
+    while (nbytes) {
+        const uint64_t chunk = position / KVL_CHUNK;
+        const uint64_t stop = std::min((chunk + 1) * KVL_CHUNK, span.nbytes);
+        const uint64_t some = std::min(nbytes, stop - position);
+        digests_.add(uint32_t(span.first_digest + chunk), start, some, stop - position - some);
+        start += some, position += some, nbytes -= some;
+    }
+}
+
 void Plan::end_group() {
+    const size_t span = digests_.spans().size();
     if (open_nbytes_)
-        groups_.push_back(
-            {copies_, open_task_, tasks_.size(), open_run_, runs_.size(), open_tiles_});
+        groups_.push_back({open_task_, tasks_.size(), open_run_, runs_.size(), open_span_, span,
+                           open_tiles_});
     open_nbytes_ = open_packed_ = open_tiles_ = 0;
     open_task_ = tasks_.size();
     open_run_ = runs_.size();
+    open_span_ = span;
 }
 
-size_t Plan::staged_nbytes() const {
-    return tasks_.size() * sizeof(Task) + offsets_.size() * sizeof(int64_t);
+Tables Plan::tables() const {
+    Tables found{};
+    found.offsets = tasks_.size() * sizeof(Task);
+    found.spans = found.offsets + offsets_.size() * sizeof(int64_t);
+    found.registers = found.spans + digests_.spans().size() * sizeof(CrcSpan);
+    found.nbytes = found.registers + digests_.count() * sizeof(uint32_t);
+    return found;
 }
 
 void Plan::stage(char *host, const char *device, const std::vector<char *> &payloads) const {
-    size_t at = tasks_.size() * sizeof(Task);
+    const Tables at = tables();
+    std::vector<CrcSpan> spans = digests_.spans();
     for (size_t i = 0; i < tasks_.size(); i++) {
         Task task = tasks_[i];
+        const Piece &piece = pieces_[i];
+        for (size_t span = piece.first_span; span < piece.stop_span; span++)
+            spans[span].start = payloads[i] + (spans[span].start - task.payload);
         task.payload = payloads[i];
-        if (pieces_[i].first_offset >= 0)
-            task.offsets = reinterpret_cast<const int64_t *>(device + at) + pieces_[i].first_offset;
+        if (piece.first_offset >= 0)
+            task.offsets =
+                reinterpret_cast<const int64_t *>(device + at.offsets) + piece.first_offset;
         memcpy(host + i * sizeof task, &task, sizeof task);
     }
-    if (!offsets_.empty()) memcpy(host + at, offsets_.data(), offsets_.size() * sizeof(int64_t));
+    auto copy = [&](size_t to, const auto &table) {
+        if (!table.empty()) memcpy(host + to, table.data(), table.size() * sizeof table[0]);
+    };
+    copy(at.offsets, offsets_);
+    copy(at.spans, spans);
+    memset(host + at.registers, 0, at.nbytes - at.registers);
 }
 
 char *Plan::packed(size_t task, char *packed) const {

@@ -7,16 +7,18 @@
 #include <vector>
 
 #include "../view.h"
+#include "digests.h"
 #include "unit.h"
 
 namespace kvlc {
 
-constexpr uint64_t kGroup = 4 << 20;  // bytes that complete together, as the host can observe
+constexpr uint64_t kGroup = 8 << 20;  // bytes that are packed together
 
 // What a task is of its call: bytes of the payload, and where they are in packed memory.
 struct Piece {
     uint64_t start, nbytes, packed_at;
-    int64_t first_offset;  // in `offsets`, or -1
+    int64_t first_offset;          // in `offsets`, or -1
+    size_t first_span, stop_span;  // of the digests'
 };
 
 // Bytes that are contiguous on both sides: one copy of a copy engine.
@@ -25,11 +27,15 @@ struct Run {
     uint64_t nbytes;
 };
 
-// Bytes that are enqueued together and complete together; a long view is in several.
+// Bytes that are enqueued together; a long view is in several.
 struct Group {
-    uint64_t stop;  // the first copy that is not complete with it
-    size_t first_task, stop_task, first_run, stop_run;
+    size_t first_task, stop_task, first_run, stop_run, first_span, stop_span;
     uint64_t tiles;  // of its tasks
+};
+
+// Where each table begins in the memory that is sent to the device.
+struct Tables {
+    size_t tasks, offsets, spans, registers, nbytes;
 };
 
 class Plan {
@@ -39,21 +45,23 @@ class Plan {
         : gather_(gather), payload_(payload), nbytes_(nbytes), group_(group) {}
 
     // Views whose runs are shorter than `crossover` on average become tasks, others runs.
+    // Digests are of what is in device memory: the views, or what is packed, or a payload that is
+    // written directly. They are numbered from 0, in order.
     // Throws kvl::Failure. Add all copies and call `close` before anything is enqueued.
     void add(const kvl_copy &copy, uint64_t crossover);
     void close() { end_group(); }
 
     bool gather() const { return gather_; }
-    uint64_t copies() const { return copies_; }
     // `payload` is the host's address, and `offsets` none yet.
     const std::vector<Task> &tasks() const { return tasks_; }
     const std::vector<Piece> &pieces() const { return pieces_; }  // one for each task
     const std::vector<int64_t> &offsets() const { return offsets_; }
     const std::vector<Run> &runs() const { return runs_; }
     const std::vector<Group> &groups() const { return groups_; }
+    const Digests &digests() const { return digests_; }
 
-    // The tables for the device: the tasks, then the offsets.
-    size_t staged_nbytes() const;
+    // The tables for the device, the digests' registers behind them.
+    Tables tables() const;
     // Write them to `host`; they will be copied to `device`. The kernel finds the tasks' payload at
     // `payloads`, one address for each task.
     void stage(char *host, const char *device, const std::vector<char *> &payloads) const;
@@ -69,6 +77,7 @@ class Plan {
     void check_span(const kvl_span &span);
     void add_task(const kvl::View &view, const kvl_span &span);
     void add_runs(const kvl::View &view, const kvl_span &span);
+    void add_digests(const kvl_span &span, const char *start, uint64_t position, uint64_t nbytes);
     int64_t offsets_of(const kvl::View &view);
     void end_group();
 
@@ -80,11 +89,12 @@ class Plan {
     std::vector<int64_t> offsets_;
     std::vector<Run> runs_;
     std::vector<Group> groups_;
+    Digests digests_;
     // Layers share a table: it is computed and sent once.
     std::map<std::tuple<const int64_t *, size_t, ptrdiff_t, uint64_t, ptrdiff_t>, int64_t>
         known_indices_;
-    uint64_t copies_ = 0, written_ = 0, open_nbytes_ = 0, open_packed_ = 0, open_tiles_ = 0;
-    size_t open_task_ = 0, open_run_ = 0;
+    uint64_t written_ = 0, open_nbytes_ = 0, open_packed_ = 0, open_tiles_ = 0;
+    size_t open_task_ = 0, open_run_ = 0, open_span_ = 0;
 };
 
 // The run length from which a copy engine is faster, by three durations for `nbytes` bytes: of the

@@ -13,16 +13,10 @@ Recorded::Recorded(Device &device, cudaStream_t stream) : Pending(device), strea
 
 Recorded::~Recorded() { device_.release_event(event_, kEventFlags); }
 
-void Recorded::wait(uint64_t) const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+void Recorded::wait() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
 
-uint64_t Recorded::complete() const {
-    cudaError_t status = cudaEventQuery(event_);
-    if (status == cudaErrorNotReady) {
-        (void)cudaGetLastError();
-        return 0;
-    }
-    check(status, "cudaEventQuery");
-    return 1;
+void Recorded::digests(uint32_t *, uint64_t count) const {
+    if (count) kvl::fail(KVL_EARGUMENT, "a ticket of kvlc_record has no digests");
 }
 
 void Recorded::hold_back(cudaStream_t stream) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a caller's stream held at one moment; counts as one copy.
+// What a caller's stream held at one moment.
 #pragma once
 
 #include "pending.h"
@@ -11,10 +11,11 @@ class Recorded : public Pending {
     Recorded(Device &device, cudaStream_t stream);
     ~Recorded() override;
 
-    void wait(uint64_t copy) const override;
-    uint64_t complete() const override;
+    void wait() const override;
+    bool is_complete() const override { return is_over(event_); }
     void finish() const override {}
     void hold_back(cudaStream_t stream) const override;
+    void digests(uint32_t *crcs, uint64_t count) const override;
 
     cudaStream_t stream() const { return stream_; }
 

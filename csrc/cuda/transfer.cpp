@@ -11,9 +11,9 @@ namespace kvlc {
 
 Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
                    unsigned flags)
-    : Pending(device), streams_(device.stream_pair(plan.gather(), before.stream)),
-      last_(streams_.engines()), flags_(flags), copies_(plan.copies()),
-      staging_(device.acquire_staging(plan.staged_nbytes())) {
+    : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)),
+      last_(streams_.engines()), flags_(flags), tables_(plan.tables()), digests_(plan.digests()),
+      staging_(device.acquire_staging(tables_.nbytes)) {
     try {
         enqueue(plan, payload, before);
     } catch (...) {
@@ -26,30 +26,34 @@ Transfer::~Transfer() { release(); }
 
 void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) {
     if (plan.groups().empty()) return;
-    events_.reserve(plan.groups().size());
+    const bool has_tasks = !plan.tasks().empty();
     std::lock_guard<std::mutex> guard(streams_.lock);
-    is_packed_ = !plan.tasks().empty() && !payload.on_device && streams_.open(plan.groups().size());
+    is_packed_ = has_tasks && !payload.on_device && streams_.open(plan.groups().size());
     if (is_packed_ && !plan.gather()) last_ = streams_.kernels();
     if (staging_.nbytes) stage(plan, payload.shift);
     try {
         follow(before);
-        cudaStream_t tables = is_packed_ ? streams_.kernels() : streams_.engines();
-        if (staging_.nbytes)
-            check(cudaMemcpyAsync(staging_.device, staging_.host, plan.staged_nbytes(),
-                                  cudaMemcpyHostToDevice, tables),
-                  "cudaMemcpyAsync");
+        if (staging_.nbytes) send_tables(has_tasks);
+        // Views that are only read are digested while they are copied.
+        const bool is_behind = has_tasks || !plan.gather();
+        if (!is_packed_ && !is_behind) digest_all(is_behind);
         for (const Group &group : plan.groups()) {
-            if (is_packed_)
-                enqueue_packed(plan, group, streams_.buffer()), streams_.advance();
-            else
+            if (!is_packed_) {
                 enqueue_direct(plan, group, payload.on_device);
-            record_event();
-            stops_.push_back(group.stop);
+                continue;
+            }
+            PackBuffer &buffer = streams_.buffer();
+            enqueue_packed(plan, group, buffer);
+            digest_packed(group, buffer);
+            streams_.advance();
         }
+        if (!is_packed_ && is_behind) digest_all(is_behind);
+        return_digests();
+        events_.push_back(record_event(last_));
         if (!plan.gather() && !before.recorded) hold_back(before.stream);
     } catch (...) {
         // An event after what was enqueued may fail, too.
-        for (cudaStream_t stream : {streams_.kernels(), streams_.engines()})
+        for (cudaStream_t stream : {streams_.kernels(), streams_.digests(), streams_.engines()})
             (void)cudaStreamSynchronize(stream);
         throw;
     }
@@ -67,6 +71,17 @@ void Transfer::stage(const Plan &plan, ptrdiff_t shift) {
     plan.stage(staging_.host, staging_.device, payloads);
 }
 
+// On the stream that needs them first, so that no copy engine's first copy waits for them.
+void Transfer::send_tables(bool has_tasks) {
+    cudaStream_t stream = !has_tasks   ? streams_.digests()
+                          : is_packed_ ? streams_.kernels()
+                                       : streams_.engines();
+    check(cudaMemcpyAsync(staging_.device, staging_.host, tables_.nbytes, cudaMemcpyHostToDevice,
+                          stream),
+          "cudaMemcpyAsync");
+    if (digests_.count() && has_tasks) chain(streams_.digests(), stream);
+}
+
 void Transfer::enqueue_direct(const Plan &plan, const Group &group, bool on_device) {
     launch_tasks(plan, group, streams_.engines());
     copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run, plan.gather(),
@@ -76,6 +91,8 @@ void Transfer::enqueue_direct(const Plan &plan, const Group &group, bool on_devi
 void Transfer::enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer) {
     cudaStream_t first = plan.gather() ? streams_.kernels() : streams_.engines();
     if (buffer.is_used) check(cudaStreamWaitEvent(first, buffer.empty, 0), "cudaStreamWaitEvent");
+    if (buffer.is_digested)
+        check(cudaStreamWaitEvent(first, buffer.digested, 0), "cudaStreamWaitEvent");
     auto move = [&] {
         std::vector<Run> runs = plan.packed_runs(group, buffer.memory);
         copy_runs(runs.data(), runs.size(), plan.gather(), false, streams_.engines());
@@ -97,49 +114,89 @@ void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t s
           "launching the copying kernel");
 }
 
+void Transfer::launch_digests(size_t first_span, size_t stop_span) {
+    auto at = reinterpret_cast<const CrcSpan *>(staging_.device + tables_.spans) + first_span;
+    digest_on(device_, at, stop_span - first_span,
+              reinterpret_cast<uint32_t *>(staging_.device + tables_.registers),
+              streams_.digests());
+}
+
+// What a buffer holds, and the group's runs, which lie in the views by then.
+void Transfer::digest_packed(const Group &group, PackBuffer &buffer) {
+    buffer.is_digested = group.first_span != group.stop_span;
+    if (!buffer.is_digested) return;
+    check(cudaStreamWaitEvent(streams_.digests(), buffer.full, 0), "cudaStreamWaitEvent");
+    launch_digests(group.first_span, group.stop_span);
+    check(cudaEventRecord(buffer.digested, streams_.digests()), "cudaEventRecord");
+}
+
+// All at once, behind the copies or beside them.
+void Transfer::digest_all(bool is_behind) {
+    if (digests_.spans().empty()) return;
+    if (is_behind) chain(streams_.digests(), streams_.engines());
+    launch_digests(0, digests_.spans().size());
+}
+
+void Transfer::return_digests() {
+    if (!digests_.count()) return;
+    check(cudaMemcpyAsync(staging_.host + tables_.registers, staging_.device + tables_.registers,
+                          tables_.nbytes - tables_.registers, cudaMemcpyDeviceToHost,
+                          streams_.digests()),
+          "cudaMemcpyAsync");
+    events_.push_back(record_event(streams_.digests()));
+}
+
 void Transfer::follow(Predecessor before) {
     auto hold_back = [&](const Pending &pending) {
         pending.hold_back(streams_.engines());
         if (is_packed_) pending.hold_back(streams_.kernels());
+        if (digests_.count()) pending.hold_back(streams_.digests());
     };
     before.recorded ? hold_back(*before.recorded) : hold_back(Recorded(device_, before.stream));
 }
 
-void Transfer::record_event() {
-    events_.push_back(device_.acquire_event(flags_));
-    check(cudaEventRecord(events_.back(), last_), "cudaEventRecord");
+void Transfer::chain(cudaStream_t stream, cudaStream_t behind) {
+    Recorded(device_, behind).hold_back(stream);
+}
+
+cudaEvent_t Transfer::record_event(cudaStream_t stream) {
+    cudaEvent_t event = device_.acquire_event(flags_);
+    cudaError_t status = cudaEventRecord(event, stream);
+    if (status != cudaSuccess) device_.release_event(event, flags_);
+    check(status, "cudaEventRecord");
+    return event;
 }
 
 void Transfer::hold_back(cudaStream_t stream) const {
     if (events_.empty()) return;
     refuse_capture(stream);
-    check(cudaStreamWaitEvent(stream, events_.back(), 0), "cudaStreamWaitEvent");
+    for (cudaEvent_t event : events_)
+        check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
 }
 
-void Transfer::wait(uint64_t copy) const {
-    auto group = std::upper_bound(stops_.begin(), stops_.end(), copy) - stops_.begin();
-    if (stops_.empty()) return;
-    group = std::min<ptrdiff_t>(group, ptrdiff_t(stops_.size()) - 1);
-    check(cudaEventSynchronize(events_[size_t(group)]), "copying");
+void Transfer::wait() const {
+    for (cudaEvent_t event : events_) check(cudaEventSynchronize(event), "copying");
 }
 
-uint64_t Transfer::complete() const {
-    uint64_t done = 0;
-    for (size_t group = 0; group < stops_.size(); group++) {
-        cudaError_t status = cudaEventQuery(events_[group]);
-        if (status == cudaErrorNotReady) {
-            (void)cudaGetLastError();
-            return done;
-        }
-        check(status, "copying");
-        done = stops_[group];
-    }
-    return copies_;
+bool Transfer::is_complete() const {
+    return std::all_of(events_.begin(), events_.end(), is_over);
+}
+
+void Transfer::digests(uint32_t *crcs, uint64_t count) const {
+    if (count != digests_.count())
+        kvl::fail(KVL_EARGUMENT, "%llu digests of a ticket that has %llu",
+                  static_cast<unsigned long long>(count),
+                  static_cast<unsigned long long>(digests_.count()));
+    if (!count) return;
+    wait();
+    digests_.finish(reinterpret_cast<const uint32_t *>(staging_.host + tables_.registers), crcs);
 }
 
 void Transfer::release() {
-    if (!events_.empty()) (void)cudaEventSynchronize(events_.back());
-    for (cudaEvent_t event : events_) device_.release_event(event, flags_);
+    for (cudaEvent_t event : events_) {
+        (void)cudaEventSynchronize(event);
+        device_.release_event(event, flags_);
+    }
     events_.clear();
     device_.release_staging(staging_);
     staging_ = {};

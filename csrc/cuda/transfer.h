@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan in progress: its groups of copies are enqueued, and complete in order.
+// A plan in progress.
 //
 // Between host memory and views whose runs are short, a kernel packs the runs of a group in device
 // memory, and the copy engines move what is packed: a kernel that accesses host memory would hold
 // processors of the device for as long as the bytes take. It does so where there is no memory to
 // pack in, and within a device it copies directly.
+//
+// Digests are the device's work, too, on a stream of their own: a kernel that waits until a model's
+// leaves it a processor does not make the next group wait, as well.
 #pragma once
 
 #include <vector>
@@ -28,35 +31,43 @@ struct Placement {
 
 class Transfer : public Pending {
   public:
-    // Enqueue after the predecessor. If it throws, nothing is in progress. `flags`: of the events.
+    // Enqueue after the predecessor. If it throws, nothing is in progress. `flags`: of its events.
     Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
              unsigned flags = kEventFlags);
     // Blocks until all copies are complete.
     ~Transfer() override;
 
-    void wait(uint64_t copy) const override;
-    uint64_t complete() const override;
-    void finish() const override { wait(UINT64_MAX); }
+    void wait() const override;
+    bool is_complete() const override;
+    void finish() const override { wait(); }
     void hold_back(cudaStream_t stream) const override;
+    void digests(uint32_t *crcs, uint64_t count) const override;
 
   private:
     void enqueue(const Plan &plan, Placement payload, Predecessor before);
     void stage(const Plan &plan, ptrdiff_t shift);
+    void send_tables(bool has_tasks);
     void enqueue_direct(const Plan &plan, const Group &group, bool on_device);
     void enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer);
     void launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream);
+    void launch_digests(size_t first_span, size_t stop_span);
+    void digest_packed(const Group &group, PackBuffer &buffer);
+    void digest_all(bool is_behind);
+    void return_digests();
     void follow(Predecessor before);
-    void record_event();
+    // Let a stream wait for what another one holds now.
+    void chain(cudaStream_t stream, cudaStream_t behind);
+    cudaEvent_t record_event(cudaStream_t stream);
     void release();
 
-    StreamPair &streams_;
+    StreamSet &streams_;
     bool is_packed_ = false;
     cudaStream_t last_;  // on which groups end
     unsigned flags_;
-    uint64_t copies_;
+    Tables tables_;
+    Digests digests_;
     Staging staging_;
-    std::vector<uint64_t> stops_;      // of the groups
-    std::vector<cudaEvent_t> events_;  // one for each of them
+    std::vector<cudaEvent_t> events_;  // behind which nothing is in progress
 };
 
 }  // namespace kvlc

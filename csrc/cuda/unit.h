@@ -13,9 +13,11 @@
 #endif
 #if defined(__CUDA_ARCH__)
 #define KVLC_UNROLL _Pragma("unroll")
+#define KVLC_UNROLL_4 _Pragma("unroll 4")
 #define KVLC_ROLLED _Pragma("unroll 1")
 #else
 #define KVLC_UNROLL
+#define KVLC_UNROLL_4
 #define KVLC_ROLLED
 #endif
 

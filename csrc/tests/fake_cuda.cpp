@@ -404,19 +404,19 @@ cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tile
     });
 }
 
-cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs, unsigned blocks,
-                          cudaStream_t stream) {
+cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs,
+                          const CrcTables *tables, unsigned blocks, cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    const DeviceMemory *memory = memory_at(spans);
+    const DeviceMemory *memory = memory_at(spans), *table = memory_at(tables);
     if (!blocks || blocks > count || !memory || memory->device != current_device() ||
-        memory_at(crcs) != memory)
+        memory_at(crcs) != memory || !table || table->device != current_device())
         return cudaErrorInvalidValue;
+    fake_cuda().digested += count;
     return push(stream, [=] {
-        CrcTables tables;
-        for (unsigned thread = 0; thread < kThreads; thread++) fill_crc_tables(tables, thread);
         for (uint64_t i = 0; i < count; i++)
             for (unsigned thread = 0; thread < kThreads; thread++)
-                crcs[i] ^= crc_part(spans[i], tables, thread);
+                crcs[spans[i].chunk] ^=
+                    crc_product(crc_part(spans[i], *tables, thread), spans[i].shift);
     });
 }
 

@@ -88,14 +88,17 @@ void copies(uint64_t crossover) {
     std::vector<Case> cases;
     std::vector<kvl_copy> copied;
     Bytes expected;
+    std::vector<uint32_t> crcs, found_crcs;
     cases.reserve(6);  // views point into them
     for (int n = 0; n < 6; n++) {
         cases.push_back(random_case(random, true));
         const Case &added = cases.back();
-        copied.push_back({added.view, {expected.size() + 64, added.nbytes, KVL_NO_DIGEST}});
+        copied.push_back({added.view, {expected.size() + 64, added.nbytes, crcs.size()}});
         expected.resize(expected.size() + 64);
         for (uint64_t i = 0; i < added.nbytes; i++)
             expected.push_back(added.memory[added.address(i)]);
+        for (uint32_t crc : simple_digests(expected.data() + copied.back().span.start, added.nbytes))
+            crcs.push_back(crc);
     }
     void *memory = nullptr;
     Bytes found(expected.size());
@@ -104,8 +107,10 @@ void copies(uint64_t crossover) {
     auto payload = [&](auto function) {
         return function(memory, expected.size(), copied.data(), copied.size(), &options, nullptr,
                         &ticket) == KVL_OK &&
-               kvlc_finish(ticket) == KVL_OK;
+               kvlc_digests(ticket, found_crcs.data(), crcs.size()) == KVL_OK &&
+               kvlc_finish(ticket) == KVL_OK && found_crcs == crcs;
     };
+    found_crcs.resize(crcs.size());
     CHECK_CUDA(kvlc_allocate(0, expected.size(), &memory) == KVL_OK);
     CHECK_CUDA(kvlc_write(0, memory, found.data(), found.size()) == KVL_OK);
     uint64_t launches = fake_cuda().launches, crossed = fake_cuda().crossed_nbytes;

@@ -18,7 +18,7 @@ from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import MappedPages, Region
 
-ABI = 3
+ABI = 4
 LIBRARY = "_kvlink_cuda.so"
 ENVIRONMENT = "OMNI_KVLINK_CUDA_CROSSOVER"
 """Environment variable, in bytes: views whose contiguous runs are shorter on average are copied by
@@ -49,15 +49,15 @@ class Ticket:
         self._close = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
         self._close.atexit = False  # the end of the process stops the device
 
-    def wait(self, copy: int) -> None:
-        """Block until copies 0 to `copy` are complete; any thread, several at once."""
-        _check(_load().kvlc_wait(self._number, ctypes.c_uint64(copy)))
+    def wait(self) -> None:
+        """Block until all copies are complete; any thread, several at once."""
+        _check(_load().kvlc_wait(self._number))
 
-    def complete(self) -> int:
-        """Return how many copies, from the first one on, are complete; does not block."""
+    def is_complete(self) -> bool:
+        """Whether they are; does not block."""
         found = ctypes.c_uint64()
         _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
-        return found.value
+        return found.value > 0
 
     def make_stream_wait(self, stream: int) -> None:
         """Make later work on a stream of this device wait for all copies; does not block."""
@@ -75,7 +75,10 @@ class Ticket:
 
 
 class DeviceBatch(host.CopyBatch):
-    """The copies of one call between one payload and views whose bases are device addresses."""
+    """The copies of one call between one payload and views whose bases are device addresses.
+
+    The device computes the digests of the bytes as they are in its memory.
+    """
 
     def begin(
         self, verb: str, ticket: Ticket, device: int, stream: int, after: Ticket | None = None
@@ -100,9 +103,20 @@ class DeviceBatch(host.CopyBatch):
         if status:
             raise host.CopyFailed(_last_error(), status, self.report)
 
+    def digests(self, ticket: Ticket) -> bytes:
+        """Block until all copies are complete; return their digests, 4 bytes each."""
+        found = array("I", bytes(4 * self._num_digests))
+        address, count = found.buffer_info()
+        _check(
+            _load().kvlc_digests(
+                ticket._number, ctypes.c_void_p(address if count else None), ctypes.c_uint64(count)
+            )
+        )
+        return host.big_endian(found).tobytes()
+
 
 def record(device: int, stream: int) -> Ticket:
-    """Record what a stream holds now, as a ticket of one copy; neither it nor its end blocks."""
+    """Record what a stream holds now, as a ticket; neither it nor its end blocks."""
     ticket = Ticket(None)
     _check(
         _load().kvlc_record(

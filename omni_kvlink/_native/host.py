@@ -137,11 +137,11 @@ class CopyBatch:
 
     def scatter(self, digests: bytes) -> None:
         """Copy the payload into the views and compare it with `digests`."""
-        self._call("kvl_scatter", self._copies(), _swapped(array("I", digests)))
+        self._call("kvl_scatter", self._copies(), big_endian(array("I", digests)))
 
     def verify(self, digests: bytes) -> None:
         """Compare the bytes in the payload with `digests`."""
-        self._call("kvl_verify", self._spans, _swapped(array("I", digests)))
+        self._call("kvl_verify", self._spans, big_endian(array("I", digests)))
 
     def _copies(self) -> list[int]:
         if len(self._views) != len(self) * (_VIEW + _SPAN):
@@ -151,7 +151,7 @@ class CopyBatch:
     def _compute(self, name: str, entries: list[int]) -> bytes:
         digests = array("I", bytes(4 * self._num_digests))
         self._call(name, entries, digests)
-        return _swapped(digests).tobytes()
+        return big_endian(digests).tobytes()
 
     def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
         if len(digests) != self._num_digests:
@@ -239,7 +239,7 @@ def _last_error(library: ctypes.CDLL) -> str:
     return str(library.kvl_last_error(), errors="replace")
 
 
-def _swapped(digests: array[int]) -> array[int]:
+def big_endian(digests: array[int]) -> array[int]:
     """Convert digests between this machine's byte order and big-endian, in place."""
     if sys.byteorder == "little":
         digests.byteswap()

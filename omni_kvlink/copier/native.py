@@ -91,7 +91,7 @@ class NativeCopier(Copier):
             return [""] * len(specs)
         if len(text) == 8 * len(specs):
             return [text[at : at + 8] for at in range(0, len(text), 8)]
-        return list(_split_digests(text, specs).values())
+        return list(split_digests(text, specs).values())
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
@@ -178,10 +178,10 @@ class _Batch:
         return bytes.fromhex("".join(spec.digest for spec in self._specs))
 
     def _by_name(self, digests: bytes) -> dict[str, str]:
-        return _split_digests(digests.hex(), self._specs)
+        return split_digests(digests.hex(), self._specs)
 
 
-def _split_digests(text: str, specs: Sequence[TensorSpec]) -> dict[str, str]:
+def split_digests(text: str, specs: Sequence[TensorSpec]) -> dict[str, str]:
     """The digests by tensor, as many digits as its blank digest has."""
     found, at = {}, 0
     for spec in specs:

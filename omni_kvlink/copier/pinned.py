@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -15,11 +13,12 @@ from omni_kvlink._native import cuda, host
 from omni_kvlink.copier import device_payload
 from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.fit import check_targets
-from omni_kvlink.copier.native import NativeCopier, failures
+from omni_kvlink.copier.native import NativeCopier, failures, split_digests
 from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
+from omni_kvlink.payload.digests import chunks_of, compare
 from omni_kvlink.payload.manifest import TensorSpec
-from omni_kvlink.payload.views import TensorView, check_fit, packed_view
+from omni_kvlink.payload.views import TensorView, check_sizes, check_view_fits, packed_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
-BATCH = 8 << 20
-"""Bytes that one thread digests at a time, while later ones are still being copied."""
 MAX_THREADS = 8
-"""Threads that digest as fast as PCIe 5 delivers, 54 GB/s: one alone reads 11 to 24."""
-PART = 16 << 20
-"""Bytes whose copies are enqueued before later tensors are prepared."""
+"""Threads of the host that read as fast as PCIe 5 delivers, 54 GB/s: one alone reads 10 to 24."""
+FIRST_PART, LAST_PART = 1 << 20, 64 << 20
+"""Bytes whose copies are enqueued before later tensors are prepared: few at first, so that the
+first byte moves at once, then twice as many each time."""
 
 
 class PinnedCopier(NativeCopier):
@@ -40,8 +38,10 @@ class PinnedCopier(NativeCopier):
 
     The payload's memory is page-locked at its first use, a whole mapping at a time. If the system
     refuses that, torch copies through pageable memory, and one warning says why and what helps.
-    A payload in a device's own memory is copied and digested there: no byte meets the host.
-    `threads=0` chooses the number of threads that compute digests by the number of cores.
+    A device computes the digests of what it copies, from the bytes in its own memory: what a
+    consumer compares with them has crossed the bus. A payload in a device's own memory is copied
+    there: no byte meets the host. `threads=0` chooses the number of threads that `verify` runs by
+    the number of cores.
     """
 
     name = "pinned"
@@ -53,10 +53,7 @@ class PinnedCopier(NativeCopier):
             raise NativeError(reason)
         super().__init__(threads=threads)
         threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        each = 2 if threads > 2 else 1  # so that a batch takes less time than the copies of two
-        self._workers = threads // each
-        self._digester, self._verifier = NativeCopier(threads=each), NativeCopier(threads=threads)
-        self._pool: ThreadPoolExecutor | None = None
+        self._verifier = NativeCopier(threads=threads)
         self._warned = False
 
     @property
@@ -102,21 +99,20 @@ class PinnedCopier(NativeCopier):
         return GatherHandle(wait)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
-        """Copy out, blocking until device copies are complete; digests are checked on the host."""
+        """Copy out, blocking until device copies are complete, whose digests devices compute."""
         check_targets(targets, manifest, region)
-        views, specs, on_devices = list[TensorView](), list[TensorSpec](), list[TensorSpec]()
+        views, specs, copies = list[TensorView](), list[TensorSpec](), list[_Copies]()
         with ExitStack() as pending:
             for part in _parts(manifest):
                 others, their_specs, devices = self._by_device(part, targets, manifest, region)
                 views += others
                 specs += their_specs
                 for each in devices:
-                    each.begin("scatter", manifest, region, pending)
-                    on_devices += each.specs
+                    copies.append(each.begin("scatter", manifest, region, pending))
             if specs:
                 self._scatter_others(_part(manifest, specs), region, views)
-            if on_devices:
-                self.verify(_part(manifest, on_devices), region)
+            for those in copies:
+                those.verify()
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         """Compute the digests where the payload lies."""
@@ -151,8 +147,8 @@ class PinnedCopier(NativeCopier):
         ends = [*self.record(views).events]  # of the copies that torch made
         with ExitStack() as pending:
             for part in devices:
-                ticket = part.begin("scatter", manifest, region, pending, after)
-                ends.append(_TicketEvent(part.device, ticket, len(part.specs)))
+                copies = part.begin("scatter", manifest, region, pending, after, digest=False)
+                ends.append(_TicketEvent(part.device, copies.ticket))
             pending.pop_all()
         return StreamEvents(ends)
 
@@ -165,19 +161,21 @@ class PinnedCopier(NativeCopier):
         after: StreamEvents | None = None,
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
-        check_fit(sources, manifest, region)
+        check_sizes(sources, manifest, region)
         views, specs, copies = list[TensorView](), list[TensorSpec](), list[_Copies]()
         for part in _parts(manifest):
+            for number in part:
+                check_view_fits(sources[number], manifest.tensors[number])
             others, their_specs, devices = self._by_device(part, sources, manifest, region)
             views += others
             specs += their_specs
             for each in devices:
-                ticket = each.begin("gather", manifest, region, pending, after)
-                copies.append(_Copies(ticket, each.specs))
+                copies.append(each.begin("gather", manifest, region, pending, after))
         by_name = self._gather_others(_part(manifest, specs), region, views, after) if specs else {}
 
         def wait() -> list[str]:
-            by_name.update(self._digests(copies, manifest, region))
+            for each in copies:
+                by_name.update(each.digests())
             return [by_name[spec.name] for spec in manifest.tensors]
 
         return wait
@@ -253,44 +251,25 @@ class PinnedCopier(NativeCopier):
             )
         return reason is None
 
-    def _digests(
-        self, copies: Sequence[_Copies], manifest: Manifest, region: Region
-    ) -> dict[str, str]:
-        """Compute each tensor's digest, by name, as soon as the tensor was copied."""
-        specs = [spec for each in copies for spec in each.specs]
-        if region.device != "cpu":  # by the device, which is fast only if it has much to do
-            for each in copies:
-                each.ticket.wait(len(each.specs) - 1)
-            texts = iter(device_payload.digests(_part(manifest, specs), region))
-            return {spec.name: text for spec, text in zip(specs, texts, strict=True)}
-        batches = [batch for each in copies for batch in each.batches()]
-
-        def digest(number: int) -> list[str]:
-            batch = batches[number]
-            batch.ticket.wait(batch.first + len(batch.specs) - 1)
-            is_last = number + 1 == len(batches)  # nothing else is left to do: by all threads
-            digester = self._verifier if is_last else self._digester
-            return digester.digest(_part(manifest, batch.specs), region)
-
-        if len(batches) > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, "kvlink-digest")
-        numbers = range(len(batches))
-        each_texts = self._pool.map(digest, numbers) if self._pool else map(digest, numbers)
-        texts = chain.from_iterable(each_texts)
-        return {spec.name: text for spec, text in zip(specs, texts, strict=True)}
-
 
 class _Copies(NamedTuple):
-    """Tensors that a ticket's copies from `first` on bring into a payload."""
+    """Tensors that a ticket's copies move, and the batch that knows their digests."""
 
     ticket: cuda.Ticket
+    batch: cuda.DeviceBatch
     specs: Sequence[TensorSpec]
-    first: int = 0
 
-    def batches(self) -> Iterator[_Copies]:
-        """Yield consecutive ones with at least `BATCH` bytes each, but for the last."""
-        for batch in _ranges(self.specs, BATCH):
-            yield _Copies(self.ticket, self.specs[batch.start : batch.stop], batch.start)
+    def digests(self) -> dict[str, str]:
+        """Block until all is copied; return the digests by name, empty where there are none."""
+        text = self.batch.digests(self.ticket).hex()
+        self.ticket.close()
+        return split_digests(text, self.specs)
+
+    def verify(self) -> None:
+        """Block until all is copied; IntegrityError for bytes that are not those committed."""
+        for spec, text in zip(self.specs, self.digests().values(), strict=True):
+            if text != spec.digest:
+                compare(spec, chunks_of(text))
 
 
 class _OnDevice:
@@ -312,28 +291,30 @@ class _OnDevice:
         region: Region,
         pending: ExitStack,
         after: StreamEvents | None = None,
-    ) -> cuda.Ticket:
-        recorded = _recorded_on(self.device, after)
+        *,
+        digest: bool = True,
+    ) -> _Copies:
+        recorded, data = _recorded_on(self.device, after), manifest.header_nbytes
         batch = cuda.DeviceBatch(region.address, region.nbytes)
         for spec, view in zip(self.specs, self._packed, strict=True):
-            batch.add(manifest.header_nbytes + spec.start, spec.nbytes, view, digest=False)
+            batch.add(data + spec.start, spec.nbytes, view, digest=digest and bool(spec.digest))
         ticket = pending.enter_context(cuda.Ticket((region, self.views)))
         with failures(self.specs):
             batch.begin(verb, ticket, self.device, current_stream(self.device), recorded)
-        return ticket
+        return _Copies(ticket, batch, self.specs)
 
 
 class _TicketEvent:
     """A `DeviceEvent` of the CUDA library: the end of a ticket's copies."""
 
-    def __init__(self, device: int, ticket: cuda.Ticket, copies: int = 1):
-        self.device, self.ticket, self._copies = device, ticket, copies
+    def __init__(self, device: int, ticket: cuda.Ticket):
+        self.device, self.ticket = device, ticket
 
     def wait(self) -> None:
-        self.ticket.wait(self._copies - 1)
+        self.ticket.wait()
 
     def is_done(self) -> bool:
-        return self.ticket.complete() >= self._copies
+        return self.ticket.is_complete()
 
     def make_stream_wait(self) -> None:
         self.ticket.make_stream_wait(current_stream(self.device))
@@ -363,15 +344,10 @@ def _part(manifest: Manifest, specs: Sequence[TensorSpec]) -> Manifest:
 
 
 def _parts(manifest: Manifest) -> Iterator[range]:
-    """Yield numbers of tensors whose copies are enqueued together."""
-    return _ranges(manifest.tensors, PART)
-
-
-def _ranges(specs: Sequence[TensorSpec], enough: int) -> Iterator[range]:
-    """Yield consecutive ranges of tensors with at least `enough` bytes each, but for the last."""
-    start = nbytes = 0
-    for number, spec in enumerate(specs):
+    """Yield numbers of tensors whose copies are enqueued together; see `FIRST_PART`."""
+    start, nbytes, enough = 0, 0, FIRST_PART
+    for number, spec in enumerate(manifest.tensors):
         nbytes += spec.nbytes
-        if nbytes >= enough or number + 1 == len(specs):
+        if nbytes >= enough or number + 1 == len(manifest.tensors):
             yield range(start, number + 1)
-            start, nbytes = number + 1, 0
+            start, nbytes, enough = number + 1, 0, min(2 * max(enough, nbytes), LAST_PART)

@@ -131,11 +131,15 @@ def verify(manifest: Manifest, region: Region) -> None:
             compare(spec, tensor_digest(manifest, region, spec).values())
 
 
+def chunks_of(text: str) -> list[int]:
+    """The CRC-32C of each chunk, from digests as `TensorSpec.digest` holds them."""
+    return [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+
+
 def compare(spec: TensorSpec, found: Sequence[int]) -> None:
     """Raise `mismatch` for the first chunk whose digest is not the committed one."""
-    committed = (spec.digest[at : at + 8] for at in range(0, len(spec.digest), 8))
-    for chunk, (text, crc) in enumerate(zip(committed, found, strict=True)):
-        if text != f"{crc:08x}":
+    for chunk, (committed, crc) in enumerate(zip(chunks_of(spec.digest), found, strict=True)):
+        if committed != crc:
             raise mismatch(spec, chunk)
 
 

@@ -51,18 +51,28 @@ def check_view(view: object, where: str) -> TensorView:
 
 def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
     """Raise SchemaError unless views and region match the manifest."""
+    check_sizes(views, manifest, region)
+    for view, spec in zip(views, manifest.tensors, strict=True):
+        check_view_fits(view, spec)
+
+
+def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
+    """Raise SchemaError unless the payload is as long, and has as many tensors, as it should."""
     if region.nbytes < manifest.nbytes:
         raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
     if len(views) != len(manifest.tensors):
         raise SchemaError(f"{len(views)} tensors, the manifest has {len(manifest.tensors)}")
-    for view, spec in zip(views, manifest.tensors, strict=True):
-        if view.device.type == "meta":
-            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-        if view.shape != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
-            raise SchemaError(
-                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
-                f"the manifest says {spec.dtype} {list(spec.shape)}"
-            )
+
+
+def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
+    """Raise SchemaError unless a view is what the manifest says of it."""
+    if view.device.type == "meta":
+        raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
+    if view.shape != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
+        raise SchemaError(
+            f"{spec.where()}: {view.dtype} {list(view.shape)}, "
+            f"the manifest says {spec.dtype} {list(spec.shape)}"
+        )
 
 
 def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
-from omni_kvlink.copier.pinned import BATCH, _ranges
+from omni_kvlink.copier.pinned import _parts
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import MappedPages, Mapping, Region
 from omni_kvlink.testing import check_copier
@@ -139,30 +139,18 @@ def test_gather_layer_by_layer(device: FakeDevice) -> None:
     assert [payload_bytes(plan, region, number) for number in range(4)] == list(map(raw, sources))
 
 
-def test_first_copies_are_digested_first(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last tensors are still being copied when the first ones are digested."""
-    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
-    plan, region = payload(sources)
-    pinned, seen = PinnedCopier(threads=1), []
-    digest = NativeCopier.digest
-
-    def spy(self: NativeCopier, manifest: Manifest, region: Region) -> list[str]:
-        seen.append(
-            [payload_bytes(plan, region, number) == raw(sources[number]) for number in range(3)]
-        )
-        return digest(self, manifest, region)
-
-    monkeypatch.setattr(NativeCopier, "digest", spy)
-    assert pinned.gather(sources, plan, region) == [true_digest(source) for source in sources]
-    assert seen == [[True, False, False], [True, True, False], [True, True, True]]
-
-
-def test_neighbours_are_digested_together() -> None:
-    sizes = [(3, MIB), (5, MIB), (8, MIB), (1, MIB), (7, MIB)]
-    specs = plan_of([torch.empty(size, dtype=torch.uint8) for size in sizes]).tensors
-    assert list(_ranges(specs, BATCH)) == [range(2), range(2, 3), range(3, 5)]
+def test_parts_grow() -> None:
+    sizes = [1, MIB, 3 * MIB, MIB, 5 * MIB, 7 * MIB, 100 * MIB, 63 * MIB, MIB, MIB]
+    specs = plan_of([torch.empty(size, dtype=torch.uint8) for size in sizes])
+    assert [(part.start, part.stop) for part in _parts(specs)] == [
+        (0, 2),  # at least 1 MiB
+        (2, 3),  # 2
+        (3, 5),  # 6, twice the part before
+        (5, 7),  # 12
+        (7, 9),  # 64, the most
+        (9, 10),
+    ]
+    assert list(_parts(plan_of([]))) == []
 
 
 def test_the_first_copies_begin_before_the_last_are_prepared(
@@ -181,7 +169,7 @@ def test_the_first_copies_begin_before_the_last_are_prepared(
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     targets = [torch.zeros_like(source) for source in sources]
     PinnedCopier().scatter(manifest, region, targets)
-    assert begun == [("gather", 2), ("gather", 1), ("scatter", 2), ("scatter", 1)]
+    assert begun == [("gather", 1), ("gather", 2), ("scatter", 1), ("scatter", 2)]
     assert list(map(raw, targets)) == list(map(raw, sources))
     region.view()[-1] ^= 1
     with pytest.raises(IntegrityError):
@@ -243,9 +231,10 @@ def test_other_copiers_gather_at_once() -> None:
 def test_no_copy_is_in_progress_after_a_failure(device: FakeDevice) -> None:
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
-    with device.set("fails_after", 2), pytest.raises(NativeError, match="fake error"):
+    # Of the first part the tables, the digests, a copy, and the digests' way back.
+    with device.set("fails_after", 4), pytest.raises(NativeError, match="fake error"):
         PinnedCopier().begin_gather(sources, plan, region)
-    assert payload_bytes(plan, region, 1) == raw(sources[1])  # its copy was waited for
+    assert payload_bytes(plan, region, 0) == raw(sources[0])  # its copy was waited for
     assert payload_bytes(plan, region, 2) == bytes(9 * MIB)
 
 
@@ -255,11 +244,11 @@ def test_no_copy_is_in_progress_after_a_failed_wait(
     sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
 
-    def fail(*args: object) -> list[str]:
+    def fail(*args: object) -> bytes:
         raise NativeError("no")
 
-    monkeypatch.setattr(NativeCopier, "digest", fail)
-    handle = PinnedCopier(threads=1).begin_gather(sources, plan, region)
+    monkeypatch.setattr(cuda.DeviceBatch, "digests", fail)
+    handle = PinnedCopier().begin_gather(sources, plan, region)
     with pytest.raises(NativeError, match="no"):
         handle.wait()
     assert payload_bytes(plan, region, 2) == raw(sources[2])

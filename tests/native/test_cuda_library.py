@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_no_such_ticket() -> None:
     ticket.close()  # nothing was started
     ticket = cuda.Ticket(None)
     ticket._number.value = 10**6
-    for call in (partial(ticket.wait, 0), ticket.close):
+    for call in (ticket.wait, ticket.is_complete, ticket.close):
         with pytest.raises(NativeError, match="no ticket 1000000"):
             call()
     ticket.close()  # a second call does nothing

@@ -416,10 +416,10 @@ def test_a_thread_that_was_told_not_to_block_is_noticed(library: Path) -> None:
         made = fake_device.install(library, patch)
         before, ticket = made.get("blocking"), cuda.record(0, ENGINE)
         with made.without_blocking():
-            thread = threading.Thread(target=ticket.wait, args=(0,))
+            thread = threading.Thread(target=ticket.wait)
             thread.start()
             thread.join()
             assert made.get("blocking") == before
-            ticket.wait(0)
+            ticket.wait()
         assert made.get("blocking") == before + 1
         ticket.close()

@@ -14,23 +14,24 @@ class Device;
 // Memory of the device in which a kernel packs what a copy engine then moves, or the reverse.
 struct PackBuffer {
     char *memory = nullptr;
-    cudaEvent_t full = nullptr, empty = nullptr;
-    bool is_used = false;  // `empty` was recorded, and may lie ahead
+    cudaEvent_t full = nullptr, empty = nullptr, digested = nullptr;
+    bool is_used = false, is_digested = false;  // the last two were recorded, and may lie ahead
 };
 
-class StreamPair {
+class StreamSet {
   public:
     // The caller is on the device.
-    explicit StreamPair(Device &device);
-    ~StreamPair();
-    StreamPair(const StreamPair &) = delete;
-    StreamPair &operator=(const StreamPair &) = delete;
+    explicit StreamSet(Device &device);
+    ~StreamSet();
+    StreamSet(const StreamSet &) = delete;
+    StreamSet &operator=(const StreamSet &) = delete;
 
     // Held while a transfer is enqueued: buffers are used in the order of the streams.
     std::mutex lock;
 
     cudaStream_t engines() const { return engines_; }
     cudaStream_t kernels() const { return kernels_; }
+    cudaStream_t digests() const { return digests_; }
 
     // Begin a transfer of so many groups that are packed; false if the device has no memory for
     // it. The lock is held.
@@ -42,8 +43,10 @@ class StreamPair {
     void advance() { next_ = (next_ + 1) % buffers_.size(); }
 
   private:
+    void destroy();
+
     Device &device_;
-    cudaStream_t engines_ = nullptr, kernels_ = nullptr;
+    cudaStream_t engines_ = nullptr, kernels_ = nullptr, digests_ = nullptr;
     std::vector<PackBuffer> buffers_;
     size_t next_ = 0, transfers_ = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "stream_pair.h"
+#include "stream_set.h"
 
 #include <algorithm>
 
@@ -19,20 +19,23 @@ cudaStream_t make_stream() {
 
 }  // namespace
 
-StreamPair::StreamPair(Device &device) : device_(device), engines_(make_stream()) {
+StreamSet::StreamSet(Device &device) : device_(device) {
     try {
-        kernels_ = make_stream();
+        for (cudaStream_t *stream : {&engines_, &kernels_, &digests_}) *stream = make_stream();
     } catch (...) {
-        (void)cudaStreamDestroy(engines_);
+        destroy();
         throw;
     }
 }
 
-StreamPair::~StreamPair() {
-    for (cudaStream_t stream : {engines_, kernels_}) (void)cudaStreamDestroy(stream);
+StreamSet::~StreamSet() { destroy(); }
+
+void StreamSet::destroy() {
+    for (cudaStream_t stream : {engines_, kernels_, digests_})
+        if (stream) (void)cudaStreamDestroy(stream);
 }
 
-bool StreamPair::open(size_t groups) {
+bool StreamSet::open(size_t groups) {
     size_t before = buffers_.size();
     while (buffers_.size() < std::min(groups, kBuffers)) {
         PackBuffer buffer = device_.acquire_buffer();
@@ -45,7 +48,7 @@ bool StreamPair::open(size_t groups) {
     return true;
 }
 
-void StreamPair::close() {
+void StreamSet::close() {
     std::lock_guard<std::mutex> guard(lock);
     if (--transfers_) return;
     for (PackBuffer &buffer : buffers_) device_.release_buffer(buffer);
