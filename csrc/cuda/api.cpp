@@ -78,9 +78,9 @@ const Recorded &recorded_of(const OpenTicket &opened, uint64_t ticket, uint64_t 
     return *recorded;
 }
 
-Plan plan_of(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
-             uint64_t crossover, kvl_report &current) {
-    Plan plan(gather, payload, nbytes, kGroup);
+Plan plan_of(bool gather, char *payload, uint64_t nbytes, bool on_device, const kvl_copy *copies,
+             uint64_t count, uint64_t crossover, kvl_report &current) {
+    Plan plan(gather, payload, nbytes, kGroup, on_device);
     for (; current.copy < count; current.copy++) {
         try {
             plan.add(copies[current.copy], crossover);
@@ -102,18 +102,18 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
         if (!options || !ticket || (!payload && nbytes) || (!copies && count))
             kvl::fail(KVL_EARGUMENT, "a null pointer where there must be none");
         uint64_t crossover = options->crossover;
+        const bool is_there = is_allocated(payload, nbytes, options->device);
+        auto plan_by = [&](uint64_t bytes) {
+            return plan_of(gather, payload, nbytes, is_there, copies, count, bytes, current);
+        };
         // First, so that wrong arguments are refused without a device, too.
-        Plan plan = plan_of(gather, payload, nbytes, copies, count, crossover, current);
+        Plan plan = plan_by(crossover);
         Device &device = Device::get(options->device);
         OnDevice on_device(options->device);
-        Placement where;
-        where.on_device = is_allocated(payload, nbytes, options->device);
         // Within a device the kernel copies everything: it reads and writes both sides fast.
-        if (crossover == KVLC_MEASURED && !where.on_device)
-            plan =
-                plan_of(gather, payload, nbytes, copies, count, device.crossover(gather), current);
-        if (!where.on_device && !plan.groups().empty())
-            where.shift = device_shift(payload, nbytes, gather);
+        if (crossover == KVLC_MEASURED && !is_there) plan = plan_by(device.crossover(gather));
+        const bool is_mapped = !is_there && !plan.groups().empty();
+        const ptrdiff_t shift = is_mapped ? device_shift(payload, nbytes, gather) : 0;
         Predecessor before{stream_of(options->stream), nullptr};
         std::shared_ptr<OpenTicket> after;
         if (options->after) {
@@ -121,7 +121,7 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
             const Recorded &found = recorded_of(*after, options->after, options->device);
             before = {found.stream(), &found};
         }
-        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, where, before));
+        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, shift, before));
     });
 }
 
@@ -213,6 +213,7 @@ int kvlc_stream_wait(uint64_t ticket, uint64_t stream) {
     return guarded([&] {
         std::shared_ptr<OpenTicket> opened = find(ticket);
         OnDevice on_device(opened->number());
+        refuse_capture(stream_of(stream));
         opened->pending->hold_back(stream_of(stream));
     });
 }

@@ -9,7 +9,7 @@ namespace kvlc {
 // Bytes in device memory, all of a chunk or a part of it.
 struct CrcSpan {
     const char *start;
-    uint64_t nbytes;
+    uint64_t nbytes, first_piece;  // of the call
     uint32_t shift;  // what its register is multiplied by for the chunk's bytes behind it
     uint32_t chunk;  // whose register it adds to
 };
@@ -18,6 +18,8 @@ constexpr uint32_t kCrcPoly = 0x82F63B78;  // Castagnoli, bits reflected
 constexpr uint32_t kCrcOne = 1u << 31;     // the polynomial 1, in reflected order
 constexpr uint64_t kCrcUnit = sizeof(Wide), kCrcWords = kCrcUnit / 4;
 constexpr uint64_t kCrcRound = kCrcUnit * kThreads;  // bytes that a block reads at a time
+constexpr uint64_t kCrcPiece = 8 * kCrcRound;        // bytes of a span that one block digests
+constexpr uint64_t kCrcPieces = KVL_CHUNK / kCrcPiece;
 
 // Product of two polynomials modulo the CRC's.
 KVLC_BOTH constexpr uint32_t crc_product(uint32_t a, uint32_t b) {
@@ -40,9 +42,9 @@ constexpr uint32_t crc_zeros(uint64_t n) {
 }
 
 // The register after byte b and k zero bytes: at once, and after the rest of a round; and what a
-// thread's register is multiplied by for the units of the threads behind it.
+// register is multiplied by for the units of the threads behind one, and for so many pieces.
 struct CrcTables {
-    uint32_t next[4][256], round[4][256], behind[kThreads];
+    uint32_t next[4][256], round[4][256], behind[kThreads], pieces[kCrcPieces];
 };
 
 inline void fill_crc_tables(CrcTables &tables) {
@@ -57,6 +59,8 @@ inline void fill_crc_tables(CrcTables &tables) {
     }
     for (unsigned thread = 0; thread < kThreads; thread++)
         tables.behind[thread] = crc_zeros(kCrcUnit * (kThreads - 1 - thread));
+    for (uint64_t pieces = 0; pieces < kCrcPieces; pieces++)
+        tables.pieces[pieces] = crc_zeros(kCrcPiece * pieces);
 }
 
 KVLC_BOTH uint32_t crc_step(const uint32_t (&table)[4][256], uint32_t crc) {
@@ -93,11 +97,13 @@ KVLC_BOTH Value<uint32_t> crc_unit(uintptr_t at, uintptr_t start) {
     return unit;
 }
 
+inline uint64_t pieces_of(uint64_t nbytes) { return (nbytes + kCrcPiece - 1) / kCrcPiece; }
+
 // What a thread contributes to a span: the XOR of all threads' is the register from 0 after it.
 // Threads read neighbouring units, a round at a time, and keep a register for each word of theirs;
 // zeros before the span, which change nothing, make its first round a whole one.
-KVLC_BOTH uint32_t crc_part(const CrcSpan &span, const CrcTables &tables, unsigned thread) {
-    const auto start = reinterpret_cast<uintptr_t>(span.start), stop = start + span.nbytes;
+KVLC_BOTH uint32_t crc_part(uintptr_t start, uintptr_t stop, const CrcTables &tables,
+                            unsigned thread) {
     const uintptr_t first = start / kCrcUnit * kCrcUnit, behind = stop / kCrcUnit * kCrcUnit;
     if (behind <= start) return thread ? 0 : crc_bytes(tables, start, stop);
     const auto units = int64_t((behind - first) / kCrcUnit);
@@ -121,6 +127,31 @@ KVLC_BOTH uint32_t crc_part(const CrcSpan &span, const CrcTables &tables, unsign
     crc = crc_product(crc, tables.behind[thread]);
     for (uintptr_t at = behind; at < stop; at++) crc = crc_byte(tables, crc, 0);
     return thread ? crc : crc ^ crc_bytes(tables, behind, stop);
+}
+
+// The span of a call's piece.
+KVLC_BOTH const CrcSpan &span_of(const CrcSpan *spans, uint64_t count, uint64_t piece) {
+    uint64_t low = 0;  // the last span that begins at or before the piece
+    for (uint64_t high = count; high - low > 1;) {
+        uint64_t middle = (low + high) / 2;
+        (spans[middle].first_piece <= piece ? low : high) = middle;
+    }
+    return spans[low];
+}
+
+// What a thread contributes to a piece of a span, which are counted from the span's end; it is to
+// be multiplied by `crc_shift`.
+KVLC_BOTH uint32_t crc_piece(const CrcSpan &span, uint64_t piece, const CrcTables &tables,
+                             unsigned thread) {
+    const uint64_t stop = span.nbytes - (piece - span.first_piece) * kCrcPiece;
+    const auto start = reinterpret_cast<uintptr_t>(span.start);
+    return crc_part(start + (stop < kCrcPiece ? 0 : stop - kCrcPiece), start + stop, tables,
+                    thread);
+}
+
+// What the register of a piece is multiplied by for the chunk's bytes behind it.
+KVLC_BOTH uint32_t crc_shift(const CrcSpan &span, uint64_t piece, const CrcTables &tables) {
+    return crc_product(span.shift, tables.pieces[piece - span.first_piece]);
 }
 
 // The CRC-32C of bytes, from the register after them that began with 0; `zeros` is crc_zeros of

@@ -21,20 +21,23 @@ unsigned choose_blocks(int processors) {
     return static_cast<unsigned>(std::clamp(processors / 8, 8, 32));
 }
 
-// The whole device, for a few microseconds: a model's kernels wait for those that need them all.
-unsigned choose_digest_blocks(int processors) {
+// The whole device, for a few microseconds: a model's kernel that needs all processors waits for
+// the slowest of them.
+unsigned choose_all_blocks(int processors) {
     return static_cast<unsigned>(std::max(4 * processors, 1));
 }
 
 Staging make_staging(size_t nbytes) {
     Staging made;
     made.nbytes = std::max(nbytes, kStaging);
-    void *host = nullptr, *device = nullptr;
+    void *host = nullptr, *mapped = nullptr, *device = nullptr;
     check(cudaMallocHost(&host, made.nbytes), "cudaMallocHost");
-    cudaError_t status = cudaMalloc(&device, made.nbytes);
+    cudaError_t status = cudaHostGetDevicePointer(&mapped, host, 0);
+    if (status == cudaSuccess) status = cudaMalloc(&device, made.nbytes);
     if (status != cudaSuccess) (void)cudaFreeHost(host);
     check(status, "cudaMalloc");
     made.host = static_cast<char *>(host), made.device = static_cast<char *>(device);
+    made.mapped = static_cast<char *>(mapped);
     return made;
 }
 
@@ -68,14 +71,6 @@ uint64_t count_devices() {
     return static_cast<uint64_t>(count);
 }
 
-void digest_on(const Device &device, const CrcSpan *spans, uint64_t count, uint32_t *registers,
-               cudaStream_t stream) {
-    if (!count) return;
-    auto blocks = static_cast<unsigned>(std::min<uint64_t>(device.digest_blocks(), count));
-    check(launch_digest(spans, count, registers, device.crc_tables(), blocks, stream),
-          "launching the digesting kernel");
-}
-
 Device &Device::get(uint64_t number) {
     static std::mutex lock;
     // Never destroyed: at the end of the process CUDA may be unloaded first.
@@ -98,7 +93,7 @@ Device::Device(uint64_t number) : number_(number) {
                                  static_cast<int>(number)),
           "cudaDeviceGetAttribute");
     blocks_ = choose_blocks(processors);
-    digest_blocks_ = choose_digest_blocks(processors);
+    all_blocks_ = choose_all_blocks(processors);
     check(load_kernels(), "loading the kernels");
     // Allocating later might wait for the device.
     for (int i = 0; i < kFirstStaging; i++) free_.push_back(make_staging(kStaging));

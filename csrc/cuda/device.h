@@ -15,9 +15,9 @@
 
 namespace kvlc {
 
-// Page-locked host memory and device memory of the same size.
+// Page-locked host memory, its address on the device, and device memory of the same size.
 struct Staging {
-    char *host = nullptr, *device = nullptr;
+    char *host = nullptr, *mapped = nullptr, *device = nullptr;
     size_t nbytes = 0;
 };
 
@@ -55,9 +55,9 @@ class Device {
     uint64_t crossover(bool gather);
 
     uint64_t number() const { return number_; }
-    // Blocks of a kernel that copies, and of one that digests.
+    // Blocks of a kernel that accesses host memory, and at most of one that does not.
     unsigned blocks() const { return blocks_; }
-    unsigned digest_blocks() const { return digest_blocks_; }
+    unsigned all_blocks() const { return all_blocks_; }
     // In the device's memory.
     const CrcTables *crc_tables() const { return crc_tables_; }
 
@@ -72,15 +72,11 @@ class Device {
     std::vector<PackBuffer> free_buffers_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags
     const uint64_t number_;
-    unsigned blocks_ = 0, digest_blocks_ = 0;
+    unsigned blocks_ = 0, all_blocks_ = 0;
     const CrcTables *crc_tables_ = nullptr;
     bool measured_ = false;
     uint64_t crossovers_[2] = {};
 };
-
-// Launch the digesting kernel on spans of the device's memory; none are no launch. Throws.
-void digest_on(const Device &device, const CrcSpan *spans, uint64_t count, uint32_t *registers,
-               cudaStream_t stream);
 
 // The number of devices; throws KVLC_ENODEVICE if there are none.
 uint64_t count_devices();

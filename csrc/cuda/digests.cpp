@@ -4,12 +4,6 @@
 #include <algorithm>
 
 namespace kvlc {
-namespace {
-
-constexpr uint64_t kSpan = 64 << 10;  // bytes that one block reads: a layer is many blocks' work
-
-}  // namespace
-
 uint32_t Digests::open(uint64_t nbytes) {
     sizes_.push_back(nbytes);
     (void)zeros(nbytes);  // for `finish`
@@ -18,10 +12,11 @@ uint32_t Digests::open(uint64_t nbytes) {
 
 void Digests::add(uint32_t chunk, const char *start, uint64_t nbytes, uint64_t behind) {
     while (nbytes) {
-        uint64_t some = std::min(nbytes, kSpan);
+        uint64_t some = std::min<uint64_t>(nbytes, KVL_CHUNK);
         nbytes -= some;
-        spans_.push_back({start, some, zeros(behind + nbytes), chunk});
+        spans_.push_back({start, some, pieces_, zeros(behind + nbytes), chunk});
         start += some;
+        pieces_ += pieces_of(some);
     }
 }
 

@@ -19,6 +19,10 @@ class Digests {
 
     size_t count() const { return sizes_.size(); }
     const std::vector<CrcSpan> &spans() const { return spans_; }
+    // Of all spans before one, or of all.
+    uint64_t pieces(size_t span) const {
+        return span < spans_.size() ? spans_[span].first_piece : pieces_;
+    }
     // The CRC-32C of each, from the kernel's registers.
     void finish(const uint32_t *registers, uint32_t *crcs) const;
 
@@ -27,6 +31,7 @@ class Digests {
 
     std::vector<CrcSpan> spans_;
     std::vector<uint64_t> sizes_;
+    uint64_t pieces_ = 0;
     std::map<uint64_t, uint32_t> zeros_;  // those computed so far
 };
 

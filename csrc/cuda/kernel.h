@@ -13,10 +13,20 @@ namespace kvlc {
 cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tiles, unsigned blocks,
                    cudaStream_t stream);
 
-// XOR the registers of spans, which began with 0, to their chunks' in `crcs`. All three are in
-// device memory, and the registers begin with 0.
-cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs,
-                          const CrcTables *tables, unsigned blocks, cudaStream_t stream);
+// The digests of one call, all but `results` in device memory. The registers and `done` begin
+// with 0.
+struct DigestCall {
+    const CrcSpan *spans;
+    uint32_t *registers, *done;  // one for each chunk; pieces that were digested
+    uint32_t *results;           // memory of the host, as the device accesses it
+    uint64_t chunks, pieces;     // of the call
+    const CrcTables *tables;
+};
+
+// Digest pieces `first` to `stop`, which are of `count` spans. The last piece of a call to be
+// digested writes the registers to the host: a copy engine would do so behind other calls' copies.
+cudaError_t launch_digest(const DigestCall &call, uint64_t count, uint64_t first, uint64_t stop,
+                          unsigned blocks, cudaStream_t stream);
 
 // Load the kernels now: loading at the first launch could wait for other work of the device.
 cudaError_t load_kernels();

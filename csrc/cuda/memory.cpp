@@ -42,6 +42,7 @@ class StagedWork {
     StagedWork &operator=(const StagedWork &) = delete;
 
     char *host() const { return staging_.host; }
+    char *mapped() const { return staging_.mapped; }
     char *device() const { return staging_.device; }
     cudaStream_t stream() const { return stream_; }
 
@@ -124,17 +125,28 @@ void digest_memory(Device &device, const kvlc_bytes *spans, uint64_t count, uint
     for (uint64_t i = 0; i < count; i++)
         digests.add(digests.open(spans[i].nbytes), static_cast<const char *>(spans[i].address),
                     spans[i].nbytes, 0);
-    const size_t pieces = digests.spans().size();
-    const size_t table = pieces * sizeof(CrcSpan), results = count * sizeof(uint32_t);
-    StagedWork work(device, table + results);
-    if (pieces) memcpy(work.host(), digests.spans().data(), table);
-    memset(work.host() + table, 0, results);
-    work.copy(work.device(), work.host(), table + results, cudaMemcpyHostToDevice);
-    digest_on(device, reinterpret_cast<const CrcSpan *>(work.device()), pieces,
-              reinterpret_cast<uint32_t *>(work.device() + table), work.stream());
-    work.copy(work.host() + table, work.device() + table, results, cudaMemcpyDeviceToHost);
+    const size_t pieces = digests.pieces(digests.spans().size());
+    const size_t spans_nbytes = digests.spans().size() * sizeof(CrcSpan);
+    const size_t done = spans_nbytes + count * sizeof(uint32_t);
+    StagedWork work(device, done + sizeof(uint32_t));
+    if (pieces) memcpy(work.host(), digests.spans().data(), spans_nbytes);
+    memset(work.host() + spans_nbytes, 0, done + sizeof(uint32_t) - spans_nbytes);
+    work.copy(work.device(), work.host(), done + sizeof(uint32_t), cudaMemcpyHostToDevice);
+    auto words = [&](char *memory, size_t at) { return reinterpret_cast<uint32_t *>(memory + at); };
+    const DigestCall call{reinterpret_cast<const CrcSpan *>(work.device()),
+                          words(work.device(), spans_nbytes),
+                          words(work.device(), done),
+                          words(work.mapped(), spans_nbytes),
+                          count,
+                          pieces,
+                          device.crc_tables()};
+    if (pieces)
+        check(launch_digest(call, digests.spans().size(), 0, pieces,
+                            static_cast<unsigned>(std::min<uint64_t>(device.all_blocks(), pieces)),
+                            work.stream()),
+              "launching the digesting kernel");
     work.finish();
-    digests.finish(reinterpret_cast<const uint32_t *>(work.host() + table), crcs);
+    digests.finish(words(work.host(), spans_nbytes), crcs);
 }
 
 }  // namespace kvlc

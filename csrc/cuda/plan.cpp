@@ -129,7 +129,8 @@ void Plan::add_runs(const View &view, const kvl_span &span) {
         left -= n;
         cursor.advance(n);
     }
-    for (size_t i = first; i < runs_.size(); i++) {
+    if (on_device_) add_digests(span, payload_ + span.start, 0, span.nbytes);
+    for (size_t i = first; i < runs_.size() && !on_device_; i++) {
         const Run &run = runs_[i];
         add_digests(span, run.view, uint64_t(run.payload - payload_) - span.start, run.nbytes);
     }
@@ -165,7 +166,8 @@ Tables Plan::tables() const {
     found.offsets = tasks_.size() * sizeof(Task);
     found.spans = found.offsets + offsets_.size() * sizeof(int64_t);
     found.registers = found.spans + digests_.spans().size() * sizeof(CrcSpan);
-    found.nbytes = found.registers + digests_.count() * sizeof(uint32_t);
+    found.done = found.registers + digests_.count() * sizeof(uint32_t);
+    found.nbytes = found.done + (digests_.count() ? sizeof(uint32_t) : 0);
     return found;
 }
 
@@ -201,7 +203,13 @@ std::vector<Run> Plan::packed_runs(const Group &group, char *packed) const {
                            runs_.begin() + ptrdiff_t(group.stop_run));
     for (size_t i = group.first_task; i < group.stop_task; i++) {
         const Piece &piece = pieces_[i];
-        found.push_back({packed + piece.packed_at, payload_ + piece.start, piece.nbytes});
+        Run run{packed + piece.packed_at, payload_ + piece.start, piece.nbytes};
+        // Packed memory is one allocation, and so is a payload.
+        if (i > group.first_task && found.back().view + found.back().nbytes == run.view &&
+            found.back().payload + found.back().nbytes == run.payload)
+            found.back().nbytes += run.nbytes;
+        else
+            found.push_back(run);
     }
     return found;
 }

@@ -35,23 +35,25 @@ struct Group {
 
 // Where each table begins in the memory that is sent to the device.
 struct Tables {
-    size_t tasks, offsets, spans, registers, nbytes;
+    size_t tasks, offsets, spans, registers, done, nbytes;
 };
 
 class Plan {
   public:
-    // `group`: bytes, after which one ends.
-    Plan(bool gather, char *payload, uint64_t nbytes, uint64_t group)
-        : gather_(gather), payload_(payload), nbytes_(nbytes), group_(group) {}
+    // `group`: bytes, after which one ends; `on_device`: where the payload is.
+    Plan(bool gather, char *payload, uint64_t nbytes, uint64_t group, bool on_device = false)
+        : gather_(gather), on_device_(on_device), payload_(payload), nbytes_(nbytes),
+          group_(group) {}
 
     // Views whose runs are shorter than `crossover` on average become tasks, others runs.
-    // Digests are of what is in device memory: the views, or what is packed, or a payload that is
-    // written directly. They are numbered from 0, in order.
+    // Digests are of what is in device memory: a payload there, or views and what is packed, or a
+    // payload that is written directly. They are numbered from 0, in order.
     // Throws kvl::Failure. Add all copies and call `close` before anything is enqueued.
     void add(const kvl_copy &copy, uint64_t crossover);
     void close() { end_group(); }
 
     bool gather() const { return gather_; }
+    bool on_device() const { return on_device_; }
     // `payload` is the host's address, and `offsets` none yet.
     const std::vector<Task> &tasks() const { return tasks_; }
     const std::vector<Piece> &pieces() const { return pieces_; }  // one for each task
@@ -60,7 +62,7 @@ class Plan {
     const std::vector<Group> &groups() const { return groups_; }
     const Digests &digests() const { return digests_; }
 
-    // The tables for the device, the digests' registers behind them.
+    // The tables for the device; behind them the digests' registers, and a count of what is done.
     Tables tables() const;
     // Write them to `host`; they will be copied to `device`. The kernel finds the tasks' payload at
     // `payloads`, one address for each task.
@@ -81,7 +83,7 @@ class Plan {
     int64_t offsets_of(const kvl::View &view);
     void end_group();
 
-    bool gather_;
+    bool gather_, on_device_;
     char *payload_;
     uint64_t nbytes_, group_;
     std::vector<Task> tasks_;

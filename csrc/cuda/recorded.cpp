@@ -20,7 +20,6 @@ void Recorded::digests(uint32_t *, uint64_t count) const {
 }
 
 void Recorded::hold_back(cudaStream_t stream) const {
-    refuse_capture(stream);
     check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
 }
 

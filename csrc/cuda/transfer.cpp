@@ -2,20 +2,28 @@
 #include "transfer.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "batch.h"
-#include "kernel.h"
 #include "recorded.h"
 
 namespace kvlc {
 
-Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
+Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
                    unsigned flags)
     : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)),
       last_(streams_.engines()), flags_(flags), tables_(plan.tables()), digests_(plan.digests()),
       staging_(device.acquire_staging(tables_.nbytes)) {
+    auto words = [&](char *memory, size_t at) { return reinterpret_cast<uint32_t *>(memory + at); };
+    call_ = {reinterpret_cast<const CrcSpan *>(staging_.device + tables_.spans),
+             words(staging_.device, tables_.registers),
+             words(staging_.device, tables_.done),
+             words(staging_.mapped, tables_.registers),
+             digests_.count(),
+             digests_.pieces(digests_.spans().size()),
+             device.crc_tables()};
     try {
-        enqueue(plan, payload, before);
+        enqueue(plan, shift, before);
     } catch (...) {
         release();
         throw;
@@ -24,31 +32,31 @@ Transfer::Transfer(Device &device, const Plan &plan, Placement payload, Predeces
 
 Transfer::~Transfer() { release(); }
 
-void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) {
+void Transfer::enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before) {
     if (plan.groups().empty()) return;
     const bool has_tasks = !plan.tasks().empty();
+    // Views that are only read are digested beside the copies, which begin first.
+    const bool is_beside = !has_tasks && plan.gather() && !plan.on_device();
     std::lock_guard<std::mutex> guard(streams_.lock);
-    is_packed_ = has_tasks && !payload.on_device && streams_.open(plan.groups().size());
+    is_packed_ = has_tasks && !plan.on_device() && streams_.open(plan.groups().size());
     if (is_packed_ && !plan.gather()) last_ = streams_.kernels();
-    if (staging_.nbytes) stage(plan, payload.shift);
+    if (staging_.nbytes) stage(plan, shift);
     try {
-        follow(before);
-        if (staging_.nbytes) send_tables(has_tasks);
-        // Views that are only read are digested while they are copied.
-        const bool is_behind = has_tasks || !plan.gather();
-        if (!is_packed_ && !is_behind) digest_all(is_behind);
-        for (const Group &group : plan.groups()) {
-            if (!is_packed_) {
-                enqueue_direct(plan, group, payload.on_device);
-                continue;
-            }
-            PackBuffer &buffer = streams_.buffer();
-            enqueue_packed(plan, group, buffer);
-            digest_packed(group, buffer);
-            streams_.advance();
+        std::optional<Recorded> now;
+        const Pending &start = before.recorded ? *before.recorded
+                                               : now.emplace(device_, before.stream);
+        start.hold_back(streams_.engines());
+        if (is_packed_) start.hold_back(streams_.kernels());
+        if (!is_beside) send_tables(has_tasks);
+        enqueue_groups(plan);
+        if (is_beside) {
+            start.hold_back(streams_.digests());
+            send_tables(has_tasks);
+        } else if (!is_packed_) {
+            chain(streams_.digests(), streams_.engines());
         }
-        if (!is_packed_ && is_behind) digest_all(is_behind);
-        return_digests();
+        if (!is_packed_) launch_digests(0, digests_.spans().size());
+        if (digests_.count()) events_.push_back(record_event(streams_.digests()));
         events_.push_back(record_event(last_));
         if (!plan.gather() && !before.recorded) hold_back(before.stream);
     } catch (...) {
@@ -56,6 +64,19 @@ void Transfer::enqueue(const Plan &plan, Placement payload, Predecessor before) 
         for (cudaStream_t stream : {streams_.kernels(), streams_.digests(), streams_.engines()})
             (void)cudaStreamSynchronize(stream);
         throw;
+    }
+}
+
+void Transfer::enqueue_groups(const Plan &plan) {
+    for (const Group &group : plan.groups()) {
+        if (!is_packed_) {
+            enqueue_direct(plan, group);
+            continue;
+        }
+        PackBuffer &buffer = streams_.buffer();
+        enqueue_packed(plan, group, buffer);
+        digest_packed(group, buffer);
+        streams_.advance();
     }
 }
 
@@ -73,19 +94,20 @@ void Transfer::stage(const Plan &plan, ptrdiff_t shift) {
 
 // On the stream that needs them first, so that no copy engine's first copy waits for them.
 void Transfer::send_tables(bool has_tasks) {
+    if (!staging_.nbytes) return;
     cudaStream_t stream = !has_tasks   ? streams_.digests()
                           : is_packed_ ? streams_.kernels()
                                        : streams_.engines();
     check(cudaMemcpyAsync(staging_.device, staging_.host, tables_.nbytes, cudaMemcpyHostToDevice,
                           stream),
           "cudaMemcpyAsync");
-    if (digests_.count() && has_tasks) chain(streams_.digests(), stream);
+    if (digests_.count() && is_packed_) chain(streams_.digests(), stream);
 }
 
-void Transfer::enqueue_direct(const Plan &plan, const Group &group, bool on_device) {
+void Transfer::enqueue_direct(const Plan &plan, const Group &group) {
     launch_tasks(plan, group, streams_.engines());
     copy_runs(plan.runs().data() + group.first_run, group.stop_run - group.first_run, plan.gather(),
-              on_device, streams_.engines());
+              plan.on_device(), streams_.engines());
 }
 
 void Transfer::enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer) {
@@ -109,16 +131,10 @@ void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t s
     uint64_t tasks = group.stop_task - group.first_task;
     if (!tasks) return;
     auto at = reinterpret_cast<const Task *>(staging_.device) + group.first_task;
-    auto blocks = static_cast<unsigned>(std::min<uint64_t>(device_.blocks(), group.tiles));
+    const unsigned most = is_packed_ ? device_.all_blocks() : device_.blocks();
+    auto blocks = static_cast<unsigned>(std::min<uint64_t>(most, group.tiles));
     check(launch(plan.gather(), at, tasks, group.tiles, blocks, stream),
           "launching the copying kernel");
-}
-
-void Transfer::launch_digests(size_t first_span, size_t stop_span) {
-    auto at = reinterpret_cast<const CrcSpan *>(staging_.device + tables_.spans) + first_span;
-    digest_on(device_, at, stop_span - first_span,
-              reinterpret_cast<uint32_t *>(staging_.device + tables_.registers),
-              streams_.digests());
 }
 
 // What a buffer holds, and the group's runs, which lie in the views by then.
@@ -130,33 +146,19 @@ void Transfer::digest_packed(const Group &group, PackBuffer &buffer) {
     check(cudaEventRecord(buffer.digested, streams_.digests()), "cudaEventRecord");
 }
 
-// All at once, behind the copies or beside them.
-void Transfer::digest_all(bool is_behind) {
-    if (digests_.spans().empty()) return;
-    if (is_behind) chain(streams_.digests(), streams_.engines());
-    launch_digests(0, digests_.spans().size());
-}
-
-void Transfer::return_digests() {
-    if (!digests_.count()) return;
-    check(cudaMemcpyAsync(staging_.host + tables_.registers, staging_.device + tables_.registers,
-                          tables_.nbytes - tables_.registers, cudaMemcpyDeviceToHost,
-                          streams_.digests()),
-          "cudaMemcpyAsync");
-    events_.push_back(record_event(streams_.digests()));
-}
-
-void Transfer::follow(Predecessor before) {
-    auto hold_back = [&](const Pending &pending) {
-        pending.hold_back(streams_.engines());
-        if (is_packed_) pending.hold_back(streams_.kernels());
-        if (digests_.count()) pending.hold_back(streams_.digests());
-    };
-    before.recorded ? hold_back(*before.recorded) : hold_back(Recorded(device_, before.stream));
+void Transfer::launch_digests(size_t first_span, size_t stop_span) {
+    const uint64_t first = digests_.pieces(first_span), stop = digests_.pieces(stop_span);
+    if (first == stop) return;
+    auto blocks = static_cast<unsigned>(std::min<uint64_t>(device_.all_blocks(), stop - first));
+    check(launch_digest(call_, digests_.spans().size(), first, stop, blocks, streams_.digests()),
+          "launching the digesting kernel");
 }
 
 void Transfer::chain(cudaStream_t stream, cudaStream_t behind) {
-    Recorded(device_, behind).hold_back(stream);
+    cudaEvent_t event = record_event(behind);
+    cudaError_t status = cudaStreamWaitEvent(stream, event, 0);
+    device_.release_event(event, flags_);
+    check(status, "cudaStreamWaitEvent");
 }
 
 cudaEvent_t Transfer::record_event(cudaStream_t stream) {
@@ -168,8 +170,6 @@ cudaEvent_t Transfer::record_event(cudaStream_t stream) {
 }
 
 void Transfer::hold_back(cudaStream_t stream) const {
-    if (events_.empty()) return;
-    refuse_capture(stream);
     for (cudaEvent_t event : events_)
         check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
 }

@@ -12,6 +12,7 @@
 
 #include <vector>
 
+#include "kernel.h"
 #include "pending.h"
 #include "plan.h"
 
@@ -23,16 +24,11 @@ struct Predecessor {
     const Pending *recorded;  // or null
 };
 
-// Where the device finds a payload.
-struct Placement {
-    ptrdiff_t shift = 0;     // of a host address: see device_shift
-    bool on_device = false;  // in memory of kvlc_allocate
-};
-
 class Transfer : public Pending {
   public:
-    // Enqueue after the predecessor. If it throws, nothing is in progress. `flags`: of its events.
-    Transfer(Device &device, const Plan &plan, Placement payload, Predecessor before,
+    // Enqueue after the predecessor. If it throws, nothing is in progress. `shift`: from the host's
+    // address of the payload to the device's; see device_shift. `flags`: of its events.
+    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
              unsigned flags = kEventFlags);
     // Blocks until all copies are complete.
     ~Transfer() override;
@@ -44,17 +40,15 @@ class Transfer : public Pending {
     void digests(uint32_t *crcs, uint64_t count) const override;
 
   private:
-    void enqueue(const Plan &plan, Placement payload, Predecessor before);
+    void enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before);
     void stage(const Plan &plan, ptrdiff_t shift);
     void send_tables(bool has_tasks);
-    void enqueue_direct(const Plan &plan, const Group &group, bool on_device);
+    void enqueue_groups(const Plan &plan);
+    void enqueue_direct(const Plan &plan, const Group &group);
     void enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer);
     void launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream);
-    void launch_digests(size_t first_span, size_t stop_span);
     void digest_packed(const Group &group, PackBuffer &buffer);
-    void digest_all(bool is_behind);
-    void return_digests();
-    void follow(Predecessor before);
+    void launch_digests(size_t first_span, size_t stop_span);
     // Let a stream wait for what another one holds now.
     void chain(cudaStream_t stream, cudaStream_t behind);
     cudaEvent_t record_event(cudaStream_t stream);
@@ -63,6 +57,7 @@ class Transfer : public Pending {
     StreamSet &streams_;
     bool is_packed_ = false;
     cudaStream_t last_;  // on which groups end
+    DigestCall call_{};
     unsigned flags_;
     Tables tables_;
     Digests digests_;

@@ -404,19 +404,26 @@ cudaError_t launch(bool gather, const Task *tasks, uint64_t count, uint64_t tile
     });
 }
 
-cudaError_t launch_digest(const CrcSpan *spans, uint64_t count, uint32_t *crcs,
-                          const CrcTables *tables, unsigned blocks, cudaStream_t stream) {
+cudaError_t launch_digest(const DigestCall &call, uint64_t count, uint64_t first, uint64_t stop,
+                          unsigned blocks, cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> hold(lock);
-    const DeviceMemory *memory = memory_at(spans), *table = memory_at(tables);
-    if (!blocks || blocks > count || !memory || memory->device != current_device() ||
-        memory_at(crcs) != memory || !table || table->device != current_device())
+    const DeviceMemory *memory = memory_at(call.spans), *tables = memory_at(call.tables);
+    if (!blocks || blocks > stop - first || stop > call.pieces || !memory ||
+        memory->device != current_device() || memory_at(call.registers) != memory ||
+        memory_at(call.done) != memory || !is_page_locked(call.results) || !tables ||
+        tables->device != current_device())
         return cudaErrorInvalidValue;
-    fake_cuda().digested += count;
     return push(stream, [=] {
-        for (uint64_t i = 0; i < count; i++)
+        for (uint64_t piece = first; piece < stop; piece++) {
+            const CrcSpan &span = span_of(call.spans, count, piece);
             for (unsigned thread = 0; thread < kThreads; thread++)
-                crcs[spans[i].chunk] ^=
-                    crc_product(crc_part(spans[i], *tables, thread), spans[i].shift);
+                call.registers[span.chunk] ^=
+                    crc_product(crc_piece(span, piece, *call.tables, thread),
+                                crc_shift(span, piece, *call.tables));
+        }
+        *call.done += uint32_t(stop - first);
+        if (*call.done == call.pieces)
+            std::copy(call.registers, call.registers + call.chunks, call.results);
     });
 }
 

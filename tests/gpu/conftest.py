@@ -1,0 +1,17 @@
+"""What the tests before left is collected between the tests, and not in one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Freeing a link's memory waits for the device, and freeing a graph ends another's capture."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
