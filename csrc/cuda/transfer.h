@@ -62,7 +62,8 @@ class Transfer : public Pending {
     Tables tables_;
     Digests digests_;
     Staging staging_;
-    std::vector<cudaEvent_t> events_;  // behind which nothing is in progress
+    cudaEvent_t before_last_ = nullptr;  // of several groups, behind all but the last one
+    std::vector<cudaEvent_t> events_;    // behind which nothing is in progress
 };
 
 }  // namespace kvlc

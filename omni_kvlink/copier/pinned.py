@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 8
 """Threads of the host that read as fast as PCIe 5 delivers, 54 GB/s: one alone reads 10 to 24."""
-FIRST_PART, LAST_PART = 1 << 20, 64 << 20
+FIRST_PART, LAST_PART = 8 << 20, 64 << 20
 """Bytes whose copies are enqueued before later tensors are prepared: few at first, so that the
 first byte moves at once, then twice as many each time."""
 
@@ -108,7 +108,7 @@ class PinnedCopier(NativeCopier):
                 views += others
                 specs += their_specs
                 for each in devices:
-                    copies.append(each.begin("scatter", manifest, region, pending))
+                    copies.append(self._start(each, "scatter", manifest, region, pending))
             if specs:
                 self._scatter_others(_part(manifest, specs), region, views)
             for those in copies:
@@ -147,7 +147,8 @@ class PinnedCopier(NativeCopier):
         ends = [*self.record(views).events]  # of the copies that torch made
         with ExitStack() as pending:
             for part in devices:
-                copies = part.begin("scatter", manifest, region, pending, after, digest=False)
+                where = manifest, region, pending, after
+                copies = self._start(part, "scatter", *where, digest=False)
                 ends.append(_TicketEvent(part.device, copies.ticket))
             pending.pop_all()
         return StreamEvents(ends)
@@ -170,7 +171,7 @@ class PinnedCopier(NativeCopier):
             views += others
             specs += their_specs
             for each in devices:
-                copies.append(each.begin("gather", manifest, region, pending, after))
+                copies.append(self._start(each, "gather", manifest, region, pending, after))
         by_name = self._gather_others(_part(manifest, specs), region, views, after) if specs else {}
 
         def wait() -> list[str]:
@@ -229,12 +230,26 @@ class PinnedCopier(NativeCopier):
                 devices[device] = _OnDevice(device)
             devices[device].add(view, spec, packed)
         self._copies.add("pageable", on_host)
-        for each in devices.values():
-            self._copies.add("pinned" if region.device == "cpu" else "device", each.views)
         return on_host, specs, list(devices.values())
 
+    def _start(
+        self,
+        each: _OnDevice,
+        verb: str,
+        manifest: Manifest,
+        region: Region,
+        pending: ExitStack,
+        after: StreamEvents | None = None,
+        *,
+        digest: bool = True,
+    ) -> _Copies:
+        """Enqueue copies, which begin at once, and count them."""
+        copies = each.begin(verb, manifest, region, pending, after, digest=digest)
+        self._copies.add("pinned" if region.device == "cpu" else "device", each.views)
+        return copies
+
     def _count(self, views: list[TensorView]) -> None:
-        """Count nothing: `_by_device` has done so."""
+        """Count nothing: `_by_device` and `_start` do so."""
 
     def _can_reach(self, region: Region, device: int) -> bool:
         """Whether a device copies from and to a payload by itself."""

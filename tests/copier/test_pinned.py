@@ -140,15 +140,15 @@ def test_gather_layer_by_layer(device: FakeDevice) -> None:
 
 
 def test_parts_grow() -> None:
-    sizes = [1, MIB, 3 * MIB, MIB, 5 * MIB, 7 * MIB, 100 * MIB, 63 * MIB, MIB, MIB]
+    sizes = [1, 8 * MIB, 17 * MIB, 5 * MIB, 30 * MIB, 99 * MIB, 63 * MIB, MIB, MIB]
     specs = plan_of([torch.empty(size, dtype=torch.uint8) for size in sizes])
     assert [(part.start, part.stop) for part in _parts(specs)] == [
-        (0, 2),  # at least 1 MiB
-        (2, 3),  # 2
-        (3, 5),  # 6, twice the part before
-        (5, 7),  # 12
-        (7, 9),  # 64, the most
-        (9, 10),
+        (0, 2),  # at least 8 MiB
+        (2, 3),  # 16
+        (3, 5),  # 34, twice the part before
+        (5, 6),  # 64, the most
+        (6, 8),
+        (8, 9),
     ]
     assert list(_parts(plan_of([]))) == []
 
