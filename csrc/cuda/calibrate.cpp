@@ -17,7 +17,7 @@ constexpr int kRounds = 3;
 struct Workspace {
     explicit Workspace(Device &owner) : device(owner), memory(owner.acquire_staging(2 * kBytes)) {
         try {
-            check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+            stream = device.acquire_stream();
         } catch (...) {
             device.release_staging(memory);
             throw;
@@ -25,7 +25,7 @@ struct Workspace {
     }
     ~Workspace() {
         device.forget(stream);
-        (void)cudaStreamDestroy(stream);
+        device.release_stream(stream);
         device.release_staging(memory);
     }
     Workspace(const Workspace &) = delete;

@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
 constexpr int kFirstStaging = 4, kFirstBuffers = 6;
+constexpr int kFirstStreams = 24;  // of sets for four streams of callers, in both directions
 
 using ull = unsigned long long;
 
@@ -38,6 +39,12 @@ Staging make_staging(size_t nbytes) {
     check(status, "cudaMalloc");
     made.host = static_cast<char *>(host), made.device = static_cast<char *>(device);
     made.mapped = static_cast<char *>(mapped);
+    return made;
+}
+
+cudaStream_t make_stream() {
+    cudaStream_t made;
+    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
     return made;
 }
 
@@ -95,7 +102,8 @@ Device::Device(uint64_t number) : number_(number) {
     blocks_ = choose_blocks(processors);
     all_blocks_ = choose_all_blocks(processors);
     check(load_kernels(), "loading the kernels");
-    // Allocating later might wait for the device.
+    // Making them later might wait for the device.
+    for (int i = 0; i < kFirstStreams; i++) free_streams_.push_back(make_stream());
     for (int i = 0; i < kFirstStaging; i++) free_.push_back(make_staging(kStaging));
     send_crc_tables();
     // For a stream in each direction.
@@ -133,10 +141,25 @@ void Device::forget(cudaStream_t caller_stream) {
 
 cudaStream_t Device::staged_stream() {
     std::lock_guard<std::mutex> guard(lock_);
-    if (!staged_stream_)
-        check(cudaStreamCreateWithFlags(&staged_stream_, cudaStreamNonBlocking),
-              "cudaStreamCreate");
+    if (!staged_stream_) staged_stream_ = acquire_stream();
     return staged_stream_;
+}
+
+cudaStream_t Device::acquire_stream() {
+    {
+        std::lock_guard<std::mutex> guard(streams_lock_);
+        if (!free_streams_.empty()) {
+            cudaStream_t stream = free_streams_.back();
+            free_streams_.pop_back();
+            return stream;
+        }
+    }
+    return make_stream();
+}
+
+void Device::release_stream(cudaStream_t stream) {
+    std::lock_guard<std::mutex> guard(streams_lock_);
+    free_streams_.push_back(stream);
 }
 
 Staging Device::acquire_staging(size_t nbytes) {

@@ -33,11 +33,15 @@ class Device {
     // Where copies run that follow `caller_stream`; one each, so that callers do not wait for each
     // other.
     StreamSet &stream_set(bool gather, cudaStream_t caller_stream);
-    // Destroy the streams for one that will be destroyed itself; nothing is in progress on them.
+    // Take back the streams for one that will be destroyed; nothing is in progress on them.
     void forget(cudaStream_t caller_stream);
 
     // The stream for work that follows no caller's, and that its caller waits for.
     cudaStream_t staged_stream();
+
+    // Released streams are used again: creating one now and then waits for all work of the device.
+    cudaStream_t acquire_stream();
+    void release_stream(cudaStream_t stream);
 
     // Released staging memory is reused, since allocating some may wait for the device.
     Staging acquire_staging(size_t nbytes);
@@ -65,9 +69,10 @@ class Device {
     explicit Device(uint64_t number);
     void send_crc_tables();
 
-    std::mutex lock_, measuring_;
+    std::mutex lock_, measuring_, streams_lock_;
     std::map<std::pair<bool, cudaStream_t>, std::unique_ptr<StreamSet>> sets_;
     cudaStream_t staged_stream_ = nullptr;
+    std::vector<cudaStream_t> free_streams_;
     std::vector<Staging> free_;
     std::vector<PackBuffer> free_buffers_;
     std::map<unsigned, std::vector<cudaEvent_t>> free_events_;  // by flags

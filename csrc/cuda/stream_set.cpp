@@ -11,28 +11,23 @@ namespace {
 // One is packed and one is moved, and the third lets neither wait for the other.
 constexpr size_t kBuffers = 3;
 
-cudaStream_t make_stream() {
-    cudaStream_t made;
-    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
-    return made;
-}
-
 }  // namespace
 
 StreamSet::StreamSet(Device &device) : device_(device) {
     try {
-        for (cudaStream_t *stream : {&engines_, &kernels_, &digests_}) *stream = make_stream();
+        for (cudaStream_t *stream : {&engines_, &kernels_, &digests_})
+            *stream = device.acquire_stream();
     } catch (...) {
-        destroy();
+        release();
         throw;
     }
 }
 
-StreamSet::~StreamSet() { destroy(); }
+StreamSet::~StreamSet() { release(); }
 
-void StreamSet::destroy() {
+void StreamSet::release() {
     for (cudaStream_t stream : {engines_, kernels_, digests_})
-        if (stream) (void)cudaStreamDestroy(stream);
+        if (stream) device_.release_stream(stream);
 }
 
 bool StreamSet::open(size_t groups) {

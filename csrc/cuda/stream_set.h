@@ -43,7 +43,7 @@ class StreamSet {
     void advance() { next_ = (next_ + 1) % buffers_.size(); }
 
   private:
-    void destroy();
+    void release();
 
     Device &device_;
     cudaStream_t engines_ = nullptr, kernels_ = nullptr, digests_ = nullptr;

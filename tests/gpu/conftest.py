@@ -6,9 +6,19 @@ import gc
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from gpu_fixtures import DEVICE, REASON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loaded() -> None:
+    """Torch loads a kernel at its first launch, which waits for the device."""
+    if REASON is None:
+        torch.zeros(8, dtype=torch.bfloat16, device=DEVICE).fill_(7)
+        torch.cuda._sleep(1)
 
 
 @pytest.fixture(autouse=True)
