@@ -12,7 +12,7 @@ namespace kvlc {
 namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
-constexpr int kFirstStaging = 4, kFirstBuffers = 6;
+constexpr int kFirstStaging = 4, kFirstBuffers = 4;
 constexpr int kFirstStreams = 24;  // of sets for four streams of callers, in both directions
 
 using ull = unsigned long long;

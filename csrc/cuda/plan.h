@@ -12,7 +12,7 @@
 
 namespace kvlc {
 
-constexpr uint64_t kGroup = 8 << 20;  // bytes that are packed together
+constexpr uint64_t kGroup = 16 << 20;  // bytes that are packed together: ten calls of CUDA
 
 // What a task is of its call: bytes of the payload, and where they are in packed memory.
 struct Piece {

@@ -8,8 +8,8 @@
 namespace kvlc {
 namespace {
 
-// One is packed and one is moved, and the third lets neither wait for the other.
-constexpr size_t kBuffers = 3;
+// One is packed while the other one is moved, which takes much longer.
+constexpr size_t kBuffers = 2;
 
 }  // namespace
 

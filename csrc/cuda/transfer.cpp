@@ -11,8 +11,8 @@
 namespace kvlc {
 namespace {
 
-// A blocked thread is woken some 50 microseconds late, and the last group moves in 150.
-constexpr std::chrono::microseconds kPolling{300};
+// A blocked thread is woken some 50 microseconds late, and the last group moves in 310.
+constexpr std::chrono::microseconds kPolling{500};
 
 }  // namespace
 

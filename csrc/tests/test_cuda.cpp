@@ -187,7 +187,7 @@ void no_memory_to_pack_in() {
     fake.refuses_memory = true;
     for (kvlc::PackBuffer buffer; (buffer = device.acquire_buffer()).memory;)
         taken.push_back(buffer);
-    CHECK(taken.size() >= 6);  // all were given back
+    CHECK(taken.size() >= 4);  // all were given back
     uint64_t by_engines = fake.copied + fake.batched, launches = fake.launches;
     long_views(0, 3600);
     CHECK(fake.copied + fake.batched - by_engines == 2);  // the tables of both directions
@@ -628,7 +628,7 @@ void test_cuda() {
     copies_of_both_kinds();
     for (int eager : {0, 1, 2}) {
         fake_cuda().eager = eager;
-        long_views(0, 7600);
+        long_views(0, 9000);
     }
     fake_cuda().eager = 0;
     many_streams();
