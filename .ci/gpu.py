@@ -172,8 +172,9 @@ def test() -> str:
     report.unlink(missing_ok=True)
     try:
         run("test", [sys.executable, *PYTEST, *TESTS, f"--junitxml={report}"])
-    finally:
-        text = summary(report)
+    except NotDone as why:
+        raise NotDone(f"{summary(report)}: {why}") from None
+    text = summary(report)
     if text.startswith("0 passed"):
         raise NotDone(f"no test ran: {text}")
     return text

@@ -33,13 +33,13 @@ class Device {
     // Where copies run that follow `caller_stream`; one each, so that callers do not wait for each
     // other.
     StreamSet &stream_set(bool gather, cudaStream_t caller_stream);
-    // Take back the streams for one that will be destroyed; nothing is in progress on them.
+    // For one that will be destroyed; nothing is in progress that follows it.
     void forget(cudaStream_t caller_stream);
 
     // The stream for work that follows no caller's, and that its caller waits for.
     cudaStream_t staged_stream();
 
-    // Released streams are used again: creating one now and then waits for all work of the device.
+    // Released streams are used again: to create one may wait for all work of the device.
     cudaStream_t acquire_stream();
     void release_stream(cudaStream_t stream);
 

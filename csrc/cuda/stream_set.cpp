@@ -13,24 +13,20 @@ constexpr size_t kBuffers = 2;
 
 }  // namespace
 
-StreamSet::StreamSet(Device &device) : device_(device) {
-    try {
-        for (cudaStream_t *stream : {&engines_, &kernels_, &digests_})
-            *stream = device.acquire_stream();
-    } catch (...) {
-        release();
-        throw;
+void StreamSet::open() {
+    if (!transfers_) {
+        try {
+            for (cudaStream_t *stream : {&engines_, &kernels_, &digests_})
+                *stream = device_.acquire_stream();
+        } catch (...) {
+            release_streams();
+            throw;
+        }
     }
+    transfers_++;
 }
 
-StreamSet::~StreamSet() { release(); }
-
-void StreamSet::release() {
-    for (cudaStream_t stream : {engines_, kernels_, digests_})
-        if (stream) device_.release_stream(stream);
-}
-
-bool StreamSet::open(size_t groups) {
+bool StreamSet::open_buffers(size_t groups) {
     size_t before = buffers_.size();
     while (buffers_.size() < std::min(groups, kBuffers)) {
         PackBuffer buffer = device_.acquire_buffer();
@@ -38,9 +34,7 @@ bool StreamSet::open(size_t groups) {
         buffers_.push_back(buffer);
     }
     if (buffers_.size() > before) next_ = before;
-    if (buffers_.empty()) return false;
-    transfers_++;
-    return true;
+    return !buffers_.empty();
 }
 
 void StreamSet::close() {
@@ -48,6 +42,14 @@ void StreamSet::close() {
     if (--transfers_) return;
     for (PackBuffer &buffer : buffers_) device_.release_buffer(buffer);
     buffers_.clear();
+    release_streams();
+}
+
+void StreamSet::release_streams() {
+    for (cudaStream_t *stream : {&engines_, &kernels_, &digests_}) {
+        if (*stream) device_.release_stream(*stream);
+        *stream = nullptr;
+    }
 }
 
 }  // namespace kvlc

@@ -20,9 +20,7 @@ struct PackBuffer {
 
 class StreamSet {
   public:
-    // The caller is on the device.
-    explicit StreamSet(Device &device);
-    ~StreamSet();
+    explicit StreamSet(Device &device) : device_(device) {}
     StreamSet(const StreamSet &) = delete;
     StreamSet &operator=(const StreamSet &) = delete;
 
@@ -33,17 +31,19 @@ class StreamSet {
     cudaStream_t kernels() const { return kernels_; }
     cudaStream_t digests() const { return digests_; }
 
-    // Begin a transfer of so many groups that are packed; false if the device has no memory for
-    // it. The lock is held.
-    bool open(size_t groups);
-    // End one whose work is over. Buffers that no transfer uses are the device's again. Locks.
+    // Begin a transfer, for which there are streams then. The lock is held.
+    void open();
+    // Take buffers for so many groups that it packs; false if the device has no memory for one.
+    bool open_buffers(size_t groups);
+    // End one whose work is over. Streams and buffers that no transfer uses are the device's again.
+    // Locks.
     void close();
     // The buffers in turn: the one of the `ahead`-th group from now on.
     PackBuffer &buffer(size_t ahead = 0) { return buffers_[(next_ + ahead) % buffers_.size()]; }
     void advance() { next_ = (next_ + 1) % buffers_.size(); }
 
   private:
-    void release();
+    void release_streams();
 
     Device &device_;
     cudaStream_t engines_ = nullptr, kernels_ = nullptr, digests_ = nullptr;

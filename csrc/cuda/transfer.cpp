@@ -19,7 +19,7 @@ constexpr std::chrono::microseconds kPolling{500};
 Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
                    unsigned flags)
     : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)),
-      last_(streams_.engines()), flags_(flags), tables_(plan.tables()), digests_(plan.digests()),
+      flags_(flags), tables_(plan.tables()), digests_(plan.digests()),
       staging_(device.acquire_staging(tables_.nbytes)) {
     auto words = [&](char *memory, size_t at) { return reinterpret_cast<uint32_t *>(memory + at); };
     call_ = {reinterpret_cast<const CrcSpan *>(staging_.device + tables_.spans),
@@ -45,8 +45,10 @@ void Transfer::enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before) {
     // Views that are only read are digested beside the copies, which begin first.
     const bool is_beside = !has_tasks && plan.gather() && !plan.on_device();
     std::lock_guard<std::mutex> guard(streams_.lock);
-    is_packed_ = has_tasks && !plan.on_device() && streams_.open(plan.groups().size());
-    if (is_packed_ && !plan.gather()) last_ = streams_.kernels();
+    streams_.open();
+    is_open_ = true;
+    is_packed_ = has_tasks && !plan.on_device() && streams_.open_buffers(plan.groups().size());
+    last_ = is_packed_ && !plan.gather() ? streams_.kernels() : streams_.engines();
     if (staging_.nbytes) stage(plan, shift);
     try {
         std::optional<Recorded> now;
@@ -217,8 +219,8 @@ void Transfer::release() {
     before_last_ = nullptr;
     device_.release_staging(staging_);
     staging_ = {};
-    if (is_packed_) streams_.close();
-    is_packed_ = false;
+    if (is_open_) streams_.close();
+    is_open_ = false;
 }
 
 }  // namespace kvlc

@@ -55,8 +55,8 @@ class Transfer : public Pending {
     void release();
 
     StreamSet &streams_;
-    bool is_packed_ = false;
-    cudaStream_t last_;  // on which groups end
+    bool is_open_ = false, is_packed_ = false;
+    cudaStream_t last_ = nullptr;  // on which groups end
     DigestCall call_{};
     unsigned flags_;
     Tables tables_;

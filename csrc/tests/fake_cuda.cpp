@@ -288,6 +288,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
     if (cudaError_t status = unsafe()) return status;
     auto made = std::make_shared<FakeStream>();
     made->device = current_device();
+    fake_cuda().streams++;
     *stream = made.get();
     streams[*stream] = made;
     return cudaSuccess;

@@ -15,6 +15,7 @@ struct FakeCuda {
     bool event_fails = false;     // recording one
     bool wait_fails = false;      // blocking until one
     uint64_t launches = 0, batched = 0, copied = 0;  // copied: by single calls
+    int streams = 0;                                 // created
     int unregistered = 0, unregistered_late = 0;     // late: the memory was unmapped already
     int readonly = 0;                                // registrations of that kind
     int blocking = 0;        // calls that may block, by threads that were told not to make any

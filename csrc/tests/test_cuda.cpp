@@ -196,11 +196,12 @@ void no_memory_to_pack_in() {
     for (kvlc::PackBuffer buffer : taken) device.release_buffer(buffer);
 }
 
-// The memory of one stream's buffers is the next one's.
+// The memory of one stream's buffers is the next one's, and so are the streams that copy.
 void many_streams() {
     uint64_t nbytes = fake_cuda().device_nbytes;
-    for (uint64_t stream = 100; stream < 104; stream++) long_views(stream, 300);
-    CHECK(fake_cuda().device_nbytes == nbytes);
+    int streams = fake_cuda().streams;
+    for (uint64_t stream = 100; stream < 110; stream++) long_views(stream, 300);
+    CHECK(fake_cuda().device_nbytes == nbytes && fake_cuda().streams == streams);
 }
 
 void another_device() {
