@@ -18,9 +18,9 @@ class Pending {
     Device &device() const { return device_; }
 
     // The caller of these is on the device.
-    virtual void wait() const = 0;        // blocks until all is complete
-    virtual bool is_complete() const = 0;  // does not block
-    virtual void finish() const = 0;      // blocks for as long as memory is used
+    virtual void wait() const = 0;                          // blocks until all is complete
+    virtual bool is_complete() const = 0;                   // does not block
+    virtual void finish() const = 0;                        // blocks for as long as memory is used
     virtual void hold_back(cudaStream_t stream) const = 0;  // later work there waits for all of it
     // Blocks, and writes the digests; throws unless there are `count` of them.
     virtual void digests(uint32_t *crcs, uint64_t count) const = 0;

@@ -18,8 +18,8 @@ constexpr std::chrono::microseconds kPolling{500};
 
 Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
                    unsigned flags)
-    : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)),
-      flags_(flags), tables_(plan.tables()), digests_(plan.digests()),
+    : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)), flags_(flags),
+      tables_(plan.tables()), digests_(plan.digests()),
       staging_(device.acquire_staging(tables_.nbytes)) {
     auto words = [&](char *memory, size_t at) { return reinterpret_cast<uint32_t *>(memory + at); };
     call_ = {reinterpret_cast<const CrcSpan *>(staging_.device + tables_.spans),
@@ -52,8 +52,8 @@ void Transfer::enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before) {
     if (staging_.nbytes) stage(plan, shift);
     try {
         std::optional<Recorded> now;
-        const Pending &start = before.recorded ? *before.recorded
-                                               : now.emplace(device_, before.stream);
+        const Pending &start =
+            before.recorded ? *before.recorded : now.emplace(device_, before.stream);
         start.hold_back(streams_.engines());
         if (is_packed_) start.hold_back(streams_.kernels());
         if (!is_beside) send_tables(has_tasks);
@@ -195,9 +195,7 @@ void Transfer::wait() const {
         }
 }
 
-bool Transfer::is_complete() const {
-    return std::all_of(events_.begin(), events_.end(), is_over);
-}
+bool Transfer::is_complete() const { return std::all_of(events_.begin(), events_.end(), is_over); }
 
 void Transfer::digests(uint32_t *crcs, uint64_t count) const {
     if (count != digests_.count())

@@ -348,7 +348,8 @@ void progress() {
     Random random(2);
     Fixture fixture;
     fixture.cases.reserve(2);
-    for (uint64_t nbytes : {3 << 20, 5 << 20}) fixture.add(flat_case(random, nbytes), fixture.end());
+    for (uint64_t nbytes : {3 << 20, 5 << 20})
+        fixture.add(flat_case(random, nbytes), fixture.end());
     fixture.pin();
     uint64_t complete = 9;
     CHECK_CUDA(fixture.gather() == KVL_OK);

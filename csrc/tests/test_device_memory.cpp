@@ -97,7 +97,8 @@ void copies(uint64_t crossover) {
         expected.resize(expected.size() + 64);
         for (uint64_t i = 0; i < added.nbytes; i++)
             expected.push_back(added.memory[added.address(i)]);
-        for (uint32_t crc : simple_digests(expected.data() + copied.back().span.start, added.nbytes))
+        for (uint32_t crc :
+             simple_digests(expected.data() + copied.back().span.start, added.nbytes))
             crcs.push_back(crc);
     }
     void *memory = nullptr;

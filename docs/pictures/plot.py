@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 sys.path.append(str(HERE.parents[1] / "examples"))
 AMD, XEON = "amd-epyc-2core", "intel-xeon-2core"
-H100 = "nvidia-h100-80gb-hbm3"
+H200 = "nvidia-h200"
 
 
 def read(machine: str, name: str) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def copies() -> None:
 
 
 def device() -> None:
-    """`gpu_extraction`: a cache out of an H100, alone and beside a forward pass."""
-    found = read(H100, "gpu_extraction")["results"]
+    """`gpu_extraction`: a cache out of an H200, alone and beside a forward pass."""
+    found = read(H200, "gpu_extraction")["results"]
     rows = []
     for kind, label in (("dense", "dense"), ("paged", "from blocks")):
         ms = found[f"28 layers × 4096 tokens, {kind}"]["ms"]
@@ -151,7 +151,7 @@ def device() -> None:
             times(f"{label}: until the last digest is there", ms["streamed"]),
             times(f"{label}: the pass, then gather", ms["one after the other"], OTHER),
         ]
-    chart("device", "Out of an H100, 235 MB: alone, and beside a forward pass", "ms", rows)
+    chart("device", "Out of an H200, 235 MB: alone, and beside a forward pass", "ms", rows)
 
 
 def thinker_talker() -> None:

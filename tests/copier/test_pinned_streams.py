@@ -75,7 +75,8 @@ def test_a_thread_copies_what_another_one_recorded(device: FakeDevice) -> None:
     assert not events.is_done()
 
     def gather(after: StreamEvents | None) -> bytes:
-        copier.begin_gather(tensors, manifest, region, after=after).wait()
+        digests = copier.begin_gather(tensors, manifest, region, after=after).wait()
+        assert digests == copier.digest(manifest, region)  # the host's, of the payload
         return part(manifest, region, 0)
 
     assert in_thread(lambda: gather(None)) not in (seven, nine)  # its own stream holds nothing

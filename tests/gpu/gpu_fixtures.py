@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from omni_kvlink.copier import Copier, PinnedCopier
 from omni_kvlink.payload.paged import PagedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
@@ -34,6 +35,23 @@ def _reason() -> str | None:
 
 REASON = _reason()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loaded() -> None:
+    """Torch loads a kernel at its first launch, which waits for the device."""
+    if REASON is None:
+        torch.zeros(8, dtype=torch.bfloat16, device=DEVICE).fill_(7)
+        torch.cuda._sleep(1)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Free what tests left between them: that waits for the device, or ends another's capture."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Moved:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, Moved, ThroughDevice
+from gpu_fixtures import collected as collected
+from gpu_fixtures import loaded as loaded
 from paged_fixtures import LAYOUTS, SIZE, about, expected_bytes, table
 from payloads import DTYPES, noise
 

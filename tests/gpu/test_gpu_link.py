@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from gpu_fixtures import DEVICE, GPU
+from gpu_fixtures import collected as collected
+from gpu_fixtures import loaded as loaded
 from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import torch
 from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL
+from gpu_fixtures import collected as collected
+from gpu_fixtures import loaded as loaded
 from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED
+from gpu_fixtures import collected as collected
+from gpu_fixtures import loaded as loaded
 from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gpu_fixtures import DEVICE, GPU
+from gpu_fixtures import collected as collected
+from gpu_fixtures import loaded as loaded
 from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink
