@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
 constexpr int kFirstStaging = 4, kFirstBuffers = 4;
-constexpr int kFirstStreams = 24;  // for transfers that follow eight streams at once
+constexpr int kFirstStreams = 25;  // for transfers that follow eight streams at once, and others
 
 using ull = unsigned long long;
 
