@@ -108,7 +108,8 @@ class PinnedCopier(NativeCopier):
                 views += others
                 specs += their_specs
                 for each in devices:
-                    copies.append(self._start(each, "scatter", manifest, region, pending))
+                    copies.append(each.begin("scatter", manifest, region, pending))
+                    self._count_begun(each, region)
             if specs:
                 self._scatter_others(_part(manifest, specs), region, views)
             for those in copies:
@@ -147,8 +148,8 @@ class PinnedCopier(NativeCopier):
         ends = [*self.record(views).events]  # of the copies that torch made
         with ExitStack() as pending:
             for part in devices:
-                where = manifest, region, pending, after
-                copies = self._start(part, "scatter", *where, digest=False)
+                copies = part.begin("scatter", manifest, region, pending, after, digest=False)
+                self._count_begun(part, region)
                 ends.append(_TicketEvent(part.device, copies.ticket))
             pending.pop_all()
         return StreamEvents(ends)
@@ -171,7 +172,8 @@ class PinnedCopier(NativeCopier):
             views += others
             specs += their_specs
             for each in devices:
-                copies.append(self._start(each, "gather", manifest, region, pending, after))
+                copies.append(each.begin("gather", manifest, region, pending, after))
+                self._count_begun(each, region)
         by_name = self._gather_others(_part(manifest, specs), region, views, after) if specs else {}
 
         def wait() -> list[str]:
@@ -232,24 +234,12 @@ class PinnedCopier(NativeCopier):
         self._copies.add("pageable", on_host)
         return on_host, specs, list(devices.values())
 
-    def _start(
-        self,
-        each: _OnDevice,
-        verb: str,
-        manifest: Manifest,
-        region: Region,
-        pending: ExitStack,
-        after: StreamEvents | None = None,
-        *,
-        digest: bool = True,
-    ) -> _Copies:
-        """Enqueue copies, which begin at once, and count them."""
-        copies = each.begin(verb, manifest, region, pending, after, digest=digest)
+    def _count_begun(self, each: _OnDevice, region: Region) -> None:
+        """Count what a device copies: behind the call that lets it begin."""
         self._copies.add("pinned" if region.device == "cpu" else "device", each.views)
-        return copies
 
     def _count(self, views: list[TensorView]) -> None:
-        """Count nothing: `_by_device` and `_start` do so."""
+        """Count nothing: `_by_device` and `_count_begun` do so."""
 
     def _can_reach(self, region: Region, device: int) -> bool:
         """Whether a device copies from and to a payload by itself."""
