@@ -4,6 +4,7 @@
 #include <algorithm>
 
 namespace kvlc {
+
 uint32_t Digests::open(uint64_t nbytes) {
     sizes_.push_back(nbytes);
     (void)zeros(nbytes);  // for `finish`

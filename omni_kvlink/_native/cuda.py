@@ -54,7 +54,7 @@ class Ticket:
         _check(_load().kvlc_wait(self._number))
 
     def is_complete(self) -> bool:
-        """Whether they are; does not block."""
+        """Whether all copies are complete; does not block."""
         found = ctypes.c_uint64()
         _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
         return found.value > 0

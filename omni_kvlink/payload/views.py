@@ -57,7 +57,7 @@ def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -
 
 
 def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
-    """Raise SchemaError unless the payload is as long, and has as many tensors, as it should."""
+    """Raise SchemaError unless the region holds the payload, and each tensor has a view."""
     if region.nbytes < manifest.nbytes:
         raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
     if len(views) != len(manifest.tensors):
@@ -65,7 +65,7 @@ def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region)
 
 
 def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
-    """Raise SchemaError unless a view is what the manifest says of it."""
+    """Raise SchemaError unless a view has bytes, and the shape and dtype of its spec."""
     if view.device.type == "meta":
         raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
     if view.shape != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
