@@ -34,29 +34,31 @@ HARDWARE = "this processor has no "
 """The beginning of a reason to skip that no package can remove."""
 RESULTS = ROOT / "build" / "ci"
 SLOW = "test-all"
-SOURCES = ("lint", "licences", "docs", "demo", "fuzz", "asan", "tsan")
-PACKAGES = (
-    "native-aarch64",
-    "wheel",
-    "wheel-test",
-    "pythons",
-    "wheel-aarch64",
-    "wheel-aarch64-test",
-)
+SOURCES = ("lint", "licences", "docs", "demo", "fuzz")
+NATIVE = ("asan", "tsan")
+WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
 TESTS = ("test", SLOW, "test-ucx")
 VLLM = ("test-vllm", "asan-vllm")
 HOSTS = (
-    "test-hf-4.50.3",
-    "test-hf-4.57.6",
     "test-hf-5.23.0",
-    "test-diffusers",
-    "test-torchao",
-    "test-ray",
+    "test-hf-4.57.6",
     "test-vllm-omni",
+    "test-ray",
+    "test-diffusers",
+    "test-hf-4.50.3",
+    "test-torchao",
 )
 PYTEST = (*TESTS, *VLLM, *HOSTS)
-STAGES = ((SOURCES, PACKAGES), (TESTS,), (VLLM, HOSTS))
-"""One after the other; the groups of one run beside each other. `TESTS` use all cores."""
+STAGES = (
+    (WHEELS, SOURCES, NATIVE, ("native-aarch64",)),
+    (TESTS,),
+    (VLLM, *((host,) for host in HOSTS)),
+)
+"""One after the other. Two groups of one run beside each other, in this order: those that take long
+first. The suites of a group follow each other, because they share an environment or a folder.
+`TESTS` use all cores.
+"""
+LANES = 2
 SUITES = tuple(suite for stage in STAGES for group in stage for suite in group if suite != SLOW)
 LIMIT = 2700
 """Seconds after which a suite is ended, as a failure; the longest took 1,793, beside others."""
@@ -150,13 +152,13 @@ def say(text: str) -> None:
 
 
 def run_all(suites: Sequence[str]) -> list[Outcome]:
-    """Run the suites stage by stage, the groups of a stage beside each other."""
+    """Run the suites stage by stage, `LANES` groups of a stage at a time."""
     outcomes = []
     for stage in STAGES:
-        lanes = [[one for one in suites if one in group] for group in stage]
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            found = pool.map(lambda lane: [run(suite) for suite in lane], lanes)
-            outcomes += [outcome for lane in found for outcome in lane]
+        groups = [[one for one in suites if one in group] for group in stage]
+        with ThreadPoolExecutor(LANES) as pool:
+            found = pool.map(lambda group: [run(suite) for suite in group], groups)
+            outcomes += [outcome for group in found for outcome in group]
     return outcomes
 
 

