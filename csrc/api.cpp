@@ -102,6 +102,20 @@ int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t 
                     options, report);
 }
 
+int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start, const void *source,
+                         uint64_t length, int digest) {
+    uint32_t crc = 0;
+    bool has_digest = digest && length;
+    kvl_view view{
+        const_cast<void *>(source), length, 0, length, {1, 1, 1, 1}, {}, nullptr, 0, 1, 0};
+    kvl_copy copy{view, {start, length, has_digest ? 0 : KVL_NO_DIGEST}};
+    kvl_options options{1, KVL_STORES_AUTO};
+    // One digest is all that there is space for: a longer tensor is refused.
+    int status = kvl::run(Mode::gather, false, {payload, nbytes, &crc, has_digest}, &copy, 1,
+                          &options, nullptr);
+    return status ? -int64_t{status} : int64_t{crc};
+}
+
 int kvl_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,
                 const uint32_t *digests, uint64_t num_digests, const kvl_options *options,
                 kvl_report *report) {

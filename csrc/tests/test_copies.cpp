@@ -100,6 +100,24 @@ void expanded(uint32_t seed) {
     CHECK(payload == expected_payload);
 }
 
+void one_dense_tensor(uint32_t seed) {
+    Random random(seed);
+    Bytes source(random.number(0, 70000)), payload(source.size() + 128, 1);
+    for (auto &byte : source) byte = uint8_t(random.number(0, 255));
+    uint32_t crc = kvl_crc32c(0, source.data(), source.size());
+    auto gather = [&](bool digest) {
+        return kvl_gather_dense(payload.data(), payload.size(), 64, source.data(), source.size(),
+                                digest);
+    };
+    CHECK(gather(true) == crc);
+    Bytes expected(64, 1);
+    expected.insert(expected.end(), source.begin(), source.end());
+    expected.resize(expected.size() + 64, 1);
+    CHECK(payload == expected);
+    CHECK(gather(false) == 0);
+    CHECK(payload == expected);
+}
+
 void known_answer() {
     const uint8_t text[] = "123456789";
     kvl_span span{0, 9, 0};
@@ -120,6 +138,7 @@ void test_copies(const char *features, int rounds) {
     for (int round = 0; round < rounds; round++) {
         round_trip(uint32_t(round), 1 + uint64_t(round) % 3, uint64_t(round / 3) % 3);
         expanded(uint32_t(round));
+        one_dense_tensor(uint32_t(round));
     }
     std::vector<std::thread> callers;
     for (uint32_t caller = 0; caller < 4; caller++)

@@ -20,7 +20,7 @@ from omni_kvlink.errors import NativeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 2
+ABI = 3
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -171,6 +171,18 @@ class CopyBatch:
             raise CopyFailed(_last_error(library), status, self.report)
 
 
+def gather_dense(
+    address: int, nbytes: int, start: int, source: int, length: int, *, digest: bool
+) -> int:
+    """Copy `length` bytes at address `source` to byte `start` of the payload at `address`.
+
+    Returns their CRC-32C, 0 without `digest`, or a negative number if the library refused: then
+    `CopyBatch.gather` says why. With a digest, it copies no more than `CHUNK` bytes.
+    """
+    calls = _load() if nbytes > SMALL else _held
+    return int(calls.kvl_gather_dense(address, nbytes, start, source, length, digest))
+
+
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
     """Return the CRC-32C of contiguous bytes, continued from that of the bytes before them."""
     if _part.loaded is None and missing() is not None:
@@ -207,6 +219,8 @@ def _declare(library: ctypes.CDLL) -> int:
         for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
             call = getattr(calls, name)  # AttributeError: another library
             call.argtypes = (pointer, number, pointer, number, pointer, number, *structs)
+        calls.kvl_gather_dense.argtypes = (pointer, number, number, pointer, number, ctypes.c_int)
+        calls.kvl_gather_dense.restype = ctypes.c_int64
         calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
         calls.kvl_crc32c.restype = ctypes.c_uint32
     _ = library.kvl_select

@@ -12,7 +12,7 @@ from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, check_fit, packed_view, tensor_view
+from omni_kvlink.payload.views import TensorView, check_fit, is_dense, packed_view, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _SMALL = 1 << 20
 """Bytes of a payload that are not worth a second thread."""
+_FEW = 4
+"""Tensors up to which a call for each costs less than to pack them for one."""
 
 
 class NativeCopier(Copier):
@@ -59,6 +61,9 @@ class NativeCopier(Copier):
         """Copy in one call of the library; torch copies what it cannot address."""
         check_fit(sources, manifest, region)
         if manifest.nbytes <= _SMALL:
+            digests = self._gather_few(sources, manifest, region) if len(sources) <= _FEW else None
+            if digests is not None:
+                return digests
             packed = [packed_view(source) for source in sources]
             if all(packed):
                 return self._gather_small(packed, manifest, region)
@@ -69,10 +74,27 @@ class NativeCopier(Copier):
                     pass
             else:
                 target.copy_(source.detach())
-        digests = native.gather()
+        by_name = native.gather()
         if others is not None:
-            digests |= others.digest()
-        return [digests[spec.name] for spec in manifest.tensors]
+            by_name |= others.digest()
+        return [by_name[spec.name] for spec in manifest.tensors]
+
+    def _gather_few(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str] | None:
+        """Gather dense tensors by a call each; None if one is not dense, or was refused."""
+        data, digests = manifest.header_nbytes, []
+        for view, spec in zip(sources, manifest.tensors, strict=True):
+            if not is_dense(view):
+                return None
+            start, nbytes, digest = data + spec.start, spec.stop - spec.start, bool(spec.digest)
+            crc = host.gather_dense(
+                region.address, region.nbytes, start, view.data_ptr(), nbytes, digest=digest
+            )
+            if crc < 0:
+                return None
+            digests.append(f"{crc:08x}" if digest else "")
+        return digests
 
     def _gather_small(
         self, packed: Sequence[host.PackedView], manifest: Manifest, region: Region

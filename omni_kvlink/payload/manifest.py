@@ -31,7 +31,7 @@ from omni_kvlink.payload.header_template import (
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.memory.region import Region
 
@@ -41,8 +41,6 @@ _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
 _MAX_LAYOUTS = 256
 _MAX_RECEIVED = 16
-_MAX_BLOCK_IDS = 64
-"""Block ids of a payload above which its layout is not kept: others rarely have the same."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -356,27 +354,17 @@ _received: tuple[Layout, ...] = ()
 
 
 def plan_like_before(
-    request_id: str,
-    branches: Sequence[Branch],
-    shapes: tuple[Any, ...],
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
-    *,
-    bundle: bool,
-    digests: bool,
+    request_id: str, key: tuple[Any, ...], lay_out: Callable[[], Manifest]
 ) -> Manifest:
-    """What `Manifest.lay_out` returns, from the layout of an earlier payload where one is alike.
+    """What `lay_out` returns, from the layout of an earlier payload where one had the same key.
 
-    `shapes` are dtype and shape of each tensor that its branch does not determine. `tensors` is
-    iterated only if there was no such payload.
+    The key tells all that `Manifest.lay_out` takes but the request id.
     """
-    is_kept = sum([len(branch.block_ids) for branch in branches]) <= _MAX_BLOCK_IDS
-    # The branches' JSON is the key, since it is what a header holds of them.
-    key = (bundle, digests, msgspec.json.encode(branches), shapes) if is_kept else ()
-    layout = _planned.get(key) if is_kept else None
+    layout = _planned.get(key)
     if layout is not None:
         return layout.plan(request_id)
-    plan = Manifest.lay_out(request_id, branches, tensors, bundle=bundle, digests=digests)
-    if is_kept and plan.template.is_small:
+    plan = lay_out()
+    if plan.template.is_small:
         _planned.put(key, Layout(plan))
     return plan
 

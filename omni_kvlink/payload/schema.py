@@ -6,7 +6,8 @@ import dataclasses
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -51,6 +52,9 @@ T = TypeVar("T")
 LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
 """Name, dtype code and shape of a tensor that a payload is to have."""
+
+_MAX_BLOCK_IDS = 64
+"""Block ids of a payload above which its layout is not kept."""
 
 SINGLE = "kv"
 """The branch name of a payload that is one cache and no bundle."""
@@ -209,18 +213,35 @@ class PayloadBase(ABC):
     def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
         """The branches of a validated payload as views."""
 
+    def _structure(self) -> Hashable | None:
+        """What a header says of the payload besides request id, `_shapes` and digests.
+
+        None if other payloads rarely say the same.
+        """
+        branches = self._branches()
+        if sum([len(branch.block_ids) for branch in branches]) > _MAX_BLOCK_IDS:
+            return None
+        return msgspec.json.encode(branches)
+
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        branches, is_bundle = self._branches(), self._is_bundle
+        lay_out = partial(self._lay_out, digests, capacity)
+        structure = None if capacity is not None else self._structure()
+        if structure is None:
+            return lay_out()
+        key = (self._is_bundle, digests, structure, self._shapes())
+        return plan_like_before(self.request_id, key, lay_out)
+
+    def _lay_out(self, digests: bool, capacity: Manifest | None) -> Manifest:
+        branches = self._branches()
         tensors = chain.from_iterable(map(self.reserve, branches))
-        name = self.request_id
-        if capacity is None:
-            shapes = self._shapes()
-            return plan_like_before(
-                name, branches, shapes, tensors, bundle=is_bundle, digests=digests
-            )
         return Manifest.lay_out(
-            name, branches, tensors, bundle=is_bundle, digests=digests, capacity=capacity
+            self.request_id,
+            branches,
+            tensors,
+            bundle=self._is_bundle,
+            digests=digests,
+            capacity=capacity,
         )
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -24,6 +24,9 @@ TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorT
 """A tensor, or dicts and lists of tensors, nested at will."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+_MAX_NAMES = 64
+"""Tensors of a payload up to which their names are the key of its layout."""
 
 TENSORS = "tensors"
 """The branch name of a payload that is one `TensorTransferData` and no bundle."""
@@ -54,9 +57,11 @@ class TensorTransferData(PayloadBase):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
         if not isinstance(metadata, (Mapping, type(None))):
             raise SchemaError(f"metadata: a {type(metadata).__name__}, wanted a dict")
-        self.metadata: dict[str, Any] = json_copy(dict(metadata or {}), "metadata")
+        # The copy of an empty one would cost a small payload more than the test.
+        self.metadata: dict[str, Any] = json_copy(dict(metadata), "metadata") if metadata else {}
         self._tree: dict[str, TensorTree] | None = _checked_dict(tensors, "", 1)
-        check_branches(self._branches(), bundle=False, error=SchemaError)
+        if self._names() is None:  # a few checked tensors by name exceed no limit
+            check_branches(self._branches(), bundle=False, error=SchemaError)
 
     @property
     def tree(self) -> dict[str, TensorTree]:
@@ -78,6 +83,8 @@ class TensorTransferData(PayloadBase):
 
     def tensors(self) -> list[TensorView]:
         """All tensors in the order of the wire: depth first, in the order of dicts and lists."""
+        if not self._is_nested():
+            return list(self.tree.values())  # type: ignore[arg-type]
         return [leaf for _, leaf in self._flat()]
 
     @classmethod
@@ -139,8 +146,21 @@ class TensorTransferData(PayloadBase):
     def _branches(self) -> list[Branch]:
         return [self.as_branch(TENSORS)]
 
+    def _structure(self) -> Hashable | None:
+        names = self._names()
+        return super()._structure() if names is None else names
+
     def _shapes(self) -> tuple[Any, ...]:
         return tuple([(view.dtype, tuple(view.shape)) for view in self.tensors()])
+
+    def _is_nested(self) -> bool:
+        return any(isinstance(value, (dict, list)) for value in self.tree.values())
+
+    def _names(self) -> tuple[str, ...] | None:
+        """The names of the tensors, if the payload has a few of them and nothing else."""
+        if self.metadata or len(self.tree) > _MAX_NAMES or self._is_nested():
+            return None
+        return tuple(self.tree)
 
     def _flat(self) -> Iterator[tuple[str, TensorView]]:
         return flatten(self.tree)  # type: ignore[return-value]  # every leaf was checked
@@ -159,7 +179,8 @@ def _checked_dict(values: Mapping[str, Any], path: str, depth: int) -> dict[str,
 def _checked(value: object, path: str, depth: int) -> TensorTree:
     """A private copy of nested dicts and lists, every leaf a tensor that can be sent."""
     where = f"tensor {path!r:.200}"
-    if isinstance(value, (Mapping, list, tuple)):
+    # A tensor first: whether it is a Mapping costs more.
+    if not isinstance(value, torch.Tensor) and isinstance(value, (Mapping, list, tuple)):
         if depth >= MAX_DEPTH:
             raise SchemaError(f"{where}: nested deeper than {MAX_DEPTH}")
         if isinstance(value, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 
@@ -120,6 +120,11 @@ class _CudaBytes:
         self._span, data = region.span, (region.address, False)
         form = {"shape": (region.nbytes,), "typestr": "|u1", "data": data, "version": 3}
         self.__cuda_array_interface__ = form
+
+
+def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
+    """Whether the bytes of a view are those of one span of the host's memory, in order."""
+    return isinstance(view, torch.Tensor) and view.is_cpu and _is_flat(view)
 
 
 def dense(view: TensorView) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from native_fixtures import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
 from strategies import EXAMPLES
 
-from omni_kvlink import KVCacheTransferData
+from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
@@ -188,6 +188,28 @@ def test_callers_from_many_threads() -> None:
     assert not failures
 
 
+def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [tensor_of([5, 3, 7], torch.float16, 1), torch.empty(0, 2, 2, dtype=torch.float16)]
+    for digests in (True, False):
+        data = TensorTransferData("r", dict(zip("ab", sources, strict=True)))
+        plan = data.plan(digests=digests)
+        region = Mapping.anonymous(plan.nbytes).region
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "CopyBatch", None)
+            found = NativeCopier().gather(sources, plan, region)
+        assert found == (NativeCopier().digest(plan, region) if digests else ["", ""])
+        received = TensorTransferData.from_region(plan, region)
+        assert torch.equal(received["a"].view(torch.int16), sources[0].view(torch.int16))
+
+
+def test_what_one_call_refuses_is_named() -> None:
+    plan = TensorTransferData("r", {"a": torch.zeros(8)}).plan()
+    region = Mapping.anonymous(plan.nbytes + 256).region
+    near = torch.frombuffer(region.span, dtype=torch.float32)[plan.header_nbytes // 4 + 1 :][:8]
+    with pytest.raises(SchemaError, match=r"tensor 'a': .*same memory"):
+        NativeCopier().gather([near], plan, region)
+
+
 def test_choice() -> None:
     assert NativeCopier().features in FEATURES
     for features in ("auto", "portable"):
@@ -197,7 +219,7 @@ def test_choice() -> None:
         host.select("mmx")
 
 
-@pytest.mark.parametrize(("tokens", "stores"), [(64, host.AUTO), (5000, host.STREAM)])
+@pytest.mark.parametrize(("tokens", "stores"), [(600, host.AUTO), (5000, host.STREAM)])
 def test_a_part_of_a_large_payload_goes_past_the_cache(
     monkeypatch: pytest.MonkeyPatch, tokens: int, stores: int
 ) -> None:

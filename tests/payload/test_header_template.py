@@ -452,6 +452,23 @@ def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:
     assert len(manifests._planned) == 3 * len(tensors)
 
 
+def test_layouts_differ_in_names_and_nesting() -> None:
+    x, y = torch.zeros(2), torch.zeros(2)
+    trees: list[dict[str, Any]] = [
+        {"x": x, "y": y},
+        {"y": y, "x": x},
+        {"x": x, "z": y},
+        {"x": [x, y]},
+        {"x": {"y": x}, "z": y},
+        {str(name): x for name in range(65)},
+    ]
+    for tree in (*trees, *trees):
+        for metadata in ({}, {"a": 1}):
+            data = TensorTransferData("r", tree, metadata)
+            assert data.plan() == planned_cold(data)
+    assert len(manifests._planned) == 2 * len(trees)
+
+
 def test_a_deep_extra_is_copied() -> None:
     extra: dict[str, Any] = {}
     for _ in range(MAX_DEPTH - 1):
