@@ -179,7 +179,8 @@ def gather_dense(
     Returns their CRC-32C, 0 without `digest`, or a negative number if the library refused: then
     `CopyBatch.gather` says why. With a digest, it copies no more than `CHUNK` bytes.
     """
-    calls = _load() if nbytes > SMALL else _held
+    library = _load()
+    calls = _held if nbytes <= SMALL else library
     return int(calls.kvl_gather_dense(address, nbytes, start, source, length, digest))
 
 
