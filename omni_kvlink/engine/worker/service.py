@@ -140,10 +140,10 @@ class WorkerService:
     def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
         """Receive a request's KV in the background; the result is its size in bytes."""
         manager, received = self._manager(), Future[int]()
+        manager.allocate(request)  # first: `_on_kv`, for another request, takes it for released
         with self._lock:
             self._receiving[request.request_id] = received
         try:
-            manager.allocate(request)
             manager.prefetch(request)
         except BaseException:
             self._receiving.pop(request.request_id, None)
