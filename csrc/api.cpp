@@ -110,7 +110,7 @@ int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start, const v
         const_cast<void *>(source), length, 0, length, {1, 1, 1, 1}, {}, nullptr, 0, 1, 0};
     kvl_copy copy{view, {start, length, has_digest ? 0 : KVL_NO_DIGEST}};
     kvl_options options{1, KVL_STORES_AUTO};
-    // One digest is all that there is space for: a longer tensor is refused.
+    // There is space for one digest, so that more than KVL_CHUNK bytes are refused.
     int status = kvl::run(Mode::gather, false, {payload, nbytes, &crc, has_digest}, &copy, 1,
                           &options, nullptr);
     return status ? -int64_t{status} : int64_t{crc};

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SMALL = 1 << 20
 """Bytes of a payload that are not worth a second thread."""
 _FEW = 4
-"""Tensors up to which a call for each costs less than to pack them for one."""
+"""Number of tensors up to which one call each is cheaper than packing all for a single call."""
 
 
 class NativeCopier(Copier):
@@ -82,7 +82,7 @@ class NativeCopier(Copier):
     def _gather_few(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str] | None:
-        """Gather dense tensors by a call each; None if one is not dense, or was refused."""
+        """Gather dense tensors, each by one call; None if a tensor is not dense, or was refused."""
         data, digests = manifest.header_nbytes, []
         for view, spec in zip(sources, manifest.tensors, strict=True):
             if not is_dense(view):

@@ -26,7 +26,7 @@ TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorT
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _MAX_NAMES = 64
-"""Tensors of a payload up to which their names are the key of its layout."""
+"""Number of tensors up to which a payload's layout is found by their names."""
 
 TENSORS = "tensors"
 """The branch name of a payload that is one `TensorTransferData` and no bundle."""
@@ -157,7 +157,7 @@ class TensorTransferData(PayloadBase):
         return any(isinstance(value, (dict, list)) for value in self.tree.values())
 
     def _names(self) -> tuple[str, ...] | None:
-        """The names of the tensors, if the payload has a few of them and nothing else."""
+        """The names, if the payload is a few tensors by name, without nesting and metadata."""
         if self.metadata or len(self.tree) > _MAX_NAMES or self._is_nested():
             return None
         return tuple(self.tree)

@@ -123,7 +123,7 @@ class _CudaBytes:
 
 
 def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
-    """Whether the bytes of a view are those of one span of the host's memory, in order."""
+    """Whether a view is a contiguous tensor in the host's memory."""
     return isinstance(view, torch.Tensor) and view.is_cpu and _is_flat(view)
 
 
