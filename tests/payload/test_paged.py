@@ -158,9 +158,10 @@ for table in tables:
     )
     plan = data.plan()
     region = Mapping.anonymous(plan.nbytes).region
-    digests = copier.gather(data.tensors(), plan, region)  # threads and caches are there now
+    manifest = plan.with_digests(copier.gather(data.tensors(), plan, region))
+    copier.scatter(manifest, region, data.tensors())
+    # Threads, their stacks and caches are there now, of both directions.
     print(taken(lambda: copier.gather(data.tensors(), plan, region)))
-    manifest = plan.with_digests(digests)
     print(taken(lambda: copier.scatter(manifest, region, data.tensors())))
 print(taken(lambda: [place.dense() for place in data.tensors()]))
 """
