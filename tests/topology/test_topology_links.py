@@ -273,9 +273,10 @@ data = KVCacheTransferData("r", blocks, (), about)
 part = slice_heads(data, 2, 6)  # 16 MiB of each 32
 plan = part.plan()
 region = Mapping.anonymous(plan.nbytes).region
-digests = copier.gather(part.tensors(), plan, region)  # threads and caches are there now
+manifest = plan.with_digests(copier.gather(part.tensors(), plan, region))
+copier.scatter(manifest, region, part.tensors())
+# Threads, their stacks and caches are there now, of both directions.
 print(taken(lambda: copier.gather(slice_heads(data, 2, 6).tensors(), plan, region)))
-manifest = plan.with_digests(digests)
 print(taken(lambda: copier.scatter(manifest, region, slice_heads(data, 2, 6).tensors())))
 print(taken(lambda: [tensor.contiguous() for tensor in part.tensors()]))
 """
