@@ -37,7 +37,8 @@ from omni_kvlink.payload.views import TensorView, tensor_views
 if TYPE_CHECKING:
     import torch
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery, Progress
+    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.payload.growing import StreamPosition
 

@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -28,15 +28,14 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.protocol.process_check import check_process
+from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
     PeerLostError,
     TransferFailed,
     TransferTimeout,
-    WireError,
 )
-from omni_kvlink.payload.format import MAX_HEADER, MAX_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,88 +49,112 @@ MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
 
 
-class StreamEnded(TransferFailed):
-    """The stream that grows has ended before the chunk that was requested."""
+class LazyEvent:
+    """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
 
-
-class Progress:
-    """How much of a streamed payload is there; tensors are numbered as in the manifest.
-
-    Thread-safe: the connection's thread reports, any other thread waits. `whole` ends with the
-    commit, or with the error that ended the stream.
-    """
+    __slots__ = ("_is_set", "_waiting")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._digests: dict[int, bytes] = {}
-        self._nbytes = 0
-        self._error: KVLinkError | None = None
-        self._is_whole = False
-        self._waiting: dict[Future[None], range] = {}
-        self.whole: Future[None] = Future()
-        self.whole.set_running_or_notify_cancel()
+        self._is_set = False
+        self._waiting: list[threading.Lock] = []
 
-    def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
-        """The tensors from number `first` on are there; WireError if a payload cannot have them."""
-        numbers = range(first, first + len(digests))
-        with self._lock:
-            self._nbytes += sum(map(len, digests))
-            if numbers.stop > MAX_TENSORS or self._nbytes > MAX_HEADER:
-                raise WireError(f"tensors up to {numbers.stop} were announced: no payload has them")
-            if any(number in self._digests for number in numbers):
-                raise WireError(f"tensors from {first} on were announced twice")
-            self._digests.update(zip(numbers, digests, strict=True))
-            ready = [future for future, tensors in self._waiting.items() if self._has(tensors)]
-            for future in ready:
-                del self._waiting[future]
-        for future in ready:
-            future.set_result(None)
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
 
-    def commit(self) -> None:
-        """All tensors are there; waiting for one that was not announced fails."""
-        gap = WireError("it was committed, but not every layer of it was announced")
-        if self._close(gap, whole=True):
-            self.whole.set_result(None)
+    def set(self) -> None:
+        """Set it, and wake those who wait."""
+        self._is_set = True
+        while self._waiting:
+            with suppress(IndexError):  # another thread was faster
+                self._waiting.pop().release()
 
-    def fail(self, error: KVLinkError) -> None:
-        """No more tensors will come: futures that wait, and later ones, get the error."""
-        if self._close(error):
-            self.whole.set_exception(error)
+    def clear(self) -> None:
+        """Undo `set`."""
+        self._is_set = False
 
-    def when(self, tensors: range) -> Future[None]:
-        """Return a future that ends when all of these are there, or with the stream's error."""
-        future: Future[None] = Future()
+    def wait(self, timeout: float) -> bool:
+        """Block until it is set, for `timeout` seconds at most; return whether it is."""
+        if self._is_set:
+            return True
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        if not self._is_set:  # `set` may have come before the lock was there to be released
+            lock.acquire(timeout=timeout)
+        with suppress(ValueError):
+            self._waiting.remove(lock)
+        return self._is_set
+
+
+class Answer(LazyEvent, Generic[T]):
+    """A result or an error that comes once, as of a `Future`; a third of its cost.
+
+    One owner sets it. `future` returns the same as a `Future`, for those who need one.
+    """
+
+    __slots__ = ("_callbacks", "_result", "error")
+
+    _result: T
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._callbacks: list[Callable[[Answer[T]], None]] = []
+        self.error: Exception | None = None
+
+    def set_result(self, result: T) -> None:
+        """End with a result."""
+        self._result = result
+        self._end()
+
+    def set_error(self, error: Exception) -> None:
+        """End with an error."""
+        self.error = error
+        self._end()
+
+    def result(self) -> T:
+        """Return the result, or raise a copy of the error; only when it is set.
+
+        The traceback of the error itself would keep the frames that wait, and what they use.
+        """
+        if self.error is not None:
+            raise copy.copy(self.error)
+        return self._result
+
+    def add_done_callback(self, callback: Callable[[Answer[T]], None]) -> None:
+        """Call this once with this object when it is set, at once or later, in any thread."""
+        self._callbacks.append(callback)
+        if self._is_set:
+            self._call_back()
+
+    def future(self) -> Future[T]:
+        """Return a new future that ends as this does."""
+        future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # only this object ends it
-        with self._lock:
-            if (self._error is None or self._is_whole) and self._has(tensors):
-                future.set_result(None)
-            elif self._error is None:
-                self._waiting[future] = tensors
-            else:
-                future.set_exception(self._error)
+        self.add_done_callback(partial(_end, future))
         return future
 
-    def cancel(self, future: Future[None]) -> None:
-        """Stop tracking a future of `when`; it is never set then."""
-        with self._lock:
-            self._waiting.pop(future, None)
+    def _end(self) -> None:
+        self.set()
+        if self._callbacks:
+            self._call_back()
 
-    def digest(self, tensor: int) -> bytes:
-        """Return the digest of a tensor that is there: four bytes a MiB; b"" if digests are off."""
-        return self._digests[tensor]
+    def _call_back(self) -> None:
+        while self._callbacks:
+            with suppress(IndexError):  # another thread was faster
+                callback = self._callbacks.pop(0)
+                callback(self)
 
-    def _close(self, error: KVLinkError, *, whole: bool = False) -> bool:
-        with self._lock:
-            if self._error is not None:
-                return False
-            self._error, self._is_whole = error, whole
-            waiting, self._waiting = list(self._waiting), {}
-        for future in waiting:
-            future.set_exception(error)
-        return True
 
-    def _has(self, tensors: range) -> bool:
-        return all(tensor in self._digests for tensor in tensors)
+def _end(future: Future[T], answer: Answer[T]) -> None:
+    if answer.error is not None:
+        future.set_exception(answer.error)
+    else:
+        future.set_result(answer.result())
+
+
+class StreamEnded(TransferFailed):
+    """The stream that grows has ended before the chunk that was requested."""
 
 
 class Coalesce(Protocol):
@@ -267,7 +290,7 @@ class ChunkOf(NamedTuple):
 
 
 class GetState:
-    """One get: its future ends with the producer's Offer, or with the error to raise.
+    """One get: its `answer` is the producer's Offer, or the error to raise.
 
     It owns the request, and the lease of the offer, until `settle`. If it is dropped before, as by
     an exception of a signal handler, its finalizer cancels the request or releases the payload
@@ -295,8 +318,7 @@ class GetState:
         self.phase = "never announced by the producer"
         self.started = time.monotonic()
         self.progress: Progress | None = None
-        self.future: Future[Offer] = Future()
-        self.future.set_running_or_notify_cancel()  # only the table ends it
+        self.answer = Answer[Offer]()  # only the table sets it
         self._drop: Callable[[GetState], None] | None = drop  # last: from here on it owns
 
     @property
@@ -311,7 +333,7 @@ class GetState:
     def fail(self, error: KVLinkError) -> None:
         """End the get with an error instead of an offer."""
         self.settle()
-        self.future.set_exception(error)
+        self.answer.set_error(error)
         if self.ready is not None:
             self.ready.set_exception(error)
 
@@ -419,13 +441,11 @@ class GetTable:
         if os.getpid() != self._pid:
             check_process(self._pid, f"the get of {get_state.key!r}")
         try:
-            return result_of(get_state.future, check_timeout(timeout))
-        except FutureTimeout as error:
-            if isinstance(error, TransferTimeout):  # the same class since Python 3.11
-                raise
-            if not self.cancel(get_state):
-                return result_of(get_state.future)
-            raise get_state.timeout_error() from None
+            answer = get_state.answer
+            if not answer.wait(check_timeout(timeout)) and self.cancel(get_state):
+                raise get_state.timeout_error()
+            answer.wait(MAX_TIMEOUT)  # it is being set
+            return answer.result()
         except BaseException:
             self.drop(get_state)
             raise
@@ -434,8 +454,11 @@ class GetTable:
         """Cancel a get, or release its offer unread; does nothing to one that has ended."""
         if get_state.is_settled:
             return
-        if not self.cancel(get_state) and get_state.future.exception() is None:
-            self.release(get_state.get_id, get_state.future.result().epoch, "unread")
+        if self.cancel(get_state):
+            return
+        get_state.answer.wait(MAX_TIMEOUT)  # it is being set
+        if get_state.answer.error is None:
+            self.release(get_state.get_id, get_state.answer.result().epoch, "unread")
             get_state.settle()
 
     def find(self, get_id: int) -> GetState | None:
@@ -476,7 +499,7 @@ class GetTable:
                     get_state.progress = Progress()
                     self._streams[message.get_id] = get_state.key, get_state.progress
                 self._leased.add(message.get_id)
-                get_state.future.set_result(message)
+                get_state.answer.set_result(message)
                 if get_state.is_dropped:  # its finalizer ran meanwhile, and saw no offer
                     self.release(message.get_id, message.epoch, "unread")
         elif isinstance(message, Failed):

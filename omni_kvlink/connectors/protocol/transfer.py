@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -12,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout
 from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.messages import NOTHING, Location
 from omni_kvlink.connectors.protocol.process_check import check_process
@@ -38,42 +37,6 @@ class TransferState(enum.Enum):
     def is_final(self) -> bool:
         """Whether the transfer has ended."""
         return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
-
-
-class LazyEvent:
-    """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
-
-    __slots__ = ("_is_set", "_waiting")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[threading.Lock] = []
-
-    def is_set(self) -> bool:
-        """Whether it is set."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Set it, and wake those who wait."""
-        self._is_set = True
-        while self._waiting:
-            with suppress(IndexError):  # another thread was faster
-                self._waiting.pop().release()
-
-    def clear(self) -> None:
-        """Undo `set`."""
-        self._is_set = False
-
-    def wait(self, timeout: float) -> bool:
-        """Block until it is set, for `timeout` seconds at most; return whether it is."""
-        lock = threading.Lock()
-        lock.acquire()
-        self._waiting.append(lock)
-        if not self._is_set:  # `set` may have come before the lock was there to be released
-            lock.acquire(timeout=timeout)
-        with suppress(ValueError):
-            self._waiting.remove(lock)
-        return self._is_set
 
 
 @dataclass(eq=False)

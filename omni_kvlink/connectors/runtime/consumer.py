@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
+    Answer,
     ChunkOf,
     Delivery,
     GetState,
@@ -132,8 +133,8 @@ class MappedSession(Session):
         """Call `act`; its releases and requests may be sent in one message."""
         return act()
 
-    def receive_until(self, future: Future[Any], deadline: float) -> None:
-        """Receive messages in the calling thread until `future` is done, where that is possible.
+    def receive_until(self, answer: Answer[Any], deadline: float) -> None:
+        """Receive messages in the calling thread until `answer` is set, where that is possible.
 
         It returns at the `deadline` (`time.monotonic`) at the latest.
         """
@@ -155,15 +156,23 @@ class MappedGet(SessionGet):
     session: MappedSession
 
     def __init__(self, session: MappedSession, get_state: GetState):
-        self.session, self._get_state, self.future = session, get_state, get_state.future
+        self.session, self._get_state = session, get_state
+        self._future: Future[Offer] | None = None
         self._pid = os.getpid()
+
+    @property
+    def future(self) -> Future[Offer]:  # type: ignore[override]
+        """Made when it is asked for: a get that blocks needs none."""
+        if self._future is None:
+            self._future = self._get_state.answer.future()
+        return self._future
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
         get_state, get_table = self._get_state, self.session.get_table
         deadline = time.monotonic() + check_timeout(timeout)
         if os.getpid() == self._pid:
-            self.session.receive_until(get_state.future, deadline)
+            self.session.receive_until(get_state.answer, deadline)
         offer = get_table.wait(get_state, max(0.0, deadline - time.monotonic()))
         release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:

@@ -6,8 +6,9 @@ import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetState, Progress
+from omni_kvlink.connectors.protocol.get_table import Delivery, GetState
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
+from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, Span, copy_into, crcs_of
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.get_table import (
+    MAX_TIMEOUT,
     GetState,
     GetTable,
     check_timeout,
@@ -94,7 +95,10 @@ class RemoteGet(SessionGet):
         get_state = self._get_state
         if get_state.is_settled:
             return
-        if self._get_table.cancel(get_state) or get_state.future.exception() is not None:
+        if self._get_table.cancel(get_state):
+            return
+        get_state.answer.wait(MAX_TIMEOUT)  # it is being set
+        if get_state.answer.error is not None:
             return
         inbound = self._inbound
         if not inbound.cancel() and inbound.ready.exception() is None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Options, refuse_keys
-from omni_kvlink.connectors.protocol.get_table import GetTable
+from omni_kvlink.connectors.protocol.get_table import Answer, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     MAX_BATCH,
     MAX_MESSAGE,
@@ -62,7 +62,6 @@ from omni_kvlink.memory.arena import GRAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from omni_kvlink.memory.region import Mapping, Region
 
@@ -638,17 +637,17 @@ class ShmSession(MappedSession):
         if self._has_ended:
             self._loop.close()
 
-    def receive_until(self, future: Future[Any], deadline: float) -> None:
-        """Receive in the calling thread until `future` is done, unless another thread receives.
+    def receive_until(self, answer: Answer[Any], deadline: float) -> None:
+        """Receive in the calling thread until `answer` is set, unless another thread receives.
 
         It returns early, and leaves the rest to the loop, at whatever is no answer to a get.
         """
-        if future.done() or self._loop.is_own_thread:
+        if answer.is_set() or self._loop.is_own_thread:
             return
         try:
             if self._receiving.acquire(blocking=False):
                 self._leader = threading.get_ident()
-                self._lead(future, deadline)
+                self._lead(answer, deadline)
         finally:
             try:
                 self._stop_leading()
@@ -657,16 +656,16 @@ class ShmSession(MappedSession):
                 self._watch_channel()
                 raise
 
-    def _lead(self, future: Future[Any], deadline: float) -> None:
+    def _lead(self, answer: Answer[Any], deadline: float) -> None:
         self._watch_channel()
-        future.add_done_callback(self._wake_leader)
+        answer.add_done_callback(self._wake_leader)
         fd = self._channel.fileno()
         if fd < 0:
             return  # it has ended
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        while not future.done():
+        while not answer.is_set():
             left = deadline - time.monotonic()
             if left <= 0 or not poll.poll(min(1e3 * left + 1, _MAX_POLL)):
                 return
@@ -693,7 +692,7 @@ class ShmSession(MappedSession):
         self._channel.skip()
         return True
 
-    def _wake_leader(self, future: Future[Any]) -> None:
+    def _wake_leader(self, answer: Answer[Any]) -> None:
         """Wake the thread that waits for its own payload, unless it is the caller."""
         if self._leader not in (0, threading.get_ident()):
             os.eventfd_write(self._wake, 1)

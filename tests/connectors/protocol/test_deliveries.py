@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetTable
+from omni_kvlink.connectors.protocol.get_table import Answer, Delivery, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Cancel,
@@ -142,15 +142,14 @@ def test_an_interrupted_wait(offered: bool, monkeypatch: pytest.MonkeyPatch) -> 
     """The offer that came meanwhile is released."""
     table = Table()
     get_state = table.request("k")
-    exception = get_state.future.exception
 
-    def interrupt(timeout: float | None = None) -> Any:
-        monkeypatch.setattr(get_state.future, "exception", exception)
+    def interrupt(answer: Answer[Offer], timeout: float) -> Any:
+        monkeypatch.undo()
         if offered:
             table.on_message(OFFER)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(get_state.future, "exception", interrupt)
+    monkeypatch.setattr(Answer, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         table.wait(get_state, 60.0)
     assert table.sent == [Get(1, "k"), UNREAD if offered else Cancel(1)]
@@ -160,14 +159,13 @@ def test_an_offer_at_the_very_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken."""
     table = Table()
     get_state = table.request("k")
-    exception = get_state.future.exception
 
-    def time_out(timeout: float | None = None) -> Any:
-        monkeypatch.setattr(get_state.future, "exception", exception)
+    def time_out(answer: Answer[Offer], timeout: float) -> bool:
+        monkeypatch.undo()
         table.on_message(OFFER)
-        raise TimeoutError
+        return False
 
-    monkeypatch.setattr(get_state.future, "exception", time_out)
+    monkeypatch.setattr(Answer, "wait", time_out)
     assert table.wait(get_state, 60.0) == OFFER
     assert table.sent == [Get(1, "k")]
 
@@ -179,7 +177,7 @@ def test_a_draft_is_copied_before_it_is_decoded(ends: tuple[KVProducer, KVConsum
     out = producer.stream_put(recipe.make())
     pending: Any = begin_get(reader, "k", timeout=60, streamed=True)
     delivery = pending.wait(timeout=60)
-    offer: Offer = pending._get_state.future.result()
+    offer: Offer = pending._get_state.answer.result()
     pool = producer._end.pool  # type: ignore[attr-defined]
     memory = pool.mapping(offer.location.arena).region
     at = memory.address + offer.location.offset + SLOT + offer.location.nbytes

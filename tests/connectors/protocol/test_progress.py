@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import KVLinkError, PeerLostError, WireError
-from omni_kvlink.connectors.protocol.get_table import Progress
+from omni_kvlink.connectors.protocol.progress import Progress
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
