@@ -117,7 +117,7 @@ def feed_consumer(data: bytes) -> None:
             for message in messages.decode_all(part):
                 table.on_message(message)
     table.close(WireError("the end"))
-    assert all(state.future.done() for state in states)
+    assert all(state.answer.is_set() for state in states)
 
 
 def feed_producer(data: bytes) -> None:

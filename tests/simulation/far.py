@@ -399,7 +399,7 @@ class FarGet:
         if self._pending.future.exception() is not None:
             self._finish("failed")
             return
-        offer: Offer = self._pending._get_state.future.result()
+        offer: Offer = self._pending._get_state.answer.result()
         self._delivery = self._pending.wait(timeout=0.0)
         self._reader.outcomes["inline"] += offer.epoch in self._producer.inline_epochs
         progress = self._delivery.progress

@@ -60,7 +60,7 @@ class FarGrowingReader:
             self._finish("failed")
             return
         delivery = self._head.wait(timeout=0.0)
-        self._epoch = self._head._get_state.future.result().epoch
+        self._epoch = self._head._get_state.answer.result().epoch
         opener = partial(ReceivedChunk, copier=_copier, verify="auto")
         self._stream: ChunkStream[ReceivedChunk] = ChunkStream(
             self._head, delivery, opener, _copier, start=self._start, timeout=0.0

@@ -112,7 +112,7 @@ class GrowingReader:
             return
         self._head = head
         reader.open += 1
-        head.future.add_done_callback(lambda _: self._opened())
+        head.answer.add_done_callback(lambda _: self._opened())
         self._clock.after(timeout, self._expire)
 
     def _expire(self) -> None:
@@ -120,7 +120,7 @@ class GrowingReader:
             self._finish("timed out")
 
     def _opened(self) -> None:
-        if self._head.future.exception() is not None:
+        if self._head.answer.error is not None:
             self._finish("failed")
             return
         self._head.settle()
@@ -136,7 +136,7 @@ class GrowingReader:
         except PeerLostError:
             self._leave("stream failed")
             return
-        get.future.add_done_callback(lambda _: self._clock.soon(partial(self._arrived, get)))
+        get.answer.add_done_callback(lambda _: self._clock.soon(partial(self._arrived, get)))
         self._clock.after(PATIENCE + 2.0, partial(self._expire_chunk, get))
 
     def _expire_chunk(self, get: GetState) -> None:
@@ -144,9 +144,9 @@ class GrowingReader:
             self._leave("chunk timed out")
 
     def _arrived(self, get: GetState) -> None:
-        error = get.future.exception()
+        error = get.answer.error
         if isinstance(error, StreamEnded):
-            count = self._connection.producer.counts[self._head.future.result().epoch]
+            count = self._connection.producer.counts[self._head.answer.result().epoch]
             assert self._number == count, f"ended after {self._number} of {count} chunks"
             self._leave("grown")
             return
@@ -158,7 +158,7 @@ class GrowingReader:
             self._leave("died")
             return
         self._connection.holds += 1
-        offer, chance = get.future.result(), self._clock.chance
+        offer, chance = get.answer.result(), self._clock.chance
         numbers = self._connection.producer.numbers
         assert numbers[offer.epoch] == self._number, f"not chunk {self._number}: {offer}"
         assert offer.epoch > self._epoch, "the chunks are not in their order"
@@ -196,7 +196,7 @@ class GrowingReader:
         if self._connection.holds:
             self._connection.holds -= 1
             reported: Outcome = "unread" if self._clock.chance.random() < 0.2 else "read"
-            epoch = self._head.future.result().epoch
+            epoch = self._head.answer.result().epoch
             self._connection.get_table.release(self._head.get_id, epoch, reported)
         self._finish(outcome)
 

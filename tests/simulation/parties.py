@@ -405,7 +405,7 @@ class SimConsumer:
             return
         self.open += 1
         get = WaitingGet(self, connection, get_state)
-        get_state.future.add_done_callback(lambda _: get.answered())
+        get_state.answer.add_done_callback(lambda _: get.answered())
         self.clock.after(timeout, get.expire)
 
 
@@ -424,10 +424,10 @@ class WaitingGet:
             self._finish("timed out")
 
     def answered(self) -> None:
-        if self._get_state.future.exception() is not None:
+        if self._get_state.answer.error is not None:
             self._finish("failed")
             return
-        offer = self._get_state.future.result()
+        offer = self._get_state.answer.result()
         if offer.inline:
             session: Any = self._connection  # all of a session that the get uses
             self._delivery = MappedGet(session, self._get_state).wait(timeout=0.0)
