@@ -167,7 +167,7 @@ class GrowingReader:
         if outcome == "read":
             self._number, self._epoch = self._number + 1, offer.epoch
         self._clock.soon(partial(self._release, get, offer, outcome), 0.5)
-        if chance.random() < 0.05:
+        if chance.random() < 0.08:
             self._leave("left")
         else:
             self._clock.soon(self._request)
