@@ -181,18 +181,20 @@ def gather_dense(
     """
     library = _load()
     calls = _held if nbytes <= SMALL else library
-    return int(calls.kvl_gather_dense(address, nbytes, start, source, length, digest))
+    crc: int = calls.kvl_gather_dense(address, nbytes, start, source, length, digest)
+    return crc
 
 
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
     """Return the CRC-32C of contiguous bytes, continued from that of the bytes before them."""
     if _part.loaded is None and missing() is not None:
         return fallback.crc32c(data, crc)
-    bytes_ = data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
-    pointer = bytes_ if isinstance(bytes_, bytes) else bytes_.ctypes.data
     library = _load()
-    calls = _held if len(bytes_) <= SMALL else library
-    return int(calls.kvl_crc32c(crc, pointer, len(bytes_)))
+    nbytes = data.nbytes if isinstance(data, memoryview) else len(data)
+    calls = _held if nbytes <= SMALL else library
+    pointer = data if type(data) is bytes else np.frombuffer(data, np.uint8).ctypes.data
+    found: int = calls.kvl_crc32c(crc, pointer, nbytes)
+    return found
 
 
 def features() -> str:

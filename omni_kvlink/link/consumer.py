@@ -249,6 +249,7 @@ def open_delivery(
     `started` is when the get began, on the clock of `time.perf_counter`; for the ledger. A payload
     that raises IntegrityError, VersionError or WireError is rejected at its producer.
     """
+    check_verify(verify)
     return Received(delivery, consumer._copier, started=started, verify=verify)
 
 
@@ -310,13 +311,14 @@ class Received:
     def __init__(self, delivery: Delivery, copier: Copier, *, started: float, verify: Verify):
         self.ledger = ledger = Ledger()
         self._delivery, self._copier = delivery, copier
-        ledger.seconds["wait"] = time.perf_counter() - started
+        arrived = time.perf_counter()
+        ledger.seconds["wait"] = arrived - started
         try:
-            check_verify(verify)
-            with ledger.phase("view"):
-                region = region_of(delivery)
-                self.manifest = manifest = _manifest_of(delivery, region)
-                self.data = PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
+            region = region_of(delivery)
+            self.manifest = manifest = _manifest_of(delivery, region)
+            kind = PAYLOAD_KINDS[manifest.kind]
+            self.data = kind.views_of(manifest, manifest.branches, region)
+            ledger.seconds["view"] = time.perf_counter() - arrived
             ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
             if verify == "full":
@@ -686,11 +688,12 @@ def _scatter(copier: Copier, delivery: Delivery, ledger: Ledger, copy: Callable[
 def region_of(delivery: Delivery) -> Region:
     """The payload's memory; ClosedError if it was released, or belongs to a parent process."""
     delivery.check_process()
-    if delivery.region is None:
+    region = delivery.region
+    if region is None:
         raise ClosedError(f"payload {delivery.key!r} was released; use it inside its `with` block")
-    if delivery.region.is_lost:
+    if region.is_lost:
         raise ClosedError(f"payload {delivery.key!r}: {LOST}; get it in this process")
-    return delivery.region
+    return region
 
 
 def _manifest_of(delivery: Delivery, region: Region) -> Manifest:

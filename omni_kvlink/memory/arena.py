@@ -356,7 +356,8 @@ class ArenaPool:
         """Return what `_claim_growth` claimed; the lock is held."""
         if not self._closed:
             self._mapped -= size
-        self._changed.notify_all()
+        if self._waiting:
+            self._changed.notify_all()
 
     def _run_prefault(self, size: int, on_mapped: Callable[[int], None]) -> None:
         """Map the arena, in a thread."""

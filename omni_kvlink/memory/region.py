@@ -95,9 +95,16 @@ class Region:
     @classmethod
     def private(cls, nbytes: int) -> Region:
         """Return new memory of the process, on a 256-byte boundary; the views free it."""
-        owner = bytearray(nbytes + _BOUNDARY - 1)
-        address = ctypes.addressof(_Byte.from_buffer(owner))
-        return cls(address + -address % _BOUNDARY, nbytes, owner)
+        owner, start, address = _aligned(nbytes)
+        return cls(address + start, nbytes, owner)
+
+    @classmethod
+    def copy_of(cls, data: memoryview) -> Region:
+        """Return a readonly copy of bytes, in memory as `private` makes it."""
+        nbytes = data.nbytes
+        owner, start, address = _aligned(nbytes)
+        owner[start : start + nbytes] = data
+        return cls(address + start, nbytes, owner, readonly=True)
 
     @classmethod
     def of_buffer(cls, buffer: memoryview) -> Region:
@@ -125,7 +132,9 @@ class Region:
         if self.device != "cpu":
             raise ValueError(f"memory of {self.device} has no view on the host")
         whole = memoryview(self.span).cast("B")
-        return (whole.toreadonly() if self.readonly else whole)[start:stop]
+        if self.readonly:
+            whole = whole.toreadonly()
+        return whole[start:stop]
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return a copy of bytes `start` to `stop`, from a device, too; blocks for that."""
@@ -147,6 +156,13 @@ class Region:
         if not isinstance(self.owner, DeviceMemory):
             raise ValueError(f"memory of {self.device} that is not this library's")
         return self.owner
+
+
+def _aligned(nbytes: int) -> tuple[bytearray, int, int]:
+    """New memory with `nbytes` on a 256-byte boundary: it, their start in it, and its address."""
+    owner = bytearray(nbytes + _BOUNDARY - 1)
+    address = ctypes.addressof(_Byte.from_buffer(owner))
+    return owner, -address % _BOUNDARY, address
 
 
 class Lease:

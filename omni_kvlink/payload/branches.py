@@ -88,6 +88,14 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return DTYPES[self.dtype]
 
 
+def is_nested(tree: Mapping[str, object]) -> bool:
+    """Whether a tree has dicts or lists in it, and not tensors by name alone."""
+    for child in tree.values():  # noqa: SIM110 (a generator costs a small payload more)
+        if isinstance(child, (dict, list)):
+            return True
+    return False
+
+
 def length_complaints(branch: Branch) -> Iterator[str]:
     """Yield what is wrong with a cache's lengths and metadata, before there are tensors."""
     if not 1 <= branch.num_layers <= MAX_LAYERS:

@@ -219,4 +219,4 @@ PAYLOAD_KINDS: dict[str, type[Payload]] = {
 
 def open_payload(manifest: Manifest, region: Region) -> Payload:
     """What was put, as views of the payload; nothing is copied."""
-    return PAYLOAD_KINDS[manifest.kind].from_region(manifest, region)
+    return PAYLOAD_KINDS[manifest.kind].views_of(manifest, manifest.branches, region)

@@ -75,7 +75,7 @@ class _PlannedChunk(TensorTransferData):
         plans: dict[bool, Manifest],
     ):
         self.request_id, self.metadata = request_id, {}
-        self._tree = {"data": dict(tensors), "position": position}
+        self._set_tree({"data": dict(tensors), "position": position})
         self._views, self._plans = [*tensors.values(), position], plans
 
     def tensors(self) -> list[TensorView]:
@@ -198,7 +198,7 @@ def read_chunk(
     _check(manifest, "data", "position")
     carried = _position(manifest, region)
     position.check(carried)
-    data._tree = data["data"]
+    data._set_tree(data["data"])
     tensors = manifest.only(manifest.tensors[:-1])
     return tensors, carried.after(region.read(0, manifest.header_nbytes))
 

@@ -69,6 +69,7 @@ class HeaderTemplate:
         tensors = b"," + msgspec.json.encode(entries)[1:] if entries else b"}"
         self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(producer)) + b'"}' + tensors
         self._head_crc = crc32c(self._head + b"0" * _CRC)
+        self._ends = len(self._middle), len(self._blank), len(self._tail)
         parts = (self._head, _AFTER_CRC, self._middle, self._blank, self._tail)
         self._fixed = 8 + _CRC + sum(map(len, parts))
 
@@ -114,17 +115,18 @@ class HeaderTemplate:
         decoder of all headers reads those. `found` is what `find_id` returned for the text.
         """
         found = found or find_id(text)
-        if found is None or not text.startswith(self._middle, found.end()):
+        if found is None:
             return None
-        if not text.startswith(self._head):
+        middle, blank, tail = self._ends
+        start, at = found.span()
+        first = at + middle
+        last = first + blank
+        end, listed = last + tail, text[first:last]
+        if text[at:first] != self._middle or text[last:end] != self._tail:
             return None
-        start = found.start()
-        first = found.end() + len(self._middle)
-        last = first + len(self._blank)
-        listed = text[first:last]
-        if listed.translate(_ZEROS) != self._blank or not text.startswith(self._tail, last):
+        if text[: start - _CRC] != self._head or listed.translate(_ZEROS) != self._blank:
             return None
-        if text[last + len(self._tail) :].strip(b" "):
+        if text[end:].strip(b" "):
             return None
         if text[start - _CRC : start] != b"%08x" % crc32c(text[start:], self._head_crc):
             return None
@@ -151,6 +153,8 @@ def _head(version: tuple[int, int]) -> bytes:
 
 
 def _quoted_id(request_id: str) -> bytes:
+    if _IS_SIMPLE.fullmatch(request_id):
+        return b'\\"%b\\"' % request_id.encode()
     return _quoted(msgspec.json.encode(request_id))
 
 

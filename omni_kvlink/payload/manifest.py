@@ -17,7 +17,14 @@ import msgspec
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import SchemaError, WireError
-from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, leaves, tensor_names
+from omni_kvlink.payload.branches import (
+    PART_WORDS,
+    Branch,
+    check_branches,
+    is_nested,
+    leaves,
+    tensor_names,
+)
 from omni_kvlink.payload.dtypes import ITEMSIZE
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 from omni_kvlink.payload.header import Header, HeaderEntry, excess
@@ -276,6 +283,10 @@ class Layout:
         self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
         self._branches = _copied(manifest.branches)
         self._has_dicts = any(branch.extra or branch.tree for branch in manifest.branches)
+        first = manifest.branches[0]
+        self._is_plain = len(manifest.branches) == 1 and not (
+            first.extra or first.tree is None or is_nested(first.tree)
+        )
         self._data = manifest.nbytes - manifest.header_nbytes
         self._template = manifest.template
         rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
@@ -311,10 +322,17 @@ class Layout:
     def _manifest(
         self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int
     ) -> Manifest:
+        branches = self._branches
+        if self._is_plain:  # what `_copied` returns of it costs a small payload more
+            (branch,) = branches
+            assert branch.tree is not None
+            branches = (msgspec.structs.replace(branch, extra={}, tree=branch.tree.copy()),)
+        elif self._has_dicts:
+            branches = _copied(branches)
         return Manifest(
             request_id=request_id,
             bundle=self._bundle,
-            branches=_copied(self._branches) if self._has_dicts else self._branches,
+            branches=branches,
             tensors=tensors,
             header_nbytes=header_nbytes,
             nbytes=header_nbytes + self._data,
@@ -395,15 +413,20 @@ def _copied(branches: Sequence[Branch]) -> tuple[Branch, ...]:
 def _copy(value: Any) -> Any:
     """A copy of nested dicts and lists."""
     if isinstance(value, dict):
-        return {
-            key: _copy(each) if isinstance(each, (dict, list)) else each
-            for key, each in value.items()
-        }
+        copied = value.copy()
+        for key, each in value.items():
+            if isinstance(each, (dict, list)):
+                copied[key] = _copy(each)
+        return copied
     return [_copy(each) if isinstance(each, (dict, list)) else each for each in value]
 
 
 def _decoded(text: bytes, total: int) -> Manifest:
     """The manifest of a header with this JSON, in a payload of `total` bytes."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise WireError(f"the header is not UTF-8: {error.reason}") from None
     header = Header(text)
     note = header.note
     manifest = Manifest(
@@ -468,10 +491,6 @@ def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
     text = bytes(buffer[8 : 8 + length])
     if text[:1] != b"{":  # the safetensors format wants it there
         raise WireError("the header does not begin with '{'")
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise WireError(f"the header is not UTF-8: {error.reason}") from None
     return text
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branches import Branch, check_branches, flatten
+from omni_kvlink.payload.branches import Branch, check_branches, flatten, is_nested
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
 from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
 from omni_kvlink.payload.views import TensorView, check_view, dtype_code, same_bytes, tensor_views
@@ -49,17 +49,20 @@ class TensorTransferData(PayloadBase):
     SchemaError names the path of a tensor that cannot be sent, such as "hidden/0".
     """
 
+    _tree: dict[str, TensorTree] | None
+    _is_nested: bool
+
     def __init__(
         self, request_id: str, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
     ):
         self.request_id = check_request_id(request_id)
-        if not isinstance(tensors, Mapping):
+        if type(tensors) is not dict and not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
-        if not isinstance(metadata, (Mapping, type(None))):
+        if metadata is not None and not isinstance(metadata, Mapping):
             raise SchemaError(f"metadata: a {type(metadata).__name__}, wanted a dict")
         # The copy of an empty one would cost a small payload more than the test.
         self.metadata: dict[str, Any] = json_copy(dict(metadata), "metadata") if metadata else {}
-        self._tree: dict[str, TensorTree] | None = _checked_dict(tensors, "", 1)
+        self._set_tree(_checked_dict(tensors, "", 1))
         if self._names() is None:  # a few checked tensors by name exceed no limit
             check_branches(self._branches(), bundle=False, error=SchemaError)
 
@@ -83,9 +86,9 @@ class TensorTransferData(PayloadBase):
 
     def tensors(self) -> list[TensorView]:
         """All tensors in the order of the wire: depth first, in the order of dicts and lists."""
-        if not self._is_nested():
-            return list(self.tree.values())  # type: ignore[arg-type]
-        return [leaf for _, leaf in self._flat()]
+        if self._is_nested:
+            return [leaf for _, leaf in self._flat()]
+        return list(self.tree.values())  # type: ignore[arg-type]
 
     @classmethod
     def blank(
@@ -129,10 +132,10 @@ class TensorTransferData(PayloadBase):
     ) -> TensorTransferData:
         """The tensors of one validated branch as views."""
         (branch,) = branches
-        views = iter(tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes))
+        views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
         data = object.__new__(cls)  # the manifest was validated
         data.request_id, data.metadata = manifest.request_id, branch.extra
-        data._tree = _mapped(branch.tree, lambda _: next(views))
+        data._set_tree(filled(branch.tree or {}, views))
         return data
 
     def close(self) -> None:
@@ -153,14 +156,15 @@ class TensorTransferData(PayloadBase):
     def _shapes(self) -> tuple[Any, ...]:
         return tuple([(view.dtype, tuple(view.shape)) for view in self.tensors()])
 
-    def _is_nested(self) -> bool:
-        return any(isinstance(value, (dict, list)) for value in self.tree.values())
+    def _set_tree(self, tree: dict[str, TensorTree]) -> None:
+        self._tree, self._is_nested = tree, is_nested(tree)
 
     def _names(self) -> tuple[str, ...] | None:
         """The names, if the payload is a few tensors by name, without nesting and metadata."""
-        if self.metadata or len(self.tree) > _MAX_NAMES or self._is_nested():
+        tree = self.tree
+        if self.metadata or self._is_nested or len(tree) > _MAX_NAMES:
             return None
-        return tuple(self.tree)
+        return tuple(tree)
 
     def _flat(self) -> Iterator[tuple[str, TensorView]]:
         return flatten(self.tree)  # type: ignore[return-value]  # every leaf was checked
@@ -199,6 +203,8 @@ def _skeleton(tree: dict[str, TensorTree]) -> dict[str, Any]:
 
 def filled(tree: dict[str, TensorTree], tensors: Iterable[torch.Tensor]) -> dict[str, TensorTree]:
     """The structure of `tree` with other tensors, in the order of the wire."""
+    if not is_nested(tree):
+        return dict(zip(tree, tensors, strict=True))
     leaves = iter(tensors)
     return _mapped(tree, lambda _: next(leaves))  # type: ignore[no-any-return]
 

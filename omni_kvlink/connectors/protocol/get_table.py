@@ -98,7 +98,7 @@ class Answer(LazyEvent, Generic[T]):
     _result: T
 
     def __init__(self) -> None:
-        super().__init__()
+        self._is_set, self._waiting = False, []
         self._callbacks: list[Callable[[Answer[T]], None]] = []
         self.error: Exception | None = None
 
@@ -318,7 +318,7 @@ class GetState:
         self.phase = "never announced by the producer"
         self.started = time.monotonic()
         self.progress: Progress | None = None
-        self.answer = Answer[Offer]()  # only the table sets it
+        self.answer: Answer[Offer] = Answer()  # only the table sets it
         self._drop: Callable[[GetState], None] | None = drop  # last: from here on it owns
 
     @property
@@ -483,11 +483,7 @@ class GetTable:
         An offer for a get that was cancelled is released unread. Raises WireError if a producer
         must not send the message.
         """
-        if isinstance(message, Status):
-            waiting = self.find(message.get_id)
-            if waiting is not None:
-                waiting.phase = message.phase
-        elif isinstance(message, Offer):
+        if isinstance(message, Offer):
             get_state = self._take(message.get_id)
             if message.get_id in self._leased:
                 return  # a repeated message: the lease is in use
@@ -502,6 +498,10 @@ class GetTable:
                 get_state.answer.set_result(message)
                 if get_state.is_dropped:  # its finalizer ran meanwhile, and saw no offer
                     self.release(message.get_id, message.epoch, "unread")
+        elif isinstance(message, Status):
+            waiting = self.find(message.get_id)
+            if waiting is not None:
+                waiting.phase = message.phase
         elif isinstance(message, Failed):
             get_state = self._take(message.get_id)
             if get_state is not None:
@@ -598,7 +598,7 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
     """
     if not seconds >= 0:
         raise ValueError(f"{name}={seconds}: seconds from 0 on; float('inf') for no limit")
-    return min(seconds, MAX_TIMEOUT)
+    return seconds if seconds < MAX_TIMEOUT else MAX_TIMEOUT
 
 
 def result_of(future: Future[T], timeout: float | None = None) -> T:

@@ -96,7 +96,8 @@ class Transfer:
         self.state, self.reason = state, reason
         self.done.set()
         self.all_sent.set()
-        self.call_back()
+        if self.done_callbacks:
+            self.call_back()
 
     def call_back(self) -> None:
         """Make each call of `done_callbacks` once; any thread."""

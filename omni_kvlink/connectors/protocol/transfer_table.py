@@ -16,7 +16,7 @@ argument (`time.monotonic` seconds), so that tests can drive the table with a cl
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import (
@@ -86,7 +86,7 @@ class TransferTable:
         self._waiting: dict[str, OrderedDict[Claim, Taken]] = {}
         self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
         self._chunk_gets: dict[Peer, dict[int, GrowingStream[Transfer]]] = {}  # those of chunks
-        self._key_chars: Counter[Peer] = Counter()
+        self._key_chars: dict[Peer, int] = {}
         self._leases: dict[Peer, dict[tuple[int, int], Transfer]] = {}  # by get and epoch
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self.counters = dict.fromkeys(
@@ -327,7 +327,7 @@ class TransferTable:
         reason = ""
         if len(self._waiting) >= MAX_WAITING or len(claims) >= MAX_WAITING:
             reason = f"more than {MAX_WAITING} readers wait already"
-        elif self._key_chars[peer] + len(key) > MAX_KEY_CHARS:
+        elif self._key_chars.get(peer, 0) + len(key) > MAX_KEY_CHARS:
             reason = f"the keys that this reader waits for exceed {MAX_KEY_CHARS} characters"
         elif get_id in self._gets.get(peer, ()):
             reason = f"get {get_id} waits already"
@@ -338,7 +338,7 @@ class TransferTable:
         start = get.chunk if get.stream else WHOLE
         self._waiting.setdefault(key, claims)[claim] = get.streamed, start
         self._gets.setdefault(peer, {})[get_id] = key
-        self._key_chars[peer] += len(key)
+        self._key_chars[peer] = self._key_chars.get(peer, 0) + len(key)
         if transfer is not None:
             self._offer(transfer)
             if claim in self._waiting.get(key, ()):
@@ -546,7 +546,7 @@ class TransferTable:
         self._check_sent(transfer)
 
     def _check_sent(self, transfer: Transfer) -> None:
-        if transfer.is_sent:
+        if transfer.direct is not None and transfer.is_sent:
             transfer.all_sent.set()
 
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:

@@ -173,7 +173,8 @@ class MappedGet(SessionGet):
         deadline = time.monotonic() + check_timeout(timeout)
         if os.getpid() == self._pid:
             self.session.receive_until(get_state.answer, deadline)
-        offer = get_table.wait(get_state, max(0.0, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
+        offer = get_table.wait(get_state, left if left > 0 else 0.0)
         release = partial(get_table.release, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
@@ -214,9 +215,7 @@ class MappedGet(SessionGet):
         get_state, nbytes = self._get_state, offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
             raise WireError(f"a payload of {nbytes} bytes was offered as another")
-        region = Region.private(nbytes)
-        region.write(0, offer.inline)
-        region.readonly = True
+        region = Region.copy_of(offer.inline)
         if fault_points.enabled:
             fault_points.point("get.mapped")
         reject = partial(self.session.get_table.reject, get_state.get_id, offer.epoch)

@@ -121,9 +121,12 @@ class EventLoop:
     def unwatch(self, what: int | HasFileno) -> None:
         """Undo `watch`; does nothing if `what` is not watched."""
         fd = what if isinstance(what, int) else what.fileno()
-        if self._watched.pop(fd, None) is not None:
-            with contextlib.suppress(OSError, ValueError):  # it was closed; or the loop has ended
-                self._epoll.unregister(fd)
+        if self._watched.pop(fd, None) is None:
+            return
+        try:  # noqa: SIM105 (a context manager costs a small `get` more than the call)
+            self._epoll.unregister(fd)
+        except (OSError, ValueError):  # it was closed; or the loop has ended
+            pass
 
     @property
     def is_own_thread(self) -> bool:

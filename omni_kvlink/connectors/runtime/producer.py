@@ -649,7 +649,9 @@ class PooledProducer(Producer):
     def _tick(self, now: float) -> float:
         with self.lock:
             due = self.transfers.tick(now)
-        return min([due, *(listener.tick(now) for listener in self.listeners)])
+        for listener in self.listeners:
+            due = min(due, listener.tick(now))
+        return due
 
     def _close(self, reason: str) -> None:
         with self.lock:

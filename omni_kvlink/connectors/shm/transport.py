@@ -76,6 +76,7 @@ _ACCEPT_PAUSE = 1.0
 _LEADER_SECONDS = 1.0
 """Seconds that a thread may take to leave a connection whose producer has ended to the loop."""
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
+_ANSWERS = (Offer, Status, Failed)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
@@ -90,6 +91,7 @@ class ShmChannel:
     def __init__(self, sock: socket.socket, backlogged: Callable[[], None]):
         sock.setblocking(False)
         self._sock: socket.socket | None = sock
+        self._fd = sock.fileno()
         self._backlogged = backlogged
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Mapping | None]] = deque()
@@ -97,7 +99,7 @@ class ShmChannel:
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 after `close`."""
-        return -1 if self._sock is None else self._sock.fileno()
+        return self._fd
 
     @property
     def is_hung_up(self) -> bool:
@@ -205,6 +207,7 @@ class ShmChannel:
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
         with self._lock:
+            self._fd = -1
             sock, self._sock = self._sock, None
             self._backlog.clear()
             self._backlogged = lambda: None  # breaks the cycle with the owner
@@ -623,6 +626,11 @@ class ShmSession(MappedSession):
             raise
         return result
 
+    def fail(self, key: str, error: KVLinkError) -> None:
+        """Fail every get of this key that waits here."""
+        super().fail(key, error)
+        self._wake_leader()
+
     def health(self) -> dict[str, Any]:
         """Return how much of the producer's memory is mapped."""
         return {"mapped": self._arenas.stats()}
@@ -658,7 +666,6 @@ class ShmSession(MappedSession):
 
     def _lead(self, answer: Answer[Any], deadline: float) -> None:
         self._watch_channel()
-        answer.add_done_callback(self._wake_leader)
         fd = self._channel.fileno()
         if fd < 0:
             return  # it has ended
@@ -686,15 +693,16 @@ class ShmSession(MappedSession):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             return not self._has_exited
-        if not all(isinstance(message, (Offer, Status, Failed)) for message in messages):
-            return False
+        for message in messages:
+            if not isinstance(message, _ANSWERS):
+                return False
         self._on_messages(messages, -1)
         self._channel.skip()
         return True
 
-    def _wake_leader(self, answer: Answer[Any]) -> None:
-        """Wake the thread that waits for its own payload, unless it is the caller."""
-        if self._leader not in (0, threading.get_ident()):
+    def _wake_leader(self) -> None:
+        """Have the thread that receives look whether its get was ended; any thread."""
+        if self._leader:
             os.eventfd_write(self._wake, 1)
 
     def _stop_leading(self) -> None:
@@ -817,7 +825,8 @@ class ShmSession(MappedSession):
             if isinstance(message, Offer):
                 # What was released before goes out first: a process killed after a get has not
                 # kept the lease of the one before.
-                self._send_posted()
+                if self._posted:
+                    self._send_posted()
                 self._leases.add(message.get_id)
             self.get_table.on_message(message)
 
@@ -840,6 +849,7 @@ class ShmSession(MappedSession):
             error.__traceback__ = error.__context__ = None
             for get_state in self.get_table.close(error):
                 self._channel.send(Cancel(get_state.get_id))
+            self._wake_leader()
         if self._channel.is_hung_up:
             self._end()  # nobody is there to release anything to
         else:

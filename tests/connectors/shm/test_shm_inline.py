@@ -217,6 +217,33 @@ def test_the_link_is_closed_while_a_get_receives(
         assert type(got.exception(60)).__name__ == "ClosedError"
 
 
+def test_the_link_is_closed_while_a_get_receives_and_a_payload_is_in_use(
+    producer: KVProducer, consumer: KVConsumer
+) -> None:
+    """The connection stays, so nothing but the end of the get wakes its thread."""
+    receipt = producer.put(data("in use"))
+    kept = consumer.get("in use", timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        got = get_in_thread(pool, consumer, "k")
+        until_requested(producer, 2)
+        until(lambda: session_of(consumer)._leader != 0, "it receives")
+        consumer.close()
+        assert type(got.exception(60)).__name__ == "ClosedError"
+    kept.release()
+    receipt.wait(timeout=60)
+
+
+def test_an_abort_here_ends_a_get_that_receives(producer: KVProducer, consumer: KVConsumer) -> None:
+    """At once, while the producer cannot answer."""
+    with ThreadPoolExecutor(1) as pool:
+        got = get_in_thread(pool, consumer, "k")
+        until_requested(producer, 1)
+        until(lambda: session_of(consumer)._leader != 0, "it receives")
+        with producer._end.lock:  # type: ignore[attr-defined]
+            consumer.abort("k", "enough")
+            assert type(got.exception(60)).__name__ == "TransferFailed"
+
+
 def test_the_producer_closes_while_gets_receive(sockets: str) -> None:
     """At any moment of theirs: each ends with an error of the library."""
     with ThreadPoolExecutor(2) as pool:
