@@ -95,8 +95,9 @@ class KVProducer(LinkEnd):
         """
         ledger, limit = self._ledger(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
-        with ledger.phase("plan"):
-            plan, views = self._plan(data, ledger), data.tensors()
+        started = time.perf_counter()
+        plan, views = self._plan(data, ledger), data.tensors()
+        ledger.seconds["plan"] = time.perf_counter() - started
         is_allocated = plan.request_id in self._allocations
         if background and not is_allocated:
             raise SchemaError("background=True is for memory that allocate() gave")

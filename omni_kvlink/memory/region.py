@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import weakref
@@ -87,7 +88,7 @@ class Region:
     def span(self) -> ctypes.Array[ctypes.c_char]:
         """A ctypes array that all views share; a finalizer on it runs when the last is freed."""
         if self._span is None:  # most regions are only an address to copy from or to
-            span = (ctypes.c_char * self.nbytes).from_address(self.address)
+            span = _array_type(self.nbytes).from_address(self.address)
             span.owner = self.owner  # type: ignore[attr-defined]
             self._span = span
         return self._span
@@ -156,6 +157,12 @@ class Region:
         if not isinstance(self.owner, DeviceMemory):
             raise ValueError(f"memory of {self.device} that is not this library's")
         return self.owner
+
+
+@functools.lru_cache(maxsize=256)
+def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Kept, because ctypes forgets a type that is not in use, and one takes long to make."""
+    return _Byte * nbytes
 
 
 def _aligned(nbytes: int) -> tuple[bytearray, int, int]:

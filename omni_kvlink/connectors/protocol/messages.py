@@ -246,6 +246,8 @@ def encode(message: Message) -> bytes:
 
 def encode_all(messages: Sequence[Message]) -> list[bytes]:
     """Return messages as they travel, in their order: as few as possible, of `MAX_MESSAGE` each."""
+    if len(messages) == 1:
+        return [encode(messages[0])]
     groups, nbytes = list[list[bytes]](), MAX_MESSAGE
     for data in map(encode, messages):
         nbytes += len(data)

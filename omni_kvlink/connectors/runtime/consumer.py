@@ -47,6 +47,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -215,12 +216,18 @@ class MappedGet(SessionGet):
         get_state, nbytes = self._get_state, offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
             raise WireError(f"a payload of {nbytes} bytes was offered as another")
-        region = Region.copy_of(offer.inline)
+        manifest, region = Manifest.decode(offer.inline), Region.copy_of(offer.inline)
         if fault_points.enabled:
             fault_points.point("get.mapped")
-        reject = partial(self.session.get_table.reject, get_state.get_id, offer.epoch)
-        coalesce = self.session.coalesce
-        delivery = Delivery(get_state.key, region, release, reject, copies=1, coalesce=coalesce)
+        delivery = Delivery(
+            get_state.key,
+            region,
+            release,
+            partial(self.session.get_table.reject, get_state.get_id, offer.epoch),
+            manifest=manifest,
+            copies=1,
+            coalesce=self.session.coalesce,
+        )
         get_state.settle()
         return delivery
 
