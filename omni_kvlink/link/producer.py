@@ -145,16 +145,17 @@ class KVProducer(LinkEnd):
         _check_delivery(readers, ttl)
         puts = list[PutOperation]()
         for data in payloads:
-            ledger = self._ledger(digests)
-            with ledger.phase("plan"):
-                plan = self._plan(data, ledger)
+            ledger, before = self._ledger(digests), time.perf_counter()
+            plan = self._plan(data, ledger)
+            ledger.seconds["plan"] = time.perf_counter() - before
             puts.append(PutOperation(self._end, plan, self._copier, ledger, readers, ttl))
         views = [data.tensors() for data in payloads]
         leases: list[Lease] = []
+        allocated = set(self._allocations)
         try:
             in_order = self._reserve_many(puts, views, limit, leases)
             for put, lease, tensors in zip(puts, in_order, views, strict=True):
-                put.fill(lease, tensors)
+                put.fill(lease, tensors, may_be_in_place=put.plan.request_id in allocated)
             ledgers = [put.ledger for put in puts]
             return self._end.publish_many(in_order, readers=readers, ttl=ttl, ledgers=ledgers)
         finally:
@@ -392,17 +393,23 @@ class PutOperation:
                 fault_points.point("put.copied")
             return self.publish(lease, digests)
 
-    def fill(self, lease: Lease, views: Sequence[TensorView]) -> None:
+    def fill(self, lease: Lease, views: Sequence[TensorView], *, may_be_in_place: bool) -> None:
         """Copy the tensors and write the header; `Producer.publish_many` then commits."""
+        plan, ledger, region = self.plan, self.ledger, lease.region
         if fault_points.enabled:
             fault_points.point("put.reserved")
-        with self.ledger.phase("copy"):
-            digests, copied = gather_into(self.copier, views, self.plan, lease)
-            self.ledger.copies = int(copied)
+        started = time.perf_counter()
+        if may_be_in_place:
+            digests, copied = gather_into(self.copier, views, plan, lease)
+        else:
+            digests = self.copier.gather(views, plan, region)
+            copied = plan.nbytes > plan.header_nbytes
+        ledger.copies = int(copied)
+        ledger.seconds["copy"] = time.perf_counter() - started
         if fault_points.enabled:
             fault_points.point("put.copied")
-        lease.region.write(0, self.plan.encode(digests))
-        self.ledger.nbytes = self.plan.nbytes
+        region.write(0, plan.encode(digests))
+        ledger.nbytes = plan.nbytes
 
     def run_inline(self, views: Sequence[TensorView]) -> Receipt | None:
         """Send a small payload inside its offers; None if it needs memory of the link after all."""

@@ -36,7 +36,7 @@ from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, Tran
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
     from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
@@ -99,12 +99,15 @@ class TransferTable:
         """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
         transfer = Transfer(key, self._epoch + 1)
         self._add(transfer)
-        self._announce_reserved(key)
+        self.announce_reserved(key)
         return transfer
 
-    def reserve_all(self, keys: Sequence[str], into: list[Transfer]) -> None:
+    def reserve_all(
+        self, keys: Sequence[str], into: list[Transfer], *, unannounced: Container[str] = ()
+    ) -> None:
         """Start several transfers and add each to `into`.
 
+        The gets that wait for a key are told, unless it is `unannounced`, to be committed at once.
         After a DuplicateKeyError, or an interrupt, the caller ends those that are there.
         """
         for key in keys:
@@ -113,7 +116,13 @@ class TransferTable:
             transfer = Transfer(key, self._epoch + 1)
             into.append(transfer)  # first: no interrupt leaves one that nobody ends
             self._add(transfer)
-            self._announce_reserved(key)
+            if key not in unannounced:
+                self.announce_reserved(key)
+
+    def announce_reserved(self, key: str) -> None:
+        """Tell the gets that wait for a key that it is being written."""
+        for peer, get_id in self._waiting.get(key, ()):
+            self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
 
     def reserve_chunk(self, stream: Transfer) -> Transfer:
         """Start the next chunk of a stream that grows, not written yet."""
@@ -430,10 +439,6 @@ class TransferTable:
         self._epoch = transfer.epoch
         self._live[transfer.key] = transfer
         self._tombstones.pop(transfer.key, None)
-
-    def _announce_reserved(self, key: str) -> None:
-        for peer, get_id in self._waiting.get(key, ()):
-            self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
 
     def _check_free(self, key: str) -> None:
         other = self._live.get(key)

@@ -283,9 +283,11 @@ class PooledProducer(Producer):
                 raise CapacityError(
                     f"another put_many waited for memory for all of {timeout:g} s", requested=total
                 )
-            keys = [key for key, _, _ in payloads]
+            keys, limit = [key for key, _, _ in payloads], self.inline_limit
+            small = {key for key, nbytes, on_host in payloads if on_host and nbytes <= limit}
+            reserve_all = partial(self.transfers.reserve_all, keys, transfers, unannounced=small)
             with self.lock:
-                self._together(partial(self.transfers.reserve_all, keys, transfers))
+                self._together(reserve_all)
             for transfer, (_, nbytes, on_host) in zip(transfers, payloads, strict=True):
                 into.append(self._reserve_one(transfer, nbytes, deadline, on_host=on_host))
         except BaseException:
@@ -301,6 +303,9 @@ class PooledProducer(Producer):
         """Reserve a slot of the pool; or other memory, if the payload can travel in its offers."""
         if on_host and nbytes <= self.inline_limit:
             transfer.block = self.pool.share(nbytes)
+            if transfer.block is None:  # it waits for memory like a large one
+                with self.lock:
+                    self.transfers.announce_reserved(transfer.key)
         if transfer.block is None:
             left = max(0.0, deadline - time.monotonic())
             return self._reserve(transfer, nbytes, left, 0)

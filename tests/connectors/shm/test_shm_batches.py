@@ -170,6 +170,9 @@ def test_64_payloads_are_a_few_datagrams(
     for get in pending:
         get.wait(timeout=60).release()
     assert datagrams["Offer"] <= 3
+    # That they are being written is told only of those that may have to wait for memory.
+    is_inline = bool(producer._end.inline_limit)
+    assert datagrams["Status"] == (0 if is_inline else 1)
     pending.clear()
     del get
     for receipt in receipts:
@@ -259,3 +262,22 @@ def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]
         with pytest.raises(CapacityError, match="another put_many"):
             waiting.result(60)
     assert not producer.stats()["transfers"]["live"]
+
+
+def test_readers_of_small_payloads_learn_that_these_wait_for_memory(sockets: str) -> None:
+    with (
+        KVLink.serve("shm://full", directory=sockets, inline=INLINE, quota=2 << 20) as producer,
+        KVLink.connect("shm://full", directory=sockets, timeout=60) as consumer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        nearly_all = torch.zeros((2 << 20) - (16 << 10), dtype=torch.uint8)
+        producer.put(TensorTransferData("large", {"hidden": nearly_all}))
+        pending = begin_gets(consumer, KEYS, timeout=60)
+        until_requested(producer, 64)
+        put = pool.submit(producer.put_many, payloads(), timeout=60)
+        states = [get._get_state for get in pending]  # type: ignore[attr-defined]
+        until(lambda: any("still writing" in state.phase for state in states), "one was told")
+        consumer.get("large", timeout=60).release()
+        put.result(60)
+        for get in pending:
+            get.wait(timeout=60).release()
