@@ -111,7 +111,7 @@ class ChunkStream(Generic[C]):
         if self.count is not None:
             self.release()  # an interrupt may have come before
             return None
-        self.when_next()
+        self._delivery.coalesce(self._release_and_request)
         delivery, pending = None, self._requested.pop(self.position)
         with contextlib.suppress(StreamEnded):
             delivery = pending.wait(timeout=limit)

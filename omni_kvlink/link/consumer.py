@@ -28,10 +28,9 @@ from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.received_batch import ReceivedBatch
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
-from omni_kvlink.payload.growing import read_chunk
+from omni_kvlink.payload.growing import check_chunk, open_chunk
 from omni_kvlink.payload.manifest import Manifest, header_bytes
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, tensor_views
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.payload.growing import StreamPosition
+    from omni_kvlink.payload.tensor_data import TensorTransferData
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 T = TypeVar("T")
@@ -316,8 +316,7 @@ class Received:
         try:
             region = region_of(delivery)
             self.manifest = manifest = _manifest_of(delivery, region)
-            kind = PAYLOAD_KINDS[manifest.kind]
-            self.data = kind.views_of(manifest, manifest.branches, region)
+            self.data = self._open(manifest, region)
             ledger.seconds["view"] = time.perf_counter() - arrived
             ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
             ledger.digests = "crc32c" if manifest.has_digests else "off"
@@ -329,6 +328,10 @@ class Received:
         except BaseException:  # an interrupt: another get can have it
             delivery.release_unread()
             raise
+
+    def _open(self, manifest: Manifest, region: Region) -> Payload:
+        """The payload as views."""
+        return PAYLOAD_KINDS[manifest.kind].views_of(manifest, manifest.branches, region)
 
     def verify(self) -> None:
         """Check every byte against its digest, also if it was checked on arrival.
@@ -406,10 +409,7 @@ class ReceivedChunk(Received):
         self.number = position.number
         try:
             super().__init__(delivery, copier, started=time.perf_counter(), verify=verify)
-            if not isinstance(self.data, TensorTransferData):
-                raise WireError(f"payload {delivery.key!r} is not of a stream that grows")
-            region = region_of(delivery)
-            self.manifest, following = read_chunk(self.manifest, region, self.data, position)
+            self.manifest, following = check_chunk(self.manifest, region_of(delivery), position)
             accept(self, following)
         except Exception as error:
             delivery.reject(str(error) or repr(error), at_once=True)
@@ -417,6 +417,9 @@ class ReceivedChunk(Received):
         except BaseException:  # an interrupt: it can be received again
             delivery.release_unread()
             raise
+
+    def _open(self, manifest: Manifest, region: Region) -> TensorTransferData:
+        return open_chunk(manifest, region)
 
 
 class ReceivedLayer:

@@ -17,7 +17,7 @@ import torch
 
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
-from omni_kvlink.payload.views import check_view
+from omni_kvlink.payload.views import check_view, tensor_views
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
@@ -187,18 +187,26 @@ def read_head(manifest: Manifest, region: Region) -> StreamHead:
     return StreamHead(dim, metadata, spec)
 
 
-def read_chunk(
-    manifest: Manifest, region: Region, data: TensorTransferData, position: StreamPosition
-) -> tuple[Manifest, StreamPosition]:
-    """Check that this is the chunk at `position`, and reduce `data` to its tensors.
+def open_chunk(manifest: Manifest, region: Region) -> TensorTransferData:
+    """Return the tensors of a chunk as views; WireError if this is no chunk."""
+    _check(manifest, "data", "position")
+    (branch,) = manifest.branches
+    assert branch.tree is not None
+    views = tensor_views(region, manifest.tensors[:-1], manifest.header_nbytes)
+    data = branch.tree["data"]
+    return TensorTransferData.of_views(manifest.request_id, data, views, branch.extra)
 
-    Returns their manifest and the next position. WireError if it is no chunk; IntegrityError as of
+
+def check_chunk(
+    manifest: Manifest, region: Region, position: StreamPosition
+) -> tuple[Manifest, StreamPosition]:
+    """Check that what `open_chunk` took for a chunk is the one at `position`.
+
+    Returns the manifest of its tensors and the next position. IntegrityError as of
     `StreamPosition.check`.
     """
-    _check(manifest, "data", "position")
     carried = _position(manifest, region)
     position.check(carried)
-    data._set_tree(data["data"])
     tensors = manifest.only(manifest.tensors[:-1])
     return tensors, carried.after(region.read(0, manifest.header_nbytes))
 

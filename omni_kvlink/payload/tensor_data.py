@@ -133,9 +133,20 @@ class TensorTransferData(PayloadBase):
         """The tensors of one validated branch as views."""
         (branch,) = branches
         views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
-        data = object.__new__(cls)  # the manifest was validated
-        data.request_id, data.metadata = manifest.request_id, branch.extra
-        data._set_tree(filled(branch.tree or {}, views))
+        return cls.of_views(manifest.request_id, branch.tree or {}, views, branch.extra)
+
+    @classmethod
+    def of_views(
+        cls,
+        request_id: str,
+        tree: dict[str, Any],
+        views: Sequence[torch.Tensor],
+        metadata: dict[str, Any],
+    ) -> TensorTransferData:
+        """Views of a payload that was validated, in the structure of `tree`."""
+        data = object.__new__(cls)
+        data.request_id, data.metadata = request_id, metadata
+        data._set_tree(filled(tree, views))
         return data
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.growing import (
     StreamPosition,
     StreamSpec,
-    read_chunk,
+    check_chunk,
+    open_chunk,
     read_end,
     read_head,
 )
@@ -36,10 +37,6 @@ def tree(tensors: dict[str, Any], metadata: dict[str, Any] | None = None) -> Wri
     return written(TensorTransferData("g", tensors, metadata))
 
 
-def opened(manifest: Manifest, region: Region) -> TensorTransferData:
-    return TensorTransferData.from_region(manifest, region)
-
-
 def spec() -> StreamSpec:
     tensors = {"a": torch.empty(3, 5, 2), "b": [torch.empty(0, 7, dtype=torch.int8)]}
     return StreamSpec("g", tensors, 1, {"rate": 8})
@@ -56,8 +53,8 @@ def test_a_head_is_read() -> None:
 def test_a_chunk_is_read_once_and_in_its_place() -> None:
     tensors: dict[str, Any] = {"a": torch.randn(3, 4, 2), "b": [torch.ones(0, 1, dtype=torch.int8)]}
     manifest, region = written(spec().chunk(tensors, {"step": 1}, SECOND))
-    data = opened(manifest, region)
-    rest, following = read_chunk(manifest, region, data, SECOND)
+    data = open_chunk(manifest, region)
+    rest, following = check_chunk(manifest, region, SECOND)
     assert torch.equal(data["a"], tensors["a"])
     assert data.metadata == {"step": 1}
     assert [each.name for each in rest.tensors] == ["tensors/data/a", "tensors/data/b/0"]
@@ -69,9 +66,9 @@ def test_a_chunk_is_read_once_and_in_its_place() -> None:
         (FIRST.after(b"another"), "the chunks before 1 are not those appended"),
     ):
         with pytest.raises(IntegrityError, match=message):
-            read_chunk(manifest, region, opened(manifest, region), position)
+            check_chunk(manifest, region, position)
     begun = StreamPosition(1, None)
-    assert read_chunk(manifest, region, opened(manifest, region), begun)[1] == following
+    assert check_chunk(manifest, region, begun)[1] == following
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,7 @@ def test_what_is_no_head_is_refused(payload: Written) -> None:
 )
 def test_what_is_no_chunk_is_refused(payload: Written) -> None:
     with pytest.raises(WireError, match="'g'"):
-        read_chunk(*payload, opened(*payload), FIRST)
+        open_chunk(*payload)
 
 
 def test_a_spec_has_tensors_that_grow() -> None:
@@ -147,7 +144,8 @@ def test_a_chunk_like_the_one_before_is_the_same_payload() -> None:
         expected, other = tree(whole)
         assert manifest == expected
         assert region.read(0, region.nbytes) == other.read(0, other.nbytes)
-        _, position = read_chunk(manifest, region, opened(manifest, region), position)
+        assert open_chunk(manifest, region).difference(TensorTransferData("g", tensors)) == ""
+        _, position = check_chunk(manifest, region, position)
     assert position.number == 6
 
 

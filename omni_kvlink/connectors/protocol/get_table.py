@@ -88,7 +88,7 @@ class LazyEvent:
 
 
 class Answer(LazyEvent, Generic[T]):
-    """A result or an error that comes once, as of a `Future`; a third of its cost.
+    """A result or an error that comes once; unlike a `Future`, it has no lock until it is needed.
 
     One owner sets it. `future` returns the same as a `Future`, for those who need one.
     """
@@ -140,10 +140,12 @@ class Answer(LazyEvent, Generic[T]):
             self._call_back()
 
     def _call_back(self) -> None:
-        while self._callbacks:
-            with suppress(IndexError):  # another thread was faster
+        while True:
+            try:
                 callback = self._callbacks.pop(0)
-                callback(self)
+            except IndexError:  # all were called, perhaps by another thread
+                return
+            callback(self)
 
 
 def _end(future: Future[T], answer: Answer[T]) -> None:

@@ -752,7 +752,8 @@ class ShmSession(MappedSession):
     def _send_posted(self, *last: Message) -> None:
         """Send what finalizers have posted, then `last`, which is at most one; any thread."""
         with self._flushing:
-            while (messages := _first(self._posted, MAX_BATCH - len(last))) or last:
+            while self._posted or last:
+                messages = _first(self._posted, MAX_BATCH - len(last))
                 self._channel.send_all([*messages, *last])
                 last = ()
                 for message in messages:
