@@ -151,11 +151,10 @@ class KVProducer(LinkEnd):
             puts.append(PutOperation(self._end, plan, self._copier, ledger, readers, ttl))
         views = [data.tensors() for data in payloads]
         leases: list[Lease] = []
-        allocated = set(self._allocations)
         try:
             in_order = self._reserve_many(puts, views, limit, leases)
             for put, lease, tensors in zip(puts, in_order, views, strict=True):
-                put.fill(lease, tensors, may_be_in_place=put.plan.request_id in allocated)
+                put.fill(lease, tensors)
             ledgers = [put.ledger for put in puts]
             return self._end.publish_many(in_order, readers=readers, ttl=ttl, ledgers=ledgers)
         finally:
@@ -335,8 +334,9 @@ class KVProducer(LinkEnd):
         if len(into) == len(plans):
             return into
         found = {key: lease for (key, _, _), lease in zip(new, into, strict=True)}
-        for plan in plans:
+        for put, plan in zip(puts, plans, strict=True):
             if plan.request_id not in found:
+                put.is_allocated = True
                 allocation = self._allocations[plan.request_id]
                 into.append(allocation.take())
                 found[plan.request_id] = into[-1]
@@ -361,6 +361,7 @@ class PutOperation:
     readers: int
     ttl: float
     stream: Lease | None = None  # of which the payload is a chunk
+    is_allocated: bool = False  # whether its tensors may lie in its memory already
     header: bytes = b""  # once it was written
 
     @property
@@ -393,13 +394,13 @@ class PutOperation:
                 fault_points.point("put.copied")
             return self.publish(lease, digests)
 
-    def fill(self, lease: Lease, views: Sequence[TensorView], *, may_be_in_place: bool) -> None:
+    def fill(self, lease: Lease, views: Sequence[TensorView]) -> None:
         """Copy the tensors and write the header; `Producer.publish_many` then commits."""
         plan, ledger, region = self.plan, self.ledger, lease.region
         if fault_points.enabled:
             fault_points.point("put.reserved")
         started = time.perf_counter()
-        if may_be_in_place:
+        if self.is_allocated:
             digests, copied = gather_into(self.copier, views, plan, lease)
         else:
             digests = self.copier.gather(views, plan, region)
