@@ -153,12 +153,31 @@ def native_problems(mutant: Mutant, text: str, root: Path, scratch: Path) -> Ite
         yield (errors or ["it does not compile"])[0]
 
 
+def absent_tests(mutants: Sequence[Mutant], root: Path) -> Iterator[str]:
+    """Tests with parameters that pytest does not find; those of a file that it skips may be there.
+
+    The text of a file shows a function, and not its parameters.
+    """
+    named = {node: one.name for one in mutants for node in one.tests if "[" in node}
+    files = sorted({node.partition("::")[0] for node in named})
+    if not files:
+        return
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *files]
+    done = subprocess.run(collect, cwd=root, capture_output=True, text=True)
+    found = {line for line in done.stdout.splitlines() if "::" in line}
+    collected = {node.partition("::")[0] for node in found}
+    for node, name in named.items():
+        if node not in found and node.partition("::")[0] in collected:
+            yield f"{name}: there is no test {node}"
+
+
 def check(mutants: Sequence[Mutant], root: Path) -> int:
     """Print what is wrong; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor() as pool:
         found = pool.map(lambda one: [*problems(one, root, Path(scratch))], mutants)
         pairs = zip(mutants, found, strict=True)
         bad = [f"{one.name}: {text}" for one, texts in pairs for text in texts]
+    bad += absent_tests(mutants, root)
     for line in bad:
         print(line)
     print(f"{len(mutants)} mutants, {len(bad)} problems")

@@ -83,8 +83,9 @@ def test_a_red_test_stops_it(project: Path) -> None:
         ({"new": "a +"}, "invalid syntax"),
         ({"new": "a + b"}, "occurs 1 times"),
         ({"test": "test_three"}, "there is no test"),
+        ({"test": "test_two[3]"}, "there is no test"),
     ],
-    ids=["not there", "twice", "syntax", "the same", "no test"],
+    ids=["not there", "twice", "syntax", "the same", "no test", "no such parameter"],
 )
 def test_the_check_names_the_problem(project: Path, mutant: dict[str, str], text: str) -> None:
     done = run(project, "--check", **mutant)

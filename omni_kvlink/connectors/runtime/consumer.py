@@ -47,7 +47,6 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
-from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -216,7 +215,7 @@ class MappedGet(SessionGet):
         get_state, nbytes = self._get_state, offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
             raise WireError(f"a payload of {nbytes} bytes was offered as another")
-        manifest, region = Manifest.decode(offer.inline), Region.copy_of(offer.inline)
+        region = Region.copy_of(offer.inline)
         if fault_points.enabled:
             fault_points.point("get.mapped")
         delivery = Delivery(
@@ -224,7 +223,6 @@ class MappedGet(SessionGet):
             region,
             release,
             partial(self.session.get_table.reject, get_state.get_id, offer.epoch),
-            manifest=manifest,
             copies=1,
             coalesce=self.session.coalesce,
         )
