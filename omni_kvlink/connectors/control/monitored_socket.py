@@ -41,6 +41,7 @@ _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
 _UNCONNECTED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED | zmq.EVENT_ACCEPT_FAILED
 _POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
+_DONTWAIT = int(zmq.DONTWAIT)
 _sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
 
@@ -193,9 +194,11 @@ def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
     if not _is_readable(socket):
         return None
     try:
-        frames: list[zmq.Frame] = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        frames = [socket.recv(_DONTWAIT, copy=False)]
     except zmq.Again:
         return None  # dropped with its connection
+    while frames[-1].more:  # a message is whole once its first part is there
+        frames.append(socket.recv(copy=False))
     return frames
 
 

@@ -12,7 +12,7 @@ from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, Span, copy_into, crcs_of
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError
-from omni_kvlink.payload.digests import ArrivingDigests, mismatch
+from omni_kvlink.payload.digests import ArrivingDigests, mismatch, verify
 from omni_kvlink.payload.format import ALIGN, MAX_HEADER, MAX_TENSORS
 from omni_kvlink.payload.manifest import Manifest, header_bytes
 
@@ -130,6 +130,8 @@ class InboundTransfer:
         """Request the bytes that are needed first, now that there is memory for them."""
         self._block = block
         self._region = self._receive_pool.region(block)
+        if self._take_whole():
+            return
         if self.streamed or self.offer.draft:
             self.plan.fetch(*self._header_range)
         else:
@@ -142,6 +144,30 @@ class InboundTransfer:
             self.on_chunk(chunk, memoryview(inline_bytes))
         else:
             self._continue()
+
+    def _take_whole(self) -> bool:
+        """Take a payload that came inside its offer, all at once; False if it must be fetched.
+
+        Also of a wrong one: what is wrong with it is found, and fetched again, part by part.
+        """
+        inline_bytes, region, offer = self._inline_bytes, self._region, self.offer
+        assert region is not None
+        if not inline_bytes or self.streamed or offer.draft or region.device != "cpu":
+            return False
+        part, manifest = region.slice(0, offer.location.nbytes), None
+        part.write(0, inline_bytes)
+        if self.verify:
+            try:
+                manifest = Manifest.decode(inline_bytes)
+                verify(manifest, part)
+            except (WireError, VersionError):
+                return False
+        if fault_points.enabled:
+            fault_points.point("fetch.chunk")
+        self._inline_bytes, self._manifest = b"", manifest
+        if self._decide():
+            self.ready.set_result(None)
+        return True
 
     def on_allocation_failed(self, error: KVLinkError) -> None:
         """Fail, because there will be no memory for the payload."""
