@@ -156,6 +156,16 @@ def get_in_thread(pool: ThreadPoolExecutor, consumer: KVConsumer, key: str) -> A
     return pool.submit(lambda: consumer.get(key, timeout=60).release())
 
 
+def receiving_get(
+    pool: ThreadPoolExecutor, producer: KVProducer, consumer: KVConsumer, *, requested: int
+) -> Any:
+    """A get of "k" in a thread that receives for the link; `requested` as `until_requested`."""
+    got = get_in_thread(pool, consumer, "k")
+    until_requested(producer, requested)
+    until(lambda: session_of(consumer)._leader != 0, "it receives")
+    return got
+
+
 def test_a_get_that_waits_alone_receives(
     producer: KVProducer, consumer: KVConsumer, receivers: list[str]
 ) -> None:
@@ -210,9 +220,7 @@ def test_the_link_is_closed_while_a_get_receives(
     producer: KVProducer, consumer: KVConsumer
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        got = get_in_thread(pool, consumer, "k")
-        until_requested(producer, 1)
-        until(lambda: session_of(consumer)._leader != 0, "it receives")
+        got = receiving_get(pool, producer, consumer, requested=1)
         consumer.close()
         assert type(got.exception(60)).__name__ == "ClosedError"
 
@@ -224,9 +232,7 @@ def test_the_link_is_closed_while_a_get_receives_and_a_payload_is_in_use(
     receipt = producer.put(data("in use"))
     kept = consumer.get("in use", timeout=60)
     with ThreadPoolExecutor(1) as pool:
-        got = get_in_thread(pool, consumer, "k")
-        until_requested(producer, 2)
-        until(lambda: session_of(consumer)._leader != 0, "it receives")
+        got = receiving_get(pool, producer, consumer, requested=2)
         consumer.close()
         assert type(got.exception(60)).__name__ == "ClosedError"
     kept.release()
@@ -236,9 +242,7 @@ def test_the_link_is_closed_while_a_get_receives_and_a_payload_is_in_use(
 def test_an_abort_here_ends_a_get_that_receives(producer: KVProducer, consumer: KVConsumer) -> None:
     """At once, while the producer cannot answer."""
     with ThreadPoolExecutor(1) as pool:
-        got = get_in_thread(pool, consumer, "k")
-        until_requested(producer, 1)
-        until(lambda: session_of(consumer)._leader != 0, "it receives")
+        got = receiving_get(pool, producer, consumer, requested=1)
         with producer._end.lock:  # type: ignore[attr-defined]
             consumer.abort("k", "enough")
             assert type(got.exception(60)).__name__ == "TransferFailed"
