@@ -36,7 +36,7 @@ from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, Tran
 from omni_kvlink.errors import DuplicateKeyError, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
     from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
@@ -103,11 +103,11 @@ class TransferTable:
         return transfer
 
     def reserve_all(
-        self, keys: Sequence[str], into: list[Transfer], *, unannounced: Container[str] = ()
+        self, keys: Sequence[str], into: list[Transfer], *, announced: bool = True
     ) -> None:
         """Start several transfers and add each to `into`.
 
-        The gets that wait for a key are told, unless it is `unannounced`, to be committed at once.
+        Without `announced`, the gets that wait for a key are not told: it is committed at once.
         After a DuplicateKeyError, or an interrupt, the caller ends those that are there.
         """
         for key in keys:
@@ -116,8 +116,13 @@ class TransferTable:
             transfer = Transfer(key, self._epoch + 1)
             into.append(transfer)  # first: no interrupt leaves one that nobody ends
             self._add(transfer)
-            if key not in unannounced:
+            if announced:
                 self.announce_reserved(key)
+
+    def announce_all(self, keys: Sequence[str]) -> None:
+        """Tell the gets that wait for these keys that they are being written."""
+        for key in keys:
+            self.announce_reserved(key)
 
     def announce_reserved(self, key: str) -> None:
         """Tell the gets that wait for a key that it is being written."""

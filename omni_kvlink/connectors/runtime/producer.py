@@ -284,12 +284,18 @@ class PooledProducer(Producer):
                     f"another put_many waited for memory for all of {timeout:g} s", requested=total
                 )
             keys, limit = [key for key, _, _ in payloads], self.inline_limit
-            small = {key for key, nbytes, on_host in payloads if on_host and nbytes <= limit}
-            reserve_all = partial(self.transfers.reserve_all, keys, transfers, unannounced=small)
+            small = [on_host and nbytes <= limit for _, nbytes, on_host in payloads]
+            is_told = not all(small)
+            reserve_all = self.transfers.reserve_all
             with self.lock:
-                self._together(reserve_all)
-            for transfer, (_, nbytes, on_host) in zip(transfers, payloads, strict=True):
-                into.append(self._reserve_one(transfer, nbytes, deadline, on_host=on_host))
+                self._together(partial(reserve_all, keys, transfers, announced=is_told))
+            for transfer, (_, nbytes, _), is_small in zip(transfers, payloads, small, strict=True):
+                transfer.block = self.pool.share(nbytes) if is_small else None
+                if transfer.block is None and not is_told:  # all may have to wait for memory
+                    is_told = True
+                    with self.lock:
+                        self._together(partial(self.transfers.announce_all, keys))
+                into.append(self._reserve_one(transfer, nbytes, deadline))
         except BaseException:
             self._end_together(transfers)
             raise
@@ -297,15 +303,8 @@ class PooledProducer(Producer):
             with contextlib.suppress(RuntimeError):  # it was not acquired
                 self._reserving.release()
 
-    def _reserve_one(
-        self, transfer: Transfer, nbytes: int, deadline: float, *, on_host: bool
-    ) -> Lease:
-        """Reserve a slot of the pool; or other memory, if the payload can travel in its offers."""
-        if on_host and nbytes <= self.inline_limit:
-            transfer.block = self.pool.share(nbytes)
-            if transfer.block is None:  # it waits for memory like a large one
-                with self.lock:
-                    self.transfers.announce_reserved(transfer.key)
+    def _reserve_one(self, transfer: Transfer, nbytes: int, deadline: float) -> Lease:
+        """Reserve a slot of the pool; or other memory, if the transfer has a share of the quota."""
         if transfer.block is None:
             left = max(0.0, deadline - time.monotonic())
             return self._reserve(transfer, nbytes, left, 0)
