@@ -101,8 +101,10 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
     return guarded([&] {
         if (!options || !ticket || (!payload && nbytes) || (!copies && count))
             kvl::fail(KVL_EARGUMENT, "a null pointer where there must be none");
-        uint64_t crossover = options->crossover;
         const bool is_there = is_allocated(payload, nbytes, options->device);
+        uint64_t crossover = options->crossover;
+        if (crossover == KVLC_MEASURED && !is_there)
+            crossover = Device::known_crossover(options->device, gather);
         auto plan_by = [&](uint64_t bytes) {
             return plan_of(gather, payload, nbytes, is_there, copies, count, bytes, current);
         };
@@ -112,8 +114,9 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
         OnDevice on_device(options->device);
         // Within a device the kernel copies everything: it reads and writes both sides fast.
         if (crossover == KVLC_MEASURED && !is_there) plan = plan_by(device.crossover(gather));
-        const bool is_mapped = !is_there && !plan.groups().empty();
-        const ptrdiff_t shift = is_mapped ? device_shift(payload, nbytes, gather) : 0;
+        const bool is_host = !is_there && !plan.groups().empty();
+        if (is_host) check_registered(payload, nbytes, gather);
+        const ptrdiff_t shift = is_host && !plan.tasks().empty() ? device_shift(payload) : 0;
         Predecessor before{stream_of(options->stream), nullptr};
         std::shared_ptr<OpenTicket> after;
         if (options->after) {

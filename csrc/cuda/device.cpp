@@ -13,9 +13,13 @@ namespace {
 
 constexpr size_t kStaging = 256 << 10;  // holds the tables of most calls
 constexpr int kFirstStaging = 4, kFirstBuffers = 4;
-constexpr int kFirstStreams = 25;  // for transfers that follow eight streams at once, and others
+constexpr int kFirstStreams = 17;  // for transfers that follow eight streams at once, and others
 
 using ull = unsigned long long;
+
+std::mutex opening;
+// Never destroyed: at the end of the process CUDA may be unloaded first.
+auto &devices = *new std::vector<std::unique_ptr<Device>>;
 
 // A part of the device that saturates a PCIe link many times and leaves the rest to the model.
 unsigned choose_blocks(int processors) {
@@ -57,11 +61,10 @@ PackBuffer make_buffer() {
         return buffer;
     }
     try {
-        for (cudaEvent_t *event : {&buffer.full, &buffer.empty, &buffer.digested})
+        for (cudaEvent_t *event : {&buffer.full, &buffer.empty})
             check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
     } catch (...) {
-        for (cudaEvent_t event : {buffer.full, buffer.empty})
-            if (event) (void)cudaEventDestroy(event);
+        if (buffer.full) (void)cudaEventDestroy(buffer.full);
         (void)cudaFree(memory);
         throw;
     }
@@ -79,10 +82,7 @@ uint64_t count_devices() {
 }
 
 Device &Device::get(uint64_t number) {
-    static std::mutex lock;
-    // Never destroyed: at the end of the process CUDA may be unloaded first.
-    static auto &devices = *new std::vector<std::unique_ptr<Device>>;
-    std::lock_guard<std::mutex> guard(lock);
+    std::lock_guard<std::mutex> guard(opening);
     if (number >= devices.size()) {
         uint64_t count = count_devices();
         if (number >= count)
@@ -91,6 +91,13 @@ Device &Device::get(uint64_t number) {
     }
     if (!devices[number]) devices[number].reset(new Device(number));
     return *devices[number];
+}
+
+uint64_t Device::known_crossover(uint64_t number, bool gather) {
+    std::lock_guard<std::mutex> guard(opening);
+    const bool is_known =
+        number < devices.size() && devices[number] && devices[number]->measured_.load();
+    return is_known ? devices[number]->crossovers_[!gather] : KVLC_MEASURED;
 }
 
 Device::Device(uint64_t number) : number_(number) {
@@ -195,7 +202,7 @@ PackBuffer Device::acquire_buffer() {
 }
 
 void Device::release_buffer(PackBuffer buffer) {
-    buffer.is_used = buffer.is_digested = false;
+    buffer.is_used = false;
     std::lock_guard<std::mutex> guard(lock_);
     free_buffers_.push_back(buffer);
 }

@@ -2,6 +2,7 @@
 // State of a device: streams, memory, and the measured crossover.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,6 +28,8 @@ class Device {
   public:
     // Opened at its first use and kept. Throws if there is no such device.
     static Device &get(uint64_t number);
+    // KVLC_MEASURED if `crossover` has measured none; opens nothing.
+    static uint64_t known_crossover(uint64_t number, bool gather);
 
     // The caller of these is on the device.
 
@@ -79,7 +82,7 @@ class Device {
     const uint64_t number_;
     unsigned blocks_ = 0, all_blocks_ = 0;
     const CrcTables *crc_tables_ = nullptr;
-    bool measured_ = false;
+    std::atomic<bool> measured_{false};
     uint64_t crossovers_[2] = {};
 };
 

@@ -79,7 +79,7 @@ void unregister_memory(char *address) {
     check(cudaHostUnregister(address), "cudaHostUnregister");
 }
 
-ptrdiff_t device_shift(const char *address, uint64_t nbytes, bool writing) {
+void check_registered(const char *address, uint64_t nbytes, bool writing) {
     std::lock_guard<std::mutex> guard(lock);
     auto span = span_at(address);
     if (span == spans.end() || nbytes > span->second.nbytes ||
@@ -87,9 +87,13 @@ ptrdiff_t device_shift(const char *address, uint64_t nbytes, bool writing) {
         kvl::fail(KVLC_EPAGEABLE, "a payload of %llu bytes outside registered memory", ull(nbytes));
     if (writing && span->second.readonly)
         kvl::fail(KVLC_EPAGEABLE, "a payload in memory that was registered readonly");
+}
+
+ptrdiff_t device_shift(const char *address) {
     void *found = nullptr;
-    check(cudaHostGetDevicePointer(&found, span->first, 0), "cudaHostGetDevicePointer");
-    return static_cast<char *>(found) - span->first;
+    check(cudaHostGetDevicePointer(&found, const_cast<char *>(address), 0),
+          "cudaHostGetDevicePointer");
+    return static_cast<char *>(found) - address;
 }
 
 }  // namespace kvlc

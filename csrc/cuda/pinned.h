@@ -11,8 +11,9 @@ namespace kvlc {
 void register_memory(uint64_t device, char *address, uint64_t nbytes, bool readonly);
 void unregister_memory(char *address);
 
-// Offset from a host address to the current device's address of the same byte. Throws if the bytes
-// are not in one registered span, or are readonly and `writing`.
-ptrdiff_t device_shift(const char *address, uint64_t nbytes, bool writing);
+// Throws if the bytes are not in one registered span, or are readonly and `writing`.
+void check_registered(const char *address, uint64_t nbytes, bool writing);
+// Offset from a registered host address to the current device's address of the same byte. Throws.
+ptrdiff_t device_shift(const char *address);
 
 }  // namespace kvlc

@@ -63,7 +63,7 @@ void Plan::add(const kvl_copy &copy, uint64_t crossover) {
         else
             add_runs(view, copy.span);
     }
-    if (open_nbytes_ >= group_) end_group();
+    if (open_nbytes_ >= (open_tiles_ ? group_ : kRunGroup)) end_group();
 }
 
 void Plan::add_task(const View &view, const kvl_span &span) {
@@ -153,8 +153,8 @@ void Plan::add_digests(const kvl_span &span, const char *start, uint64_t positio
 void Plan::end_group() {
     const size_t span = digests_.spans().size();
     if (open_nbytes_)
-        groups_.push_back(
-            {open_task_, tasks_.size(), open_run_, runs_.size(), open_span_, span, open_tiles_});
+        groups_.push_back({open_task_, tasks_.size(), open_run_, runs_.size(), open_span_, span,
+                           open_tiles_, open_nbytes_});
     open_nbytes_ = open_packed_ = open_tiles_ = 0;
     open_task_ = tasks_.size();
     open_run_ = runs_.size();

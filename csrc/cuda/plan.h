@@ -12,7 +12,8 @@
 
 namespace kvlc {
 
-constexpr uint64_t kGroup = 16 << 20;  // bytes that are packed together: ten calls of CUDA
+constexpr uint64_t kGroup = 16 << 20;     // bytes that are packed together: ten calls of CUDA
+constexpr uint64_t kRunGroup = 32 << 20;  // bytes of one call of copy engines, which then pause
 
 // What a task is of its call: bytes of the payload, and where they are in packed memory.
 struct Piece {
@@ -30,7 +31,8 @@ struct Run {
 // Bytes that are enqueued together; a long view is in several.
 struct Group {
     size_t first_task, stop_task, first_run, stop_run, first_span, stop_span;
-    uint64_t tiles;  // of its tasks
+    uint64_t tiles;   // of its tasks
+    uint64_t nbytes;  // of the payload
 };
 
 // Where each table begins in the memory that is sent to the device.
@@ -40,7 +42,7 @@ struct Tables {
 
 class Plan {
   public:
-    // `group`: bytes, after which one ends; `on_device`: where the payload is.
+    // `group`: bytes, after which one ends that packs; `on_device`: where the payload is.
     Plan(bool gather, char *payload, uint64_t nbytes, uint64_t group, bool on_device = false)
         : gather_(gather), on_device_(on_device), payload_(payload), nbytes_(nbytes),
           group_(group) {}

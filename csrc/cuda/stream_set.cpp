@@ -16,8 +16,7 @@ constexpr size_t kBuffers = 2;
 void StreamSet::open() {
     if (!transfers_) {
         try {
-            for (cudaStream_t *stream : {&engines_, &kernels_, &digests_})
-                *stream = device_.acquire_stream();
+            for (cudaStream_t *stream : {&engines_, &kernels_}) *stream = device_.acquire_stream();
         } catch (...) {
             release_streams();
             throw;
@@ -46,7 +45,7 @@ void StreamSet::close() {
 }
 
 void StreamSet::release_streams() {
-    for (cudaStream_t *stream : {&engines_, &kernels_, &digests_}) {
+    for (cudaStream_t *stream : {&engines_, &kernels_}) {
         if (*stream) device_.release_stream(*stream);
         *stream = nullptr;
     }

@@ -14,8 +14,8 @@ class Device;
 // Memory of the device in which a kernel packs what a copy engine then moves, or the reverse.
 struct PackBuffer {
     char *memory = nullptr;
-    cudaEvent_t full = nullptr, empty = nullptr, digested = nullptr;
-    bool is_used = false, is_digested = false;  // the last two were recorded, and may lie ahead
+    cudaEvent_t full = nullptr, empty = nullptr;
+    bool is_used = false;  // `empty` was recorded, and may lie ahead
 };
 
 class StreamSet {
@@ -29,7 +29,6 @@ class StreamSet {
 
     cudaStream_t engines() const { return engines_; }
     cudaStream_t kernels() const { return kernels_; }
-    cudaStream_t digests() const { return digests_; }
 
     // Begin a transfer, for which there are streams then. The lock is held.
     void open();
@@ -46,7 +45,7 @@ class StreamSet {
     void release_streams();
 
     Device &device_;
-    cudaStream_t engines_ = nullptr, kernels_ = nullptr, digests_ = nullptr;
+    cudaStream_t engines_ = nullptr, kernels_ = nullptr;
     std::vector<PackBuffer> buffers_;
     size_t next_ = 0, transfers_ = 0;
 };

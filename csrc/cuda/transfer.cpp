@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <thread>
 
 #include "batch.h"
 #include "recorded.h"
@@ -11,15 +12,21 @@
 namespace kvlc {
 namespace {
 
-// A blocked thread is woken some 50 microseconds late, and the last group moves in 310.
-constexpr std::chrono::microseconds kPolling{500};
+// A blocked thread is woken up to 300 microseconds late, on a processor that has slowed down: it
+// polls for as long as its bytes take on PCIe 3, or those of a large call's part do.
+std::chrono::microseconds polling_for(const std::vector<Group> &groups) {
+    constexpr uint64_t kBytesPerMicrosecond = 12000, kMost = 6000;
+    uint64_t nbytes = 0;
+    for (const Group &group : groups) nbytes += group.nbytes;
+    return std::chrono::microseconds(std::min(200 + nbytes / kBytesPerMicrosecond, kMost));
+}
 
 }  // namespace
 
 Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
                    unsigned flags)
     : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)), flags_(flags),
-      tables_(plan.tables()), digests_(plan.digests()),
+      tables_(plan.tables()), digests_(plan.digests()), polling_(polling_for(plan.groups())),
       staging_(device.acquire_staging(tables_.nbytes)) {
     auto words = [&](char *memory, size_t at) { return reinterpret_cast<uint32_t *>(memory + at); };
     call_ = {reinterpret_cast<const CrcSpan *>(staging_.device + tables_.spans),
@@ -48,46 +55,43 @@ void Transfer::enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before) {
     streams_.open();
     is_open_ = true;
     is_packed_ = has_tasks && !plan.on_device() && streams_.open_buffers(plan.groups().size());
+    first_ = is_packed_ && plan.gather() ? streams_.kernels() : streams_.engines();
     last_ = is_packed_ && !plan.gather() ? streams_.kernels() : streams_.engines();
     if (staging_.nbytes) stage(plan, shift);
     try {
         std::optional<Recorded> now;
         const Pending &start =
             before.recorded ? *before.recorded : now.emplace(device_, before.stream);
-        start.hold_back(streams_.engines());
-        if (is_packed_) start.hold_back(streams_.kernels());
+        start.hold_back(first_);
         if (!is_beside) send_tables(has_tasks);
         enqueue_groups(plan);
         if (is_beside) {
-            start.hold_back(streams_.digests());
+            start.hold_back(streams_.kernels());
             send_tables(has_tasks);
         } else if (!is_packed_) {
-            chain(streams_.digests(), streams_.engines());
+            chain(streams_.kernels(), streams_.engines());
         }
         if (!is_packed_) launch_digests(0, digests_.spans().size());
-        if (digests_.count()) events_.push_back(record_event(streams_.digests()));
-        events_.push_back(record_event(last_));
+        if (digests_.count()) events_.push_back(record_event(streams_.kernels()));
+        if (!digests_.count() || last_ != streams_.kernels())
+            events_.push_back(record_event(last_));
         if (!plan.gather() && !before.recorded) hold_back(before.stream);
     } catch (...) {
         // An event after what was enqueued may fail, too.
-        for (cudaStream_t stream : {streams_.kernels(), streams_.digests(), streams_.engines()})
+        for (cudaStream_t stream : {streams_.kernels(), streams_.engines()})
             (void)cudaStreamSynchronize(stream);
         throw;
     }
 }
 
 void Transfer::enqueue_groups(const Plan &plan) {
-    const std::vector<Group> &groups = plan.groups();
-    for (const Group &group : groups) {
-        if (groups.size() > 1 && &group == &groups.back()) before_last_ = record_event(last_);
-        if (!is_packed_) {
+    for (const Group &group : plan.groups()) {
+        if (is_packed_) {
+            plan.gather() ? gather_packed(plan, group) : scatter_packed(plan, group);
+            streams_.advance();
+        } else {
             enqueue_direct(plan, group);
-            continue;
         }
-        PackBuffer &buffer = streams_.buffer();
-        enqueue_packed(plan, group, buffer);
-        digest_packed(group, buffer);
-        streams_.advance();
     }
 }
 
@@ -106,13 +110,10 @@ void Transfer::stage(const Plan &plan, ptrdiff_t shift) {
 // On the stream that needs them first, so that no copy engine's first copy waits for them.
 void Transfer::send_tables(bool has_tasks) {
     if (!staging_.nbytes) return;
-    cudaStream_t stream = !has_tasks   ? streams_.digests()
-                          : is_packed_ ? streams_.kernels()
-                                       : streams_.engines();
+    cudaStream_t stream = has_tasks && !is_packed_ ? streams_.engines() : streams_.kernels();
     check(cudaMemcpyAsync(staging_.device, staging_.host, tables_.nbytes, cudaMemcpyHostToDevice,
                           stream),
           "cudaMemcpyAsync");
-    if (digests_.count() && is_packed_) chain(streams_.digests(), stream);
 }
 
 void Transfer::enqueue_direct(const Plan &plan, const Group &group) {
@@ -121,21 +122,34 @@ void Transfer::enqueue_direct(const Plan &plan, const Group &group) {
               plan.on_device(), streams_.engines());
 }
 
-void Transfer::enqueue_packed(const Plan &plan, const Group &group, PackBuffer &buffer) {
-    cudaStream_t first = plan.gather() ? streams_.kernels() : streams_.engines();
-    if (buffer.is_used) check(cudaStreamWaitEvent(first, buffer.empty, 0), "cudaStreamWaitEvent");
-    if (buffer.is_digested)
-        check(cudaStreamWaitEvent(first, buffer.digested, 0), "cudaStreamWaitEvent");
-    auto move = [&] {
-        std::vector<Run> runs = plan.packed_runs(group, buffer.memory);
-        copy_runs(runs.data(), runs.size(), plan.gather(), false, streams_.engines());
-    };
-    plan.gather() ? launch_tasks(plan, group, first) : move();
-    check(cudaEventRecord(buffer.full, first), "cudaEventRecord");
-    check(cudaStreamWaitEvent(last_, buffer.full, 0), "cudaStreamWaitEvent");
-    plan.gather() ? move() : launch_tasks(plan, group, last_);
-    check(cudaEventRecord(buffer.empty, last_), "cudaEventRecord");
+// The digests are of what the buffer holds, and of the group's runs, which lie in the views.
+void Transfer::gather_packed(const Plan &plan, const Group &group) {
+    PackBuffer &buffer = streams_.buffer();
+    if (buffer.is_used) wait_event(streams_.kernels(), buffer.empty);
+    launch_tasks(plan, group, streams_.kernels());
+    check(cudaEventRecord(buffer.full, streams_.kernels()), "cudaEventRecord");
+    wait_event(streams_.engines(), buffer.full);
+    move_packed(plan, group, buffer);
+    check(cudaEventRecord(buffer.empty, streams_.engines()), "cudaEventRecord");
     buffer.is_used = true;
+    launch_digests(group.first_span, group.stop_span);
+}
+
+void Transfer::scatter_packed(const Plan &plan, const Group &group) {
+    PackBuffer &buffer = streams_.buffer();
+    if (buffer.is_used) wait_event(streams_.engines(), buffer.empty);
+    move_packed(plan, group, buffer);
+    check(cudaEventRecord(buffer.full, streams_.engines()), "cudaEventRecord");
+    wait_event(streams_.kernels(), buffer.full);
+    launch_tasks(plan, group, streams_.kernels());
+    launch_digests(group.first_span, group.stop_span);
+    check(cudaEventRecord(buffer.empty, streams_.kernels()), "cudaEventRecord");
+    buffer.is_used = true;
+}
+
+void Transfer::move_packed(const Plan &plan, const Group &group, const PackBuffer &buffer) {
+    std::vector<Run> runs = plan.packed_runs(group, buffer.memory);
+    copy_runs(runs.data(), runs.size(), plan.gather(), false, streams_.engines());
 }
 
 void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t stream) {
@@ -148,20 +162,11 @@ void Transfer::launch_tasks(const Plan &plan, const Group &group, cudaStream_t s
           "launching the copying kernel");
 }
 
-// What a buffer holds, and the group's runs, which lie in the views by then.
-void Transfer::digest_packed(const Group &group, PackBuffer &buffer) {
-    buffer.is_digested = group.first_span != group.stop_span;
-    if (!buffer.is_digested) return;
-    check(cudaStreamWaitEvent(streams_.digests(), buffer.full, 0), "cudaStreamWaitEvent");
-    launch_digests(group.first_span, group.stop_span);
-    check(cudaEventRecord(buffer.digested, streams_.digests()), "cudaEventRecord");
-}
-
 void Transfer::launch_digests(size_t first_span, size_t stop_span) {
     const uint64_t first = digests_.pieces(first_span), stop = digests_.pieces(stop_span);
     if (first == stop) return;
     auto blocks = static_cast<unsigned>(std::min<uint64_t>(device_.all_blocks(), stop - first));
-    check(launch_digest(call_, digests_.spans().size(), first, stop, blocks, streams_.digests()),
+    check(launch_digest(call_, digests_.spans().size(), first, stop, blocks, streams_.kernels()),
           "launching the digesting kernel");
 }
 
@@ -170,6 +175,10 @@ void Transfer::chain(cudaStream_t stream, cudaStream_t behind) {
     cudaError_t status = cudaStreamWaitEvent(stream, event, 0);
     device_.release_event(event, flags_);
     check(status, "cudaStreamWaitEvent");
+}
+
+void Transfer::wait_event(cudaStream_t stream, cudaEvent_t event) const {
+    check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
 }
 
 cudaEvent_t Transfer::record_event(cudaStream_t stream) {
@@ -181,18 +190,18 @@ cudaEvent_t Transfer::record_event(cudaStream_t stream) {
 }
 
 void Transfer::hold_back(cudaStream_t stream) const {
-    for (cudaEvent_t event : events_)
-        check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+    for (cudaEvent_t event : events_) wait_event(stream, event);
 }
 
 void Transfer::wait() const {
-    if (before_last_) check(cudaEventSynchronize(before_last_), "copying");
-    const auto stop = std::chrono::steady_clock::now() + kPolling;
-    while (!is_complete())
+    const auto stop = std::chrono::steady_clock::now() + polling_;
+    while (!is_complete()) {
         if (std::chrono::steady_clock::now() > stop) {
             for (cudaEvent_t event : events_) check(cudaEventSynchronize(event), "copying");
             return;
         }
+        std::this_thread::yield();
+    }
 }
 
 bool Transfer::is_complete() const { return std::all_of(events_.begin(), events_.end(), is_over); }
@@ -213,8 +222,6 @@ void Transfer::release() {
         device_.release_event(event, flags_);
     }
     events_.clear();
-    if (before_last_) device_.release_event(before_last_, flags_);
-    before_last_ = nullptr;
     device_.release_staging(staging_);
     staging_ = {};
     if (is_open_) streams_.close();

@@ -92,13 +92,12 @@ class DeviceBatch(host.CopyBatch):
         packed = array("q", self._copies())
         options = _DeviceOptions(device, stream, number, crossover())
         status = getattr(_load(), f"kvlc_{verb}")(
-            ctypes.c_void_p(self._payload[0]),
-            ctypes.c_uint64(self._payload[1]),
-            ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
-            ctypes.c_uint64(len(self)),
-            ctypes.byref(options),
-            ctypes.byref(self.report),
-            ctypes.byref(ticket._number),
+            *self._payload,
+            packed.buffer_info()[0] if packed else None,
+            len(self),
+            options,
+            self.report,
+            ticket._number,
         )
         if status:
             raise host.CopyFailed(_last_error(), status, self.report)
@@ -209,6 +208,10 @@ def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
 
 def _declare(library: ctypes.CDLL) -> int:
     library.kvlc_last_error.restype = ctypes.c_char_p
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    structs = tuple(ctypes.POINTER(kind) for kind in (_DeviceOptions, host.Report, number))
+    for begin in (library.kvlc_gather, library.kvlc_scatter):
+        begin.argtypes = (pointer, number, pointer, number, *structs)
     return int(library.kvlc_version())
 
 

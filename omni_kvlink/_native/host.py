@@ -48,14 +48,16 @@ class _CopyOptions(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("threads", "stores"))
 
 
-class _Report(ctypes.Structure):
+class Report(ctypes.Structure):
+    """A `kvl_report`, of the call that failed."""
+
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("copy", "chunk", "threads"))
 
 
 class CopyFailed(NativeError):
     """A call of the library failed; `status` is a `kvl_status`."""
 
-    def __init__(self, message: str, status: int, report: _Report):
+    def __init__(self, message: str, status: int, report: Report):
         super().__init__(message)
         self.status = status
         self.copy: int = report.copy  # index of the copy concerned
@@ -96,6 +98,11 @@ def packed_indexed_view(
     return (*view[:12], index, limit, split, stride)
 
 
+def packed_like(form: PackedView, base: int, extent: int, *, offset: int, index: int) -> PackedView:
+    """Return an indexed view with the sizes and strides of `form`, at other addresses."""
+    return (base, extent, offset, *form[3:12], index, *form[13:])
+
+
 class CopyBatch:
     """The copies of one call between views and one payload, packed as an array of C structs.
 
@@ -109,7 +116,7 @@ class CopyBatch:
         self._views: list[int] = []
         self._spans: list[int] = []
         self._num_digests = 0
-        self.report = _Report()
+        self.report = Report()
 
     def __len__(self) -> int:
         return len(self._spans) // _SPAN
@@ -217,7 +224,7 @@ def _declare(library: ctypes.CDLL) -> int:
     library.kvl_last_error.restype = ctypes.c_char_p
     _held = ctypes.PyDLL(library._name, handle=library._handle)
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    structs = ctypes.POINTER(_CopyOptions), ctypes.POINTER(_Report)
+    structs = ctypes.POINTER(_CopyOptions), ctypes.POINTER(Report)
     for calls in (library, _held):
         for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
             call = getattr(calls, name)  # AttributeError: another library

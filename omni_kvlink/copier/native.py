@@ -113,7 +113,7 @@ class NativeCopier(Copier):
             return [""] * len(specs)
         if len(text) == 8 * len(specs):
             return [text[at : at + 8] for at in range(0, len(text), 8)]
-        return list(split_digests(text, specs).values())
+        return split_digests(text, specs)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
@@ -200,15 +200,17 @@ class _Batch:
         return bytes.fromhex("".join(spec.digest for spec in self._specs))
 
     def _by_name(self, digests: bytes) -> dict[str, str]:
-        return split_digests(digests.hex(), self._specs)
+        names = (spec.name for spec in self._specs)
+        return dict(zip(names, split_digests(digests.hex(), self._specs), strict=True))
 
 
-def split_digests(text: str, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """The digests by tensor, as many digits as its blank digest has."""
-    found, at = {}, 0
+def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:
+    """The digests of each tensor, as many digits as its blank digest has."""
+    found, at = [], 0
     for spec in specs:
-        found[spec.name] = text[at : at + len(spec.digest)]
-        at += len(spec.digest)
+        stop = at + len(spec.digest)
+        found.append(text[at:stop])
+        at = stop
     return found
 
 

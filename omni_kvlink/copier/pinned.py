@@ -17,18 +17,17 @@ from omni_kvlink.copier.native import NativeCopier, failures, split_digests
 from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import chunks_of, compare
-from omni_kvlink.payload.manifest import TensorSpec
-from omni_kvlink.payload.views import TensorView, check_sizes, check_view_fits, packed_view
+from omni_kvlink.payload.views import TensorView, check_sizes, check_view_fits, packed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 MAX_THREADS = 8
 """Threads of the host that read as fast as PCIe 5 delivers, 54 GB/s: one alone reads 10 to 24."""
-FIRST_PART, LAST_PART = 8 << 20, 64 << 20
+FIRST_PART, LAST_PART = 12 << 20, 64 << 20
 """Bytes whose copies are enqueued before later tensors are prepared: few at first, so that the
 first byte moves at once, then twice as many each time."""
 
@@ -101,19 +100,15 @@ class PinnedCopier(NativeCopier):
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete, whose digests devices compute."""
         check_targets(targets, manifest, region)
-        views, specs, copies = list[TensorView](), list[TensorSpec](), list[_Copies]()
+        devices, copies = _Devices(self, targets, manifest, region), list[_Copies]()
         with ExitStack() as pending:
             for part in _parts(manifest):
-                others, their_specs, devices = self._by_device(part, targets, manifest, region)
-                views += others
-                specs += their_specs
-                for each in devices:
-                    copies.append(each.begin("scatter", manifest, region, pending))
-                    self._count_begun(each, region)
-            if specs:
-                self._scatter_others(_part(manifest, specs), region, views)
-            for those in copies:
-                those.verify()
+                devices.assign(part)
+                copies += devices.begin("scatter", pending)
+            if devices.others:
+                self._scatter_others(*devices.rest())
+            for each in copies:
+                each.verify()
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
         """Compute the digests where the payload lies."""
@@ -138,19 +133,18 @@ class PinnedCopier(NativeCopier):
         Unlike `scatter`, no device tensor is written if a byte of one is wrong.
         """
         check_targets(targets, manifest, region)
-        whole = range(len(manifest.tensors))
-        views, specs, devices = self._by_device(whole, targets, manifest, region)
-        for part in devices:
-            self.verify(_part(manifest, part.specs), region)
+        devices = _Devices(self, targets, manifest, region, after, digest=False)
+        devices.assign(range(len(manifest.tensors)))
+        for numbers in devices.numbers():
+            self.verify(_part(manifest, numbers), region)
+        rest, _, views = devices.rest()
         _follow(views, after)
-        if specs:
-            self._scatter_others(_part(manifest, specs), region, views)
+        if views:
+            self._scatter_others(rest, region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
         with ExitStack() as pending:
-            for part in devices:
-                copies = part.begin("scatter", manifest, region, pending, after, digest=False)
-                self._count_begun(part, region)
-                ends.append(_TicketEvent(part.device, copies.ticket))
+            copies = devices.begin("scatter", pending)
+            ends += [_TicketEvent(each.device, each.ticket) for each in copies]
             pending.pop_all()
         return StreamEvents(ends)
 
@@ -164,22 +158,24 @@ class PinnedCopier(NativeCopier):
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
         check_sizes(sources, manifest, region)
-        views, specs, copies = list[TensorView](), list[TensorSpec](), list[_Copies]()
+        devices = _Devices(self, sources, manifest, region, after)
+        copies: list[_Copies] = []
         for part in _parts(manifest):
             for number in part:
                 check_view_fits(sources[number], manifest.tensors[number])
-            others, their_specs, devices = self._by_device(part, sources, manifest, region)
-            views += others
-            specs += their_specs
-            for each in devices:
-                copies.append(each.begin("gather", manifest, region, pending, after))
-                self._count_begun(each, region)
-        by_name = self._gather_others(_part(manifest, specs), region, views, after) if specs else {}
+            devices.assign(part)
+            copies += devices.begin("gather", pending)
+        digests = [""] * len(sources)
+        if devices.others:
+            found = self._gather_others(*devices.rest(), after)
+            for number, digest in zip(devices.others, found, strict=True):
+                digests[number] = digest
 
         def wait() -> list[str]:
             for each in copies:
-                by_name.update(each.digests())
-            return [by_name[spec.name] for spec in manifest.tensors]
+                for number, digest in zip(each.numbers, each.digests(), strict=True):
+                    digests[number] = digest
+            return digests
 
         return wait
 
@@ -189,16 +185,13 @@ class PinnedCopier(NativeCopier):
         region: Region,
         views: Sequence[TensorView],
         after: StreamEvents | None,
-    ) -> dict[str, str]:
+    ) -> list[str]:
         """Copy, by the host or by torch, what no device copies by itself; return the digests."""
         _follow(views, after)
         if region.device == "cpu":
-            digests = super().gather(views, manifest, region)
-        else:
-            device_payload.copy_in(views, manifest.tensors, manifest.header_nbytes, region)
-            digests = device_payload.digests(manifest, region)
-        names = (spec.name for spec in manifest.tensors)
-        return dict(zip(names, digests, strict=True))
+            return super().gather(views, manifest, region)
+        device_payload.copy_in(views, manifest.tensors, manifest.header_nbytes, region)
+        return device_payload.digests(manifest, region)
 
     def _scatter_others(
         self, manifest: Manifest, region: Region, views: Sequence[TensorView]
@@ -210,36 +203,8 @@ class PinnedCopier(NativeCopier):
             device_payload.verify(manifest, region)
             device_payload.copy_out(views, manifest.tensors, manifest.header_nbytes, region)
 
-    def _by_device(
-        self, part: range, views: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> tuple[list[TensorView], list[TensorSpec], list[_OnDevice]]:
-        """Split tensors by who copies them, each in the manifest's order; the host comes first."""
-        on_host, specs = list[TensorView](), list[TensorSpec]()
-        devices: dict[int, _OnDevice] = {}
-        reached: dict[int, bool] = {}
-        for number in part:
-            view, spec = views[number], manifest.tensors[number]
-            device = device_of(view)
-            packed = () if device is None else packed_view(view, on=view.device.type)
-            if packed and device not in reached:
-                assert device is not None
-                reached[device] = self._can_reach(region, device)
-            if device is None or not packed or not reached[device]:
-                on_host.append(view)
-                specs.append(spec)
-                continue
-            if device not in devices:
-                devices[device] = _OnDevice(device)
-            devices[device].add(view, spec, packed)
-        self._copies.add("pageable", on_host)
-        return on_host, specs, list(devices.values())
-
-    def _count_begun(self, each: _OnDevice, region: Region) -> None:
-        """Count what a device copies: behind the call that lets it begin."""
-        self._copies.add("pinned" if region.device == "cpu" else "device", each.views)
-
     def _count(self, views: list[TensorView]) -> None:
-        """Count nothing: `_by_device` and `_count_begun` do so."""
+        """Count nothing: `_Devices` does so."""
 
     def _can_reach(self, region: Region, device: int) -> bool:
         """Whether a device copies from and to a payload by itself."""
@@ -252,61 +217,126 @@ class PinnedCopier(NativeCopier):
                 f"the payload cannot be page-locked: {reason}. "
                 "Device tensors are copied by torch: the same bytes, more slowly",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         return reason is None
+
+
+class _Devices:
+    """The tensors of one call, by who copies them: devices, or the host and torch."""
+
+    def __init__(
+        self,
+        copier: PinnedCopier,
+        views: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        after: StreamEvents | None = None,
+        *,
+        digest: bool = True,
+    ):
+        self.others: list[int] = []
+        """Numbers of the tensors that no device copies by itself."""
+        self._copier, self._views, self._manifest, self._region = copier, views, manifest, region
+        self._after, self._digest = after, digest
+        self._devices: dict[int, _OnDevice | None] = {}  # None: it cannot reach the payload
+
+    def assign(self, part: range) -> None:
+        """Assign some tensors, in the manifest's order."""
+        for number in part:
+            view = self._views[number]
+            device = device_of(view)
+            packed = () if device is None else packed_memory(view)
+            copies = None
+            if device is not None and packed:
+                if device not in self._devices:
+                    self._devices[device] = self._on_device(device)
+                copies = self._devices[device]
+            if copies is None:
+                self.others.append(number)
+            else:
+                copies.add(number, view, packed, digest=self._digest)
+
+    def _on_device(self, device: int) -> _OnDevice | None:
+        if not self._copier._can_reach(self._region, device):
+            return None
+        return _OnDevice(device, self._manifest, self._region, self._after)
+
+    def numbers(self) -> list[list[int]]:
+        """Numbers of the tensors that each device will copy."""
+        return [each.numbers for each in self._devices.values() if each is not None]
+
+    def begin(self, verb: str, pending: ExitStack) -> list[_Copies]:
+        """Begin the devices' copies of what was assigned since the last call."""
+        kind, begun = "pinned" if self._region.device == "cpu" else "device", list[_Copies]()
+        for each in self._devices.values():
+            if each is not None and each.numbers:
+                copies = each.begin(verb, pending)
+                begun.append(copies)
+                self._copier._copies.add_nbytes(kind, copies.nbytes)
+        return begun
+
+    def rest(self) -> tuple[Manifest, Region, list[TensorView]]:
+        """The tensors that no device copies by itself."""
+        views = [self._views[number] for number in self.others]
+        self._copier._copies.add("pageable", views)
+        return _part(self._manifest, self.others), self._region, views
+
+
+class _OnDevice:
+    """What one device copies, collected and begun part by part."""
+
+    def __init__(self, device: int, manifest: Manifest, region: Region, after: StreamEvents | None):
+        self._device, self._stream = device, current_stream(device)
+        self._manifest, self._region, self._after = manifest, region, _recorded_on(device, after)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.numbers: list[int] = []
+        self._views: list[TensorView] = []
+        self._specs: list[TensorSpec] = []
+        self._batch = cuda.DeviceBatch(self._region.address, self._region.nbytes)
+        self._nbytes = 0
+
+    def add(self, number: int, view: TensorView, packed: host.PackedView, *, digest: bool) -> None:
+        spec = self._manifest.tensors[number]
+        start, nbytes = self._manifest.header_nbytes + spec.start, spec.stop - spec.start
+        self.numbers.append(number)
+        self._views.append(view)
+        self._specs.append(spec)
+        self._batch.add(start, nbytes, packed, digest=digest and bool(spec.digest))
+        self._nbytes += nbytes
+
+    def begin(self, verb: str, pending: ExitStack) -> _Copies:
+        ticket = pending.enter_context(cuda.Ticket((self._region, self._views)))
+        with failures(self._specs):
+            self._batch.begin(verb, ticket, self._device, self._stream, self._after)
+        begun = _Copies(self._device, ticket, self._batch, self.numbers, self._specs, self._nbytes)
+        self._clear()
+        return begun
 
 
 class _Copies(NamedTuple):
     """Tensors that a ticket's copies move, and the batch that knows their digests."""
 
+    device: int
     ticket: cuda.Ticket
     batch: cuda.DeviceBatch
+    numbers: Sequence[int]
     specs: Sequence[TensorSpec]
+    nbytes: int
 
-    def digests(self) -> dict[str, str]:
-        """Block until all is copied; return the digests by name, empty where there are none."""
+    def digests(self) -> list[str]:
+        """Block until all is copied; return the tensors' digests, empty where there are none."""
         text = self.batch.digests(self.ticket).hex()
         self.ticket.close()
         return split_digests(text, self.specs)
 
     def verify(self) -> None:
         """Block until all is copied; IntegrityError for bytes that are not those committed."""
-        for spec, text in zip(self.specs, self.digests().values(), strict=True):
+        for spec, text in zip(self.specs, self.digests(), strict=True):
             if text != spec.digest:
                 compare(spec, chunks_of(text))
-
-
-class _OnDevice:
-    """Tensors that one device copies."""
-
-    def __init__(self, device: int):
-        self.device, self.specs = device, list[TensorSpec]()
-        self.views, self._packed = list[TensorView](), list[host.PackedView]()
-
-    def add(self, view: TensorView, spec: TensorSpec, packed: host.PackedView) -> None:
-        self.views.append(view)
-        self.specs.append(spec)
-        self._packed.append(packed)
-
-    def begin(
-        self,
-        verb: str,
-        manifest: Manifest,
-        region: Region,
-        pending: ExitStack,
-        after: StreamEvents | None = None,
-        *,
-        digest: bool = True,
-    ) -> _Copies:
-        recorded, data = _recorded_on(self.device, after), manifest.header_nbytes
-        batch = cuda.DeviceBatch(region.address, region.nbytes)
-        for spec, view in zip(self.specs, self._packed, strict=True):
-            batch.add(data + spec.start, spec.nbytes, view, digest=digest and bool(spec.digest))
-        ticket = pending.enter_context(cuda.Ticket((region, self.views)))
-        with failures(self.specs):
-            batch.begin(verb, ticket, self.device, current_stream(self.device), recorded)
-        return _Copies(ticket, batch, self.specs)
 
 
 class _TicketEvent:
@@ -344,8 +374,9 @@ def _follow(views: Sequence[TensorView], after: StreamEvents | None) -> None:
         after.make_streams_wait()
 
 
-def _part(manifest: Manifest, specs: Sequence[TensorSpec]) -> Manifest:
-    return msgspec.structs.replace(manifest, tensors=tuple(specs))
+def _part(manifest: Manifest, numbers: Sequence[int]) -> Manifest:
+    tensors = tuple(manifest.tensors[number] for number in numbers)
+    return msgspec.structs.replace(manifest, tensors=tensors)
 
 
 def _parts(manifest: Manifest) -> Iterator[range]:

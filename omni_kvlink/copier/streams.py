@@ -40,7 +40,10 @@ class DeviceCopies:
 
     def add(self, kind: str, views: Iterable[TensorView]) -> None:
         """Add tensors of one kind; see `Copier.device_copies`."""
-        nbytes = sum(view.nbytes for view in views if device_of(view) is not None)
+        self.add_nbytes(kind, sum(view.nbytes for view in views if device_of(view) is not None))
+
+    def add_nbytes(self, kind: str, nbytes: int) -> None:
+        """Add bytes of device tensors of one kind."""
         with self._lock:
             self._nbytes[kind] += nbytes
 
@@ -104,7 +107,8 @@ class TorchEvent:
 
 def device_of(view: TensorView) -> int | None:
     """The number of a tensor's CUDA device; None if it is on another kind, or on the host."""
-    return view.device.index if view.device.type == "cuda" else None
+    device = view.device
+    return device.index if device.type == "cuda" else None
 
 
 def current_stream(device: int) -> int:

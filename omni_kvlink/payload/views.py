@@ -11,7 +11,7 @@ import torch
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.dtypes import DTYPES
-from omni_kvlink.payload.paged import PagedTensor, check_strided
+from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ TensorView: TypeAlias = torch.Tensor | PagedTensor
 
 _BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPES.items()}
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _BY_CODE.items()}
 _ALL_NAMES = ", ".join(DTYPES)
 
 
@@ -68,7 +69,8 @@ def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
     """Raise SchemaError unless a view has bytes, and the shape and dtype of its spec."""
     if view.device.type == "meta":
         raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-    if view.shape != spec.shape or DTYPES[dtype_name(view.dtype)] != spec.dtype:
+    if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
+        dtype_code(view.dtype)  # one that cannot be sent is refused as such
         raise SchemaError(
             f"{spec.where()}: {view.dtype} {list(view.shape)}, "
             f"the manifest says {spec.dtype} {list(spec.shape)}"
@@ -161,40 +163,59 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
         raise SchemaError(f"{paged.where}: {failed}") from None
 
 
-def packed_view(view: TensorView, on: str = "cpu") -> host.PackedView:
-    """The view as a compiled library for devices of type `on` takes it; else empty."""
-    if view.device.type != on:
-        return ()
-    sizes: Sequence[int]
-    table = None
+def packed_view(view: TensorView) -> host.PackedView:
+    """The view as the compiled library takes it; empty if it is not in the host's memory."""
+    return packed_memory(view) if view.device.type == "cpu" else ()
+
+
+def packed_memory(view: TensorView) -> host.PackedView:
+    """The view as the compiled library of its device takes it; empty if it cannot address it."""
     if isinstance(view, PagedTensor):
-        memory, table = view.pool, view.block_table
-        inner = 2 if table.by_slot else 1  # the dimensions that are not looked up
-        unused = (host.DIMS - 1) - (memory.dim() - inner)
-        sizes = (len(table.index), *(1,) * unused, *memory.shape[inner:])
-        strides = (memory.stride(0), *(0,) * unused, *memory.stride()[inner:])
-    elif _is_flat(view):
+        return _packed_pages(view.pool, view.block_table)
+    if _is_flat(view):
         return host.packed_flat_view(view.data_ptr(), view.nbytes)
-    else:
-        memory, sizes, strides = view, view.shape, view.stride()
-    if memory.is_neg() or len(sizes) > host.DIMS:
+    if view.is_neg() or view.dim() > host.DIMS:
         return ()
-    size, storage = memory.element_size(), memory.untyped_storage()
-    packed = host.packed_view(
+    size, storage = view.element_size(), view.untyped_storage()
+    return host.packed_view(
         storage.data_ptr(),
         storage.nbytes(),  # the library checks the strides against it
         size,
-        offset=int(memory.storage_offset()) * size,
-        sizes=sizes,
-        strides=[stride * size for stride in strides],
+        offset=int(view.storage_offset()) * size,
+        sizes=view.shape,
+        strides=[stride * size for stride in view.stride()],
     )
-    if table is None:
-        return packed
-    split, blocks = table.block_size, memory.shape[0]
-    if not table.by_slot:
-        return host.packed_indexed_view(packed, table.address, limit=blocks)
+
+
+def _packed_pages(pool: torch.Tensor, table: BlockTable) -> host.PackedView:
+    size = pool.element_size()
+    form = _paged_form(pool.shape, pool.stride(), size, len(table.index), table.by_slot)
+    if not form or pool.is_neg():
+        return ()
+    storage, offset = pool.untyped_storage(), int(pool.storage_offset()) * size
+    return host.packed_like(
+        form, storage.data_ptr(), storage.nbytes(), offset=offset, index=table.address
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _paged_form(
+    shape: torch.Size, strides: tuple[int, ...], itemsize: int, entries: int, by_slot: bool
+) -> host.PackedView:
+    """What the packed views of a cache's pools share; empty if there are too many dimensions."""
+    inner = 2 if by_slot else 1  # the dimensions that are not looked up
+    unused = (host.DIMS - 1) - (len(shape) - inner)
+    if unused < 0:
+        return ()
+    sizes = (entries, *(1,) * unused, *shape[inner:])
+    steps = (strides[0], *(0,) * unused, *strides[inner:])
+    view = host.packed_view(
+        0, 0, itemsize, sizes=sizes, strides=[stride * itemsize for stride in steps]
+    )
+    if not by_slot:
+        return host.packed_indexed_view(view, 0, limit=shape[0])
     return host.packed_indexed_view(
-        packed, table.address, limit=blocks * split, split=split, stride=memory.stride(1) * size
+        view, 0, limit=shape[0] * shape[1], split=shape[1], stride=strides[1] * itemsize
     )
 
 

@@ -140,12 +140,12 @@ def test_gather_layer_by_layer(device: FakeDevice) -> None:
 
 
 def test_parts_grow() -> None:
-    sizes = [1, 8 * MIB, 17 * MIB, 5 * MIB, 30 * MIB, 99 * MIB, 63 * MIB, MIB, MIB]
+    sizes = [1, 12 * MIB, 25 * MIB, 5 * MIB, 46 * MIB, 99 * MIB, 63 * MIB, MIB, MIB]
     specs = plan_of([torch.empty(size, dtype=torch.uint8) for size in sizes])
     assert [(part.start, part.stop) for part in _parts(specs)] == [
-        (0, 2),  # at least 8 MiB
-        (2, 3),  # 16
-        (3, 5),  # 34, twice the part before
+        (0, 2),  # at least 12 MiB
+        (2, 3),  # 24
+        (3, 5),  # 50, twice the part before
         (5, 6),  # 64, the most
         (6, 8),
         (8, 9),
@@ -156,7 +156,7 @@ def test_parts_grow() -> None:
 def test_the_first_copies_begin_before_the_last_are_prepared(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    sources = [tensor_of((13, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
     begun: list[tuple[str, int]] = []
     begin = cuda.DeviceBatch.begin
@@ -229,19 +229,19 @@ def test_other_copiers_gather_at_once() -> None:
 
 
 def test_no_copy_is_in_progress_after_a_failure(device: FakeDevice) -> None:
-    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    sources = [tensor_of((13, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
     # A copy of the first part, its tables, and its digests.
     with device.set("fails_after", 3), pytest.raises(NativeError, match="fake error"):
         PinnedCopier().begin_gather(sources, plan, region)
     assert payload_bytes(plan, region, 0) == raw(sources[0])  # its copy was waited for
-    assert payload_bytes(plan, region, 2) == bytes(9 * MIB)
+    assert payload_bytes(plan, region, 2) == bytes(13 * MIB)
 
 
 def test_no_copy_is_in_progress_after_a_failed_wait(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = [tensor_of((9, MIB), torch.uint8, seed) for seed in range(3)]
+    sources = [tensor_of((13, MIB), torch.uint8, seed) for seed in range(3)]
     plan, region = payload(sources)
 
     def fail(*args: object) -> bytes:
