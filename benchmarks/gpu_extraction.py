@@ -3,7 +3,8 @@
     python benchmarks/gpu_extraction.py [--rounds 20] [--layers 28 36] [--json FILE] [--plots DIR]
 
 Every round alternates all measurements, so that each is compared with the plain copy, or with the
-forward pass, of its own run. Exit status: 0 done, 2 there is no device (it says why).
+forward pass, of its own run. Before, a copy and a plain one alternate with nothing between them, as
+when one request follows another. Exit status: 0 done, 2 there is no device (it says why).
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ MEANING = {
     "plain out, loaded": "the same three while another stream multiplies matrices",
     "gather, loaded": "",
     "scatter, loaded": "",
+    "plain out, in turn": "these four again, with no other work between two of one direction",
+    "gather, in turn": "",
+    "plain in, in turn": "",
+    "scatter, in turn": "",
     "pass": "the forward pass, on the device",
     "pass, streamed": "the same; a thread takes each layer out when it is computed",
     "streamed": "from its start until the last digest is there",
@@ -141,14 +146,14 @@ class Cache:
         self.outlasted = 0  # copies that took longer than these
 
     def measurements(self) -> list[Callable[[], Times]]:
-        """The measurements, in the order of `MEANING`; each synchronizes the device first."""
+        """The measurements of a round; each synchronizes the device first."""
         alone = {
             "plain out": self.plain_out,
             "gather": self.gather,
             "gather, no digests": lambda: self.copier.gather(
                 self.views, self.bare, self.bare_region
             ),
-            "plain in": lambda: self.flat.copy_(self.pinned, non_blocking=True),
+            "plain in": self.plain_in,
             "scatter": self.scatter,
         }
         loaded = ("plain out", "gather", "scatter")
@@ -160,8 +165,22 @@ class Cache:
             self._one_after_the_other,
         ]
 
+    def in_turn(self) -> list[list[Callable[[], Times]]]:
+        """The measurements that alternate with nothing between them, out and in."""
+        pairs = [
+            {"plain out": self.plain_out, "gather": self.gather},
+            {"plain in": self.plain_in, "scatter": self.scatter},
+        ]
+        return [
+            [partial(self._alone, f"{name}, in turn", action) for name, action in pair.items()]
+            for pair in pairs
+        ]
+
     def plain_out(self) -> object:
         return self.pinned.copy_(self.flat, non_blocking=True)
+
+    def plain_in(self) -> object:
+        return self.flat.copy_(self.pinned, non_blocking=True)
 
     def gather(self) -> list[str]:
         return self.copier.gather(self.views, self.plan, self.region)
@@ -249,13 +268,14 @@ def measure(cache: Cache, rounds: int) -> dict[str, Summary]:
     """Alternate all measurements; the first rounds are a warm-up."""
     found: dict[str, list[float]] = {name: [] for name in MEANING}
     cache.choose_load()
-    for turn in range(WARMUP + rounds):
-        if turn == WARMUP:
-            cache.outlasted = 0
-        for measured in cache.measurements():
-            for name, milliseconds in measured().items():
-                if turn >= WARMUP:
-                    found[name].append(milliseconds)
+    for measurements in (*cache.in_turn(), cache.measurements()):
+        for turn in range(WARMUP + rounds):
+            if turn == WARMUP:
+                cache.outlasted = 0
+            for measured in measurements:
+                for name, milliseconds in measured().items():
+                    if turn >= WARMUP:
+                        found[name].append(milliseconds)
     return {name: Summary.of(values) for name, values in found.items()}
 
 
@@ -266,6 +286,8 @@ def figures(found: dict[str, Summary]) -> dict[str, float]:
         "rate_of_plain_out": p50["plain out"] / p50["gather"],
         "rate_of_plain_out_no_digests": p50["plain out"] / p50["gather, no digests"],
         "rate_of_plain_in": p50["plain in"] / p50["scatter"],
+        "rate_of_plain_out_in_turn": p50["plain out, in turn"] / p50["gather, in turn"],
+        "rate_of_plain_in_in_turn": p50["plain in, in turn"] / p50["scatter, in turn"],
         "rate_of_plain_out_loaded": p50["plain out, loaded"] / p50["gather, loaded"],
         "added_streamed_ms": p50["pass, streamed"] - p50["pass"],
         "streamed_after_pass_ms": p50["streamed"] - p50["pass"],
@@ -286,6 +308,8 @@ def text(title: str, nbytes: int, found: dict[str, Summary], outlasted: int) -> 
         f"out: {read['rate_of_plain_out']:.2f} of a plain copy's rate (bar: 0.90), "
         f"{read['rate_of_plain_out_loaded']:.2f} beside multiplications; "
         f"in: {read['rate_of_plain_in']:.2f}",
+        f"in turn with a plain copy: out {read['rate_of_plain_out_in_turn']:.2f} (bar: 0.95), "
+        f"in {read['rate_of_plain_in_in_turn']:.2f}",
         f"added to the forward pass: {read['added_streamed_ms']:.3f} ms streamed (bar: 1); "
         f"all is out {read['streamed_after_pass_ms']:.3f} ms after it, "
         f"and {read['added_after_ms']:.3f} ms if it begins then",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 import weakref
 from array import array
@@ -46,8 +47,7 @@ class Ticket:
 
     def __init__(self, keep: object):
         self._number = ctypes.c_uint64()  # the library's; 0: nothing was started
-        self._close = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
-        self._close.atexit = False  # the end of the process stops the device
+        self._open = [(os.getpid(), keep)]  # empty: closed, by one of several threads
 
     def wait(self) -> None:
         """Block until all copies are complete; any thread, several at once."""
@@ -65,7 +65,24 @@ class Ticket:
 
     def close(self) -> None:
         """Block until all copies are complete; a second call does nothing."""
-        _check(self._close() or 0)
+        _check(self._finish())
+
+    def __del__(self) -> None:
+        # Runs in any thread at any line, and takes none of this file's locks. The end of the
+        # process stops the device.
+        if self._open and not sys.is_finalizing():
+            self._finish()
+
+    def _finish(self) -> int:
+        if not self._open:
+            return 0
+        try:
+            pid, _keep = self._open.pop()
+        except IndexError:  # another thread was faster
+            return 0
+        if not self._number.value or pid != os.getpid():
+            return 0
+        return int(_load().kvlc_finish(self._number))
 
     def __enter__(self) -> Ticket:
         return self
@@ -77,8 +94,13 @@ class Ticket:
 class DeviceBatch(host.CopyBatch):
     """The copies of one call between one payload and views whose bases are device addresses.
 
-    The device computes the digests of the bytes as they are in its memory.
+    The device computes the digests of the bytes as they are in its memory. `crossover` is as the
+    function of this name returns it.
     """
+
+    def __init__(self, address: int, nbytes: int, crossover: int):
+        super().__init__(address, nbytes)
+        self._crossover = crossover
 
     def begin(
         self, verb: str, ticket: Ticket, device: int, stream: int, after: Ticket | None = None
@@ -90,7 +112,7 @@ class DeviceBatch(host.CopyBatch):
         """
         number = 0 if after is None else after._number.value
         packed = array("q", self._copies())
-        options = _DeviceOptions(device, stream, number, crossover())
+        options = _DeviceOptions(device, stream, number, self._crossover)
         status = getattr(_load(), f"kvlc_{verb}")(
             *self._payload,
             packed.buffer_info()[0] if packed else None,
@@ -191,19 +213,10 @@ def _register(pages: MappedPages, device: int) -> str | None:
     return None
 
 
-# These two are finalizers and run in any thread at any line: they take none of this file's locks.
-
-
 def _unregister(address: int, pid: int) -> None:
+    """A finalizer: runs in any thread at any line, and takes none of this file's locks."""
     if pid == os.getpid():  # a forked child has the mapping, but no CUDA
         _load().kvlc_unregister(ctypes.c_void_p(address))
-
-
-def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
-    """Block until the ticket's copies are complete; return the library's status."""
-    if not number.value or pid != os.getpid():
-        return 0
-    return int(_load().kvlc_finish(number))
 
 
 def _declare(library: ctypes.CDLL) -> int:

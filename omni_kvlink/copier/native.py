@@ -216,13 +216,18 @@ def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:
 
 @contextmanager
 def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
-    """Translate the library's errors into errors that name the tensor, in the batch's order."""
+    """Translate the library's errors; see `translated`."""
     try:
         yield
     except host.CopyFailed as failed:
-        spec = specs[failed.copy]
-        if failed.status == host.DIGEST:
-            raise mismatch(spec, failed.chunk) from None
-        if failed.status in (host.ARGUMENT, host.BOUNDS, host.OVERLAP):
-            raise SchemaError(f"{spec.where()}: {failed}") from None
-        raise
+        raise translated(failed, specs) from None
+
+
+def translated(failed: host.CopyFailed, specs: Sequence[TensorSpec]) -> Exception:
+    """The error that names the tensor, of those in the batch's order; or `failed` itself."""
+    spec = specs[failed.copy]
+    if failed.status == host.DIGEST:
+        return mismatch(spec, failed.chunk)
+    if failed.status in (host.ARGUMENT, host.BOUNDS, host.OVERLAP):
+        return SchemaError(f"{spec.where()}: {failed}")
+    return failed

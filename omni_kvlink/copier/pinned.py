@@ -13,7 +13,7 @@ from omni_kvlink._native import cuda, host
 from omni_kvlink.copier import device_payload
 from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.fit import check_targets
-from omni_kvlink.copier.native import NativeCopier, failures, split_digests
+from omni_kvlink.copier.native import NativeCopier, split_digests, translated
 from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import chunks_of, compare
@@ -53,6 +53,7 @@ class PinnedCopier(NativeCopier):
         super().__init__(threads=threads)
         threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._verifier = NativeCopier(threads=threads)
+        self._crossover = cuda.crossover()
         self._warned = False
 
     @property
@@ -260,7 +261,8 @@ class _Devices:
     def _on_device(self, device: int) -> _OnDevice | None:
         if not self._copier._can_reach(self._region, device):
             return None
-        return _OnDevice(device, self._manifest, self._region, self._after)
+        crossover = self._copier._crossover
+        return _OnDevice(device, self._manifest, self._region, self._after, crossover)
 
     def numbers(self) -> list[list[int]]:
         """Numbers of the tensors that each device will copy."""
@@ -286,8 +288,15 @@ class _Devices:
 class _OnDevice:
     """What one device copies, collected and begun part by part."""
 
-    def __init__(self, device: int, manifest: Manifest, region: Region, after: StreamEvents | None):
-        self._device, self._stream = device, current_stream(device)
+    def __init__(
+        self,
+        device: int,
+        manifest: Manifest,
+        region: Region,
+        after: StreamEvents | None,
+        crossover: int,
+    ):
+        self._device, self._stream, self._crossover = device, current_stream(device), crossover
         self._manifest, self._region, self._after = manifest, region, _recorded_on(device, after)
         self._clear()
 
@@ -295,7 +304,8 @@ class _OnDevice:
         self.numbers: list[int] = []
         self._views: list[TensorView] = []
         self._specs: list[TensorSpec] = []
-        self._batch = cuda.DeviceBatch(self._region.address, self._region.nbytes)
+        region = self._region
+        self._batch = cuda.DeviceBatch(region.address, region.nbytes, self._crossover)
         self._nbytes = 0
 
     def add(self, number: int, view: TensorView, packed: host.PackedView, *, digest: bool) -> None:
@@ -309,8 +319,10 @@ class _OnDevice:
 
     def begin(self, verb: str, pending: ExitStack) -> _Copies:
         ticket = pending.enter_context(cuda.Ticket((self._region, self._views)))
-        with failures(self._specs):
+        try:
             self._batch.begin(verb, ticket, self._device, self._stream, self._after)
+        except host.CopyFailed as failed:
+            raise translated(failed, self._specs) from None
         begun = _Copies(self._device, ticket, self._batch, self.numbers, self._specs, self._nbytes)
         self._clear()
         return begun
@@ -381,9 +393,9 @@ def _part(manifest: Manifest, numbers: Sequence[int]) -> Manifest:
 
 def _parts(manifest: Manifest) -> Iterator[range]:
     """Yield numbers of tensors whose copies are enqueued together; see `FIRST_PART`."""
-    start, nbytes, enough = 0, 0, FIRST_PART
+    start, nbytes, enough, last = 0, 0, FIRST_PART, len(manifest.tensors) - 1
     for number, spec in enumerate(manifest.tensors):
-        nbytes += spec.nbytes
-        if nbytes >= enough or number + 1 == len(manifest.tensors):
+        nbytes += spec.stop - spec.start
+        if nbytes >= enough or number == last:
             yield range(start, number + 1)
             start, nbytes, enough = number + 1, 0, min(2 * max(enough, nbytes), LAST_PART)

@@ -40,6 +40,8 @@ def summaries(**values: float) -> dict[str, Summary]:
 def test_the_figures() -> None:
     found = summaries(plain_out=9.0, gather=10.0, plain_in=8.0, scatter=16.0)
     found["gather, loaded"] = Summary.of([200.0])
+    found["gather, in turn"] = Summary.of([125.0])
+    found["scatter, in turn"] = Summary.of([400.0])
     found["pass, streamed"] = Summary.of([100.5])
     found["streamed"] = Summary.of([104.0])
     found["one after the other"] = Summary.of([110.0])
@@ -47,6 +49,8 @@ def test_the_figures() -> None:
     assert read["rate_of_plain_out"] == 0.9
     assert read["rate_of_plain_in"] == 0.5
     assert read["rate_of_plain_out_loaded"] == 0.5
+    assert read["rate_of_plain_out_in_turn"] == 0.8
+    assert read["rate_of_plain_in_in_turn"] == 0.25
     assert read["added_streamed_ms"] == 0.5
     assert read["streamed_after_pass_ms"] == 4.0
     assert read["added_after_ms"] == 10.0
@@ -123,7 +127,7 @@ def test_every_measurement(
     cache.copier.verify(cache.manifest, cache.region)  # every layer was taken out
     found = gpu_extraction.measure(cache, 2)
     assert list(found) == list(gpu_extraction.MEANING)
-    assert found["gather"].p50 == 1.0
+    assert found["gather"].p50 == found["gather, in turn"].p50 == 1.0
     assert found["pass"].p50 == found["pass, streamed"].p50 == 2.0
     assert cache.outlasted == 6  # three copies of two rounds: that clock's load is always over
     assert clock.spans > 0

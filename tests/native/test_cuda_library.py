@@ -61,7 +61,7 @@ def batch(memory: Any, index: Any, payload: Any) -> cuda.DeviceBatch:
     sizes, strides = (3, 1, 1, 1), (64, 0, 0, 0)
     rows = host.packed_view(memory.ctypes.data, 1024, 64, sizes=sizes, strides=strides)
     view = host.packed_indexed_view(rows, index.ctypes.data, limit=16)
-    made = cuda.DeviceBatch(payload.ctypes.data, payload.nbytes)
+    made = cuda.DeviceBatch(payload.ctypes.data, payload.nbytes, cuda.crossover())
     made.add(0, 192, view, digest=False)
     return made
 
