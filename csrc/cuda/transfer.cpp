@@ -12,8 +12,8 @@
 namespace kvlc {
 namespace {
 
-// A blocked thread is woken up to 300 microseconds late, on a processor that has slowed down: it
-// polls for as long as its bytes take on PCIe 3, or those of a large call's part do.
+// A blocked thread is woken up to 300 microseconds late, on a processor that has slowed down. So it
+// polls for as long as the bytes take on PCIe 3, or 64 MiB of them.
 std::chrono::microseconds polling_for(const std::vector<Group> &groups) {
     constexpr uint64_t kBytesPerMicrosecond = 12000, kMost = 6000;
     uint64_t nbytes = 0;

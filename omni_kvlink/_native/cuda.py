@@ -47,7 +47,7 @@ class Ticket:
 
     def __init__(self, keep: object):
         self._number = ctypes.c_uint64()  # the library's; 0: nothing was started
-        self._open = [(os.getpid(), keep)]  # empty: closed, by one of several threads
+        self._keep, self._pid, self._open = keep, os.getpid(), True
 
     def wait(self) -> None:
         """Block until all copies are complete; any thread, several at once."""
@@ -70,19 +70,18 @@ class Ticket:
     def __del__(self) -> None:
         # Runs in any thread at any line, and takes none of this file's locks. The end of the
         # process stops the device.
-        if self._open and not sys.is_finalizing():
+        if not sys.is_finalizing():
             self._finish()
 
     def _finish(self) -> int:
         if not self._open:
             return 0
-        try:
-            pid, _keep = self._open.pop()
-        except IndexError:  # another thread was faster
-            return 0
-        if not self._number.value or pid != os.getpid():
-            return 0
-        return int(_load().kvlc_finish(self._number))
+        status = 0
+        if self._number.value and self._pid == os.getpid():
+            status = int(_load().kvlc_finish(self._number))
+        # Behind the call: an interrupt before it leaves a ticket that can be closed.
+        self._open, self._keep = False, None
+        return 0 if status == host.ARGUMENT else status  # another thread was faster
 
     def __enter__(self) -> Ticket:
         return self
