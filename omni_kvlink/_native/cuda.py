@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 import threading
 import weakref
 from array import array
@@ -47,7 +46,10 @@ class Ticket:
 
     def __init__(self, keep: object):
         self._number = ctypes.c_uint64()  # the library's; 0: nothing was started
-        self._keep, self._pid, self._open = keep, os.getpid(), True
+        # `keep` is the finalizer's: in a cycle that is collected, memory that only the ticket kept
+        # would be freed before the ticket's `__del__` runs.
+        self._close = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
+        self._close.atexit = False  # the end of the process stops the device
 
     def wait(self) -> None:
         """Block until all copies are complete; any thread, several at once."""
@@ -65,23 +67,7 @@ class Ticket:
 
     def close(self) -> None:
         """Block until all copies are complete; a second call does nothing."""
-        _check(self._finish())
-
-    def __del__(self) -> None:
-        # Runs in any thread at any line, and takes none of this file's locks. The end of the
-        # process stops the device.
-        if not sys.is_finalizing():
-            self._finish()
-
-    def _finish(self) -> int:
-        if not self._open:
-            return 0
-        status = 0
-        if self._number.value and self._pid == os.getpid():
-            status = int(_load().kvlc_finish(self._number))
-        # Behind the call: an interrupt before it leaves a ticket that can be closed.
-        self._open, self._keep = False, None
-        return 0 if status == host.ARGUMENT else status  # another thread was faster
+        _check(self._close() or 0)
 
     def __enter__(self) -> Ticket:
         return self
@@ -212,10 +198,19 @@ def _register(pages: MappedPages, device: int) -> str | None:
     return None
 
 
+# These two are finalizers and run in any thread at any line: they take none of this file's locks.
+
+
 def _unregister(address: int, pid: int) -> None:
-    """A finalizer: runs in any thread at any line, and takes none of this file's locks."""
     if pid == os.getpid():  # a forked child has the mapping, but no CUDA
         _load().kvlc_unregister(ctypes.c_void_p(address))
+
+
+def _finish(number: ctypes.c_uint64, pid: int, keep: object) -> int:
+    """Block until the ticket's copies are complete; return the library's status."""
+    if not number.value or pid != os.getpid():
+        return 0
+    return int(_load().kvlc_finish(number))
 
 
 def _declare(library: ctypes.CDLL) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import re
-import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,10 @@ from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_
 from omni_kvlink.copier.pinned import _parts
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import MappedPages, Mapping, Region
-from omni_kvlink.payload.views import packed_view
 from omni_kvlink.testing import check_copier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
     from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.payload.manifest import Manifest
@@ -219,34 +216,25 @@ def test_a_ticket_keeps_memory_until_it_is_closed(device: FakeDevice) -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize("line", range(6))
-def test_an_interrupt_leaves_a_ticket_that_can_be_closed(device: FakeDevice, line: int) -> None:
+def test_a_cycle_that_is_collected_frees_memory_behind_its_copies(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tensor_of((5, 2, 8), torch.float32)
     plan, region = payload([source])
-    assert cuda.register(region, 0) is None
-    batch = cuda.DeviceBatch(region.address, region.nbytes, cuda.crossover())
-    batch.add(plan.header_nbytes, source.nbytes, packed_view(source), digest=False)
-    ticket = cuda.Ticket((region, source))
-    batch.begin("gather", ticket, 0, 0)
-    lines = itertools.count()
+    cycle: list[Any] = [region, PinnedCopier().begin_gather([source], plan, region)]
+    cycle.append(cycle)
+    order = list[str]()
+    weakref.finalize(region.owner, order.append, "freed")
+    finish = cuda._load().kvlc_finish
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code is not cuda.Ticket._finish.__code__:
-            return None
-        if event == "line" and next(lines) == line:
-            raise KeyboardInterrupt
-        return trace
+    def spy(number: object) -> int:
+        order.append("copied")
+        return 0 if "freed" in order else int(finish(number))
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            ticket.close()
-    finally:
-        sys.settrace(before)
-    ticket.close()
-    assert ticket._keep is None
-    assert payload_bytes(plan, region, 0) == raw(source)
+    monkeypatch.setattr(cuda._load(), "kvlc_finish", spy)
+    del cycle, region
+    gc.collect()
+    assert order == ["copied", "freed"]
 
 
 def test_other_copiers_gather_at_once() -> None:
