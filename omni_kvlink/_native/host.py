@@ -98,9 +98,11 @@ def packed_indexed_view(
     return (*view[:12], index, limit, split, stride)
 
 
-def packed_like(form: PackedView, base: int, extent: int, *, offset: int, index: int) -> PackedView:
-    """Return an indexed view with the sizes and strides of `form`, at other addresses."""
-    return (base, extent, offset, *form[3:12], index, *form[13:])
+def packed_view_at(
+    template: PackedView, base: int, extent: int, *, offset: int, index: int
+) -> PackedView:
+    """Return an indexed view with the sizes and strides of `template`, at other addresses."""
+    return (base, extent, offset, *template[3:12], index, *template[13:])
 
 
 class CopyBatch:

@@ -12,7 +12,7 @@ from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, check_fit, is_dense, packed_view, tensor_view
+from omni_kvlink.payload.views import TensorView, check_fit, is_dense, packed_host_view, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ class NativeCopier(Copier):
             digests = self._gather_few(sources, manifest, region) if len(sources) <= _FEW else None
             if digests is not None:
                 return digests
-            packed = [packed_view(source) for source in sources]
+            packed = [packed_host_view(source) for source in sources]
             if all(packed):
                 return self._gather_small(packed, manifest, region)
         native, others, rest = self._split(sources, manifest, region)
@@ -150,7 +150,7 @@ class NativeCopier(Copier):
         native, others = _Batch(manifest, region, self.threads), None
         rest = []
         for view, spec in zip(views, manifest.tensors, strict=True):
-            packed = packed_view(view)
+            packed = packed_host_view(view)
             if packed:
                 native.add(spec, packed)
             else:
@@ -216,15 +216,15 @@ def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:
 
 @contextmanager
 def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
-    """Translate the library's errors; see `translated`."""
+    """Translate the library's errors; see `copy_error`."""
     try:
         yield
     except host.CopyFailed as failed:
-        raise translated(failed, specs) from None
+        raise copy_error(failed, specs) from None
 
 
-def translated(failed: host.CopyFailed, specs: Sequence[TensorSpec]) -> Exception:
-    """The error that names the tensor, of those in the batch's order; or `failed` itself."""
+def copy_error(failed: host.CopyFailed, specs: Sequence[TensorSpec]) -> Exception:
+    """The error to raise, which names the tensor; `specs` are in the order of the copies."""
     spec = specs[failed.copy]
     if failed.status == host.DIGEST:
         return mismatch(spec, failed.chunk)

@@ -13,11 +13,11 @@ from omni_kvlink._native import cuda, host
 from omni_kvlink.copier import device_payload
 from omni_kvlink.copier.base import GatherHandle
 from omni_kvlink.copier.fit import check_targets
-from omni_kvlink.copier.native import NativeCopier, split_digests, translated
+from omni_kvlink.copier.native import NativeCopier, copy_error, split_digests
 from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import chunks_of, compare
-from omni_kvlink.payload.views import TensorView, check_sizes, check_view_fits, packed_memory
+from omni_kvlink.payload.views import TensorView, check_sizes, check_view_fits, packed_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,13 +101,14 @@ class PinnedCopier(NativeCopier):
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete, whose digests devices compute."""
         check_targets(targets, manifest, region)
-        devices, copies = _Devices(self, targets, manifest, region), list[_Copies]()
+        assignment, copies = _Assignment(self, targets, manifest, region), list[_Copies]()
         with ExitStack() as pending:
             for part in _parts(manifest):
-                devices.assign(part)
-                copies += devices.begin("scatter", pending)
-            if devices.others:
-                self._scatter_others(*devices.rest())
+                assignment.assign(part)
+                copies += assignment.begin("scatter", pending)
+            if assignment.others:
+                others, views = assignment.host_part()
+                self._scatter_others(others, region, views)
             for each in copies:
                 each.verify()
 
@@ -134,17 +135,17 @@ class PinnedCopier(NativeCopier):
         Unlike `scatter`, no device tensor is written if a byte of one is wrong.
         """
         check_targets(targets, manifest, region)
-        devices = _Devices(self, targets, manifest, region, after, digest=False)
-        devices.assign(range(len(manifest.tensors)))
-        for numbers in devices.numbers():
+        assignment = _Assignment(self, targets, manifest, region, after, digest=False)
+        assignment.assign(range(len(manifest.tensors)))
+        for numbers in assignment.by_device():
             self.verify(_part(manifest, numbers), region)
-        rest, _, views = devices.rest()
+        others, views = assignment.host_part()
         _follow(views, after)
         if views:
-            self._scatter_others(rest, region, views)
+            self._scatter_others(others, region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
         with ExitStack() as pending:
-            copies = devices.begin("scatter", pending)
+            copies = assignment.begin("scatter", pending)
             ends += [_TicketEvent(each.device, each.ticket) for each in copies]
             pending.pop_all()
         return StreamEvents(ends)
@@ -159,17 +160,18 @@ class PinnedCopier(NativeCopier):
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
         check_sizes(sources, manifest, region)
-        devices = _Devices(self, sources, manifest, region, after)
+        assignment = _Assignment(self, sources, manifest, region, after)
         copies: list[_Copies] = []
         for part in _parts(manifest):
             for number in part:
                 check_view_fits(sources[number], manifest.tensors[number])
-            devices.assign(part)
-            copies += devices.begin("gather", pending)
+            assignment.assign(part)
+            copies += assignment.begin("gather", pending)
         digests = [""] * len(sources)
-        if devices.others:
-            found = self._gather_others(*devices.rest(), after)
-            for number, digest in zip(devices.others, found, strict=True):
+        if assignment.others:
+            others, views = assignment.host_part()
+            found = self._gather_others(others, region, views, after)
+            for number, digest in zip(assignment.others, found, strict=True):
                 digests[number] = digest
 
         def wait() -> list[str]:
@@ -205,7 +207,7 @@ class PinnedCopier(NativeCopier):
             device_payload.copy_out(views, manifest.tensors, manifest.header_nbytes, region)
 
     def _count(self, views: list[TensorView]) -> None:
-        """Count nothing: `_Devices` does so."""
+        """Count nothing: `_Assignment` does so."""
 
     def _can_reach(self, region: Region, device: int) -> bool:
         """Whether a device copies from and to a payload by itself."""
@@ -223,8 +225,8 @@ class PinnedCopier(NativeCopier):
         return reason is None
 
 
-class _Devices:
-    """The tensors of one call, by who copies them: devices, or the host and torch."""
+class _Assignment:
+    """Which tensors of a call each device copies, and which are left to the host and torch."""
 
     def __init__(
         self,
@@ -237,17 +239,17 @@ class _Devices:
         digest: bool = True,
     ):
         self.others: list[int] = []
-        """Numbers of the tensors that no device copies by itself."""
+        """Numbers of the tensors that are left to the host and torch."""
         self._copier, self._views, self._manifest, self._region = copier, views, manifest, region
         self._after, self._digest = after, digest
         self._devices: dict[int, _OnDevice | None] = {}  # None: it cannot reach the payload
 
     def assign(self, part: range) -> None:
-        """Assign some tensors, in the manifest's order."""
+        """Assign the tensors of these numbers, which follow those of the call before."""
         for number in part:
             view = self._views[number]
             device = device_of(view)
-            packed = () if device is None else packed_memory(view)
+            packed = () if device is None else packed_view(view)
             copies = None
             if device is not None and packed:
                 if device not in self._devices:
@@ -264,12 +266,12 @@ class _Devices:
         crossover = self._copier._crossover
         return _OnDevice(device, self._manifest, self._region, self._after, crossover)
 
-    def numbers(self) -> list[list[int]]:
-        """Numbers of the tensors that each device will copy."""
+    def by_device(self) -> list[list[int]]:
+        """For each device, the numbers of the tensors that it will copy."""
         return [each.numbers for each in self._devices.values() if each is not None]
 
     def begin(self, verb: str, pending: ExitStack) -> list[_Copies]:
-        """Begin the devices' copies of what was assigned since the last call."""
+        """Begin to copy, on each device, what was assigned to it since the last call."""
         kind, begun = "pinned" if self._region.device == "cpu" else "device", list[_Copies]()
         for each in self._devices.values():
             if each is not None and each.numbers:
@@ -278,11 +280,11 @@ class _Devices:
                 self._copier._copies.add_nbytes(kind, copies.nbytes)
         return begun
 
-    def rest(self) -> tuple[Manifest, Region, list[TensorView]]:
-        """The tensors that no device copies by itself."""
+    def host_part(self) -> tuple[Manifest, list[TensorView]]:
+        """The tensors that are left to the host and torch, which are counted as pageable."""
         views = [self._views[number] for number in self.others]
         self._copier._copies.add("pageable", views)
-        return _part(self._manifest, self.others), self._region, views
+        return _part(self._manifest, self.others), views
 
 
 class _OnDevice:
@@ -322,7 +324,7 @@ class _OnDevice:
         try:
             self._batch.begin(verb, ticket, self._device, self._stream, self._after)
         except host.CopyFailed as failed:
-            raise translated(failed, self._specs) from None
+            raise copy_error(failed, self._specs) from None
         begun = _Copies(self._device, ticket, self._batch, self.numbers, self._specs, self._nbytes)
         self._clear()
         return begun

@@ -151,7 +151,7 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
 
     SchemaError if the two share memory.
     """
-    packed = packed_view(paged)
+    packed = packed_host_view(paged)
     if not packed or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
         paged.fill(tokens)
         return
@@ -163,13 +163,16 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
         raise SchemaError(f"{paged.where}: {failed}") from None
 
 
+def packed_host_view(view: TensorView) -> host.PackedView:
+    """What `packed_view` returns of a tensor in the host's memory; empty for any other."""
+    return packed_view(view) if view.device.type == "cpu" else ()
+
+
 def packed_view(view: TensorView) -> host.PackedView:
-    """The view as the compiled library takes it; empty if it is not in the host's memory."""
-    return packed_memory(view) if view.device.type == "cpu" else ()
+    """Address, sizes and strides of a tensor, as the native and the CUDA library take them.
 
-
-def packed_memory(view: TensorView) -> host.PackedView:
-    """The view as the compiled library of its device takes it; empty if it cannot address it."""
+    Empty if they cannot address it: a negated tensor, or one with too many dimensions.
+    """
     if isinstance(view, PagedTensor):
         return _packed_pages(view.pool, view.block_table)
     if _is_flat(view):
@@ -189,20 +192,20 @@ def packed_memory(view: TensorView) -> host.PackedView:
 
 def _packed_pages(pool: torch.Tensor, table: BlockTable) -> host.PackedView:
     size = pool.element_size()
-    form = _paged_form(pool.shape, pool.stride(), size, len(table.index), table.by_slot)
-    if not form or pool.is_neg():
+    template = _paged_template(pool.shape, pool.stride(), size, len(table.index), table.by_slot)
+    if not template or pool.is_neg():
         return ()
     storage, offset = pool.untyped_storage(), int(pool.storage_offset()) * size
-    return host.packed_like(
-        form, storage.data_ptr(), storage.nbytes(), offset=offset, index=table.address
+    return host.packed_view_at(
+        template, storage.data_ptr(), storage.nbytes(), offset=offset, index=table.address
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _paged_form(
+def _paged_template(
     shape: torch.Size, strides: tuple[int, ...], itemsize: int, entries: int, by_slot: bool
 ) -> host.PackedView:
-    """What the packed views of a cache's pools share; empty if there are too many dimensions."""
+    """A pool's packed view without addresses, the same for all layers; empty if it has none."""
     inner = 2 if by_slot else 1  # the dimensions that are not looked up
     unused = (host.DIMS - 1) - (len(shape) - inner)
     if unused < 0:
