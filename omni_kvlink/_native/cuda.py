@@ -175,9 +175,11 @@ def register(region: Region, device: int) -> str | None:
     if not isinstance(pages, MappedPages):
         return "its memory is no mapping of this library's; reserve it from a link"
     with _register_lock:
-        if pages not in _registered:
-            _registered[pages] = _register(pages, device)
-        return _registered[pages]
+        try:
+            return _registered[pages]
+        except KeyError:
+            found = _registered[pages] = _register(pages, device)
+            return found
 
 
 _register_lock = threading.Lock()

@@ -114,7 +114,7 @@ class CopyBatch:
 
     def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
         self._payload = address, nbytes
-        self._options = _CopyOptions(threads, stores)
+        self._threads, self._stores = threads, stores
         self._views: list[int] = []
         self._spans: list[int] = []
         self._num_digests = 0
@@ -173,7 +173,7 @@ class CopyBatch:
             len(self),
             digests.buffer_info()[0] if digests else None,
             len(digests),
-            ctypes.byref(self._options),
+            ctypes.byref(_CopyOptions(self._threads, self._stores)),
             ctypes.byref(self.report),
         )
         if status:

@@ -65,8 +65,8 @@ class PinnedCopier(NativeCopier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         """Copy and wait; device tensors are copied while host tensors are."""
-        with ExitStack() as pending:  # on an error, too: no copy is in progress afterwards
-            return self._begin(sources, manifest, region, pending)()
+        with _Begun() as copies:
+            return self._begin(sources, manifest, region, copies)()
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record an event for each device on the calling thread's current stream."""
@@ -88,12 +88,11 @@ class PinnedCopier(NativeCopier):
         after: StreamEvents | None = None,
     ) -> GatherHandle:
         """Enqueue device copies on streams of the library; copy host tensors at once."""
-        with ExitStack() as stack:
-            digests = self._begin(sources, manifest, region, stack, after)
-            pending = stack.pop_all()
+        with _Begun() as copies:
+            digests = self._begin(sources, manifest, region, copies, after)
 
         def wait() -> list[str]:
-            with pending:
+            with copies:
                 return digests()
 
         return GatherHandle(wait)
@@ -101,11 +100,11 @@ class PinnedCopier(NativeCopier):
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete, whose digests devices compute."""
         check_targets(targets, manifest, region)
-        assignment, copies = _Assignment(self, targets, manifest, region), list[_Copies]()
-        with ExitStack() as pending:
+        assignment = _Assignment(self, targets, manifest, region)
+        with _Begun() as copies:
             for part in _parts(manifest):
                 assignment.assign(part)
-                copies += assignment.begin("scatter", pending)
+                assignment.begin("scatter", copies)
             if assignment.others:
                 others, views = assignment.host_part()
                 self._scatter_others(others, region, views)
@@ -144,29 +143,26 @@ class PinnedCopier(NativeCopier):
         if views:
             self._scatter_others(others, region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
-        with ExitStack() as pending:
-            copies = assignment.begin("scatter", pending)
-            ends += [_TicketEvent(each.device, each.ticket) for each in copies]
-            pending.pop_all()
-        return StreamEvents(ends)
+        with _Begun() as copies:
+            assignment.begin("scatter", copies)
+        return StreamEvents([*ends, *(_TicketEvent(each.device, each.ticket) for each in copies)])
 
     def _begin(
         self,
         sources: Sequence[TensorView],
         manifest: Manifest,
         region: Region,
-        pending: ExitStack,
+        copies: _Begun,
         after: StreamEvents | None = None,
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
         check_sizes(sources, manifest, region)
         assignment = _Assignment(self, sources, manifest, region, after)
-        copies: list[_Copies] = []
         for part in _parts(manifest):
             for number in part:
                 check_view_fits(sources[number], manifest.tensors[number])
             assignment.assign(part)
-            copies += assignment.begin("gather", pending)
+            assignment.begin("gather", copies)
         digests = [""] * len(sources)
         if assignment.others:
             others, views = assignment.host_part()
@@ -270,15 +266,12 @@ class _Assignment:
         """For each device, the numbers of the tensors that it will copy."""
         return [each.numbers for each in self._devices.values() if each is not None]
 
-    def begin(self, verb: str, pending: ExitStack) -> list[_Copies]:
+    def begin(self, verb: str, copies: _Begun) -> None:
         """Begin to copy, on each device, what was assigned to it since the last call."""
-        kind, begun = "pinned" if self._region.device == "cpu" else "device", list[_Copies]()
+        kind = "pinned" if self._region.device == "cpu" else "device"
         for each in self._devices.values():
             if each is not None and each.numbers:
-                copies = each.begin(verb, pending)
-                begun.append(copies)
-                self._copier._copies.add_nbytes(kind, copies.nbytes)
-        return begun
+                self._copier._copies.add_nbytes(kind, each.begin(verb, copies))
 
     def host_part(self) -> tuple[Manifest, list[TensorView]]:
         """The tensors that are left to the host and torch, which are counted as pageable."""
@@ -319,15 +312,16 @@ class _OnDevice:
         self._batch.add(start, nbytes, packed, digest=digest and bool(spec.digest))
         self._nbytes += nbytes
 
-    def begin(self, verb: str, pending: ExitStack) -> _Copies:
-        ticket = pending.enter_context(cuda.Ticket((self._region, self._views)))
+    def begin(self, verb: str, copies: _Begun) -> int:
+        """Begin what was added since the last call; return its bytes."""
+        ticket, nbytes = cuda.Ticket((self._region, self._views)), self._nbytes
+        copies.append(_Copies(self._device, ticket, self._batch, self.numbers, self._specs))
         try:
             self._batch.begin(verb, ticket, self._device, self._stream, self._after)
         except host.CopyFailed as failed:
             raise copy_error(failed, self._specs) from None
-        begun = _Copies(self._device, ticket, self._batch, self.numbers, self._specs, self._nbytes)
         self._clear()
-        return begun
+        return nbytes
 
 
 class _Copies(NamedTuple):
@@ -338,7 +332,6 @@ class _Copies(NamedTuple):
     batch: cuda.DeviceBatch
     numbers: Sequence[int]
     specs: Sequence[TensorSpec]
-    nbytes: int
 
     def digests(self) -> list[str]:
         """Block until all is copied; return the tensors' digests, empty where there are none."""
@@ -351,6 +344,19 @@ class _Copies(NamedTuple):
         for spec, text in zip(self.specs, self.digests(), strict=True):
             if text != spec.digest:
                 compare(spec, chunks_of(text))
+
+
+class _Begun(list[_Copies]):
+    """The copies that a call has begun; as a context, none is in progress after an error."""
+
+    def __enter__(self) -> _Begun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            with ExitStack() as stack:  # all of them, even if one fails
+                for each in self:
+                    stack.callback(each.ticket.close)
 
 
 class _TicketEvent:

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from omni_kvlink.payload.paged import PagedTensor
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from omni_kvlink.payload.views import TensorView
 
 T = TypeVar("T")
+
+# Without a Stream object, which costs more than the call; in builds of torch with CUDA.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class DeviceEvent(Protocol):
@@ -107,12 +112,14 @@ class TorchEvent:
 
 def device_of(view: TensorView) -> int | None:
     """The number of a tensor's CUDA device; None if it is on another kind, or on the host."""
-    device = view.device
-    return device.index if device.type == "cuda" else None
+    tensor = view.pool if isinstance(view, PagedTensor) else view
+    return tensor.get_device() if tensor.is_cuda else None
 
 
 def current_stream(device: int) -> int:
     """The calling thread's current stream of a device, as CUDA's handle."""
+    if _raw_stream is not None:
+        return int(_raw_stream(device))
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 

@@ -67,7 +67,7 @@ def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region)
 
 def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
     """Raise SchemaError unless a view has bytes, and the shape and dtype of its spec."""
-    if view.device.type == "meta":
+    if not isinstance(view, PagedTensor) and view.is_meta:
         raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
     if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
         dtype_code(view.dtype)  # one that cannot be sent is refused as such
@@ -165,7 +165,8 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
 
 def packed_host_view(view: TensorView) -> host.PackedView:
     """What `packed_view` returns of a tensor in the host's memory; empty for any other."""
-    return packed_view(view) if view.device.type == "cpu" else ()
+    memory = view.pool if isinstance(view, PagedTensor) else view
+    return packed_view(view) if memory.is_cpu else ()
 
 
 def packed_view(view: TensorView) -> host.PackedView:
