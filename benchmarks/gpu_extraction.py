@@ -38,7 +38,8 @@ DEVICE = "cuda"
 HEADS, DIM, BLOCK = 4, 128, 16
 WIDTH, MATMULS = 3584, 8
 """The forward pass: so many square matrices a layer, of a 7-billion model's width."""
-WARMUP = 3
+WARMUP, IN_TURN = 3, 5
+"""Rounds before those that count, and how many times as many rounds are in turn: they are short."""
 LOAD_MS, LOAD_FACTOR = 20.0, 6.0
 """The multiplications beside a copy take so long, and so many times the plain copy, at least."""
 MEANING = {
@@ -268,8 +269,12 @@ def measure(cache: Cache, rounds: int) -> dict[str, Summary]:
     """Alternate all measurements; the first rounds are a warm-up."""
     found: dict[str, list[float]] = {name: [] for name in MEANING}
     cache.choose_load()
-    for measurements in (*cache.in_turn(), cache.measurements()):
-        for turn in range(WARMUP + rounds):
+    phases = [
+        *((each, IN_TURN * rounds) for each in cache.in_turn()),
+        (cache.measurements(), rounds),
+    ]
+    for measurements, count in phases:
+        for turn in range(WARMUP + count):
             if turn == WARMUP:
                 cache.outlasted = 0
             for measured in measurements:

@@ -114,9 +114,7 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
         OnDevice on_device(options->device);
         // Within a device the kernel copies everything: it reads and writes both sides fast.
         if (crossover == KVLC_MEASURED && !is_there) plan = plan_by(device.crossover(gather));
-        const bool is_host = !is_there && !plan.groups().empty();
-        if (is_host) check_registered(payload, nbytes, gather);
-        const ptrdiff_t shift = is_host && !plan.tasks().empty() ? device_shift(payload) : 0;
+        if (!is_there && !plan.groups().empty()) check_registered(payload, nbytes, gather);
         Predecessor before{stream_of(options->stream), nullptr};
         std::shared_ptr<OpenTicket> after;
         if (options->after) {
@@ -124,7 +122,7 @@ int begin(bool gather, char *payload, uint64_t nbytes, const kvl_copy *copies, u
             const Recorded &found = recorded_of(*after, options->after, options->device);
             before = {found.stream(), &found};
         }
-        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, shift, before));
+        *ticket = add_ticket(std::make_unique<Transfer>(device, plan, before));
     });
 }
 

@@ -56,6 +56,7 @@ class Plan {
 
     bool gather() const { return gather_; }
     bool on_device() const { return on_device_; }
+    char *payload() const { return payload_; }
     // `payload` is the host's address, and `offsets` none yet.
     const std::vector<Task> &tasks() const { return tasks_; }
     const std::vector<Piece> &pieces() const { return pieces_; }  // one for each task

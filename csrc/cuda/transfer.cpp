@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "batch.h"
+#include "pinned.h"
 #include "recorded.h"
 
 namespace kvlc {
@@ -23,8 +24,7 @@ std::chrono::microseconds polling_for(const std::vector<Group> &groups) {
 
 }  // namespace
 
-Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
-                   unsigned flags)
+Transfer::Transfer(Device &device, const Plan &plan, Predecessor before, unsigned flags)
     : Pending(device), streams_(device.stream_set(plan.gather(), before.stream)), flags_(flags),
       tables_(plan.tables()), digests_(plan.digests()), polling_(polling_for(plan.groups())),
       staging_(device.acquire_staging(tables_.nbytes)) {
@@ -37,7 +37,7 @@ Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecesso
              digests_.pieces(digests_.spans().size()),
              device.crc_tables()};
     try {
-        enqueue(plan, shift, before);
+        enqueue(plan, before);
     } catch (...) {
         release();
         throw;
@@ -46,7 +46,7 @@ Transfer::Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecesso
 
 Transfer::~Transfer() { release(); }
 
-void Transfer::enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before) {
+void Transfer::enqueue(const Plan &plan, Predecessor before) {
     if (plan.groups().empty()) return;
     const bool has_tasks = !plan.tasks().empty();
     // Views that are only read are digested beside the copies, which begin first.
@@ -57,7 +57,7 @@ void Transfer::enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before) {
     is_packed_ = has_tasks && !plan.on_device() && streams_.open_buffers(plan.groups().size());
     first_ = is_packed_ && plan.gather() ? streams_.kernels() : streams_.engines();
     last_ = is_packed_ && !plan.gather() ? streams_.kernels() : streams_.engines();
-    if (staging_.nbytes) stage(plan, shift);
+    if (staging_.nbytes) stage(plan);
     try {
         std::optional<Recorded> now;
         const Pending &start =
@@ -95,7 +95,9 @@ void Transfer::enqueue_groups(const Plan &plan) {
     }
 }
 
-void Transfer::stage(const Plan &plan, ptrdiff_t shift) {
+void Transfer::stage(const Plan &plan) {
+    const bool is_direct = !plan.tasks().empty() && !is_packed_ && !plan.on_device();
+    const ptrdiff_t shift = is_direct ? device_shift(plan.payload()) : 0;
     std::vector<char *> payloads;
     payloads.reserve(plan.tasks().size());
     for (size_t number = 0; number < plan.groups().size(); number++) {

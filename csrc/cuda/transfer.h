@@ -28,10 +28,8 @@ struct Predecessor {
 
 class Transfer : public Pending {
   public:
-    // Enqueue after the predecessor. If it throws, nothing is in progress. `shift`: from the host's
-    // address of the payload to the device's; see device_shift. `flags`: of its events.
-    Transfer(Device &device, const Plan &plan, ptrdiff_t shift, Predecessor before,
-             unsigned flags = kEventFlags);
+    // Enqueue after the predecessor. If it throws, nothing is in progress. `flags`: of its events.
+    Transfer(Device &device, const Plan &plan, Predecessor before, unsigned flags = kEventFlags);
     // Blocks until all copies are complete.
     ~Transfer() override;
 
@@ -42,8 +40,8 @@ class Transfer : public Pending {
     void digests(uint32_t *crcs, uint64_t count) const override;
 
   private:
-    void enqueue(const Plan &plan, ptrdiff_t shift, Predecessor before);
-    void stage(const Plan &plan, ptrdiff_t shift);
+    void enqueue(const Plan &plan, Predecessor before);
+    void stage(const Plan &plan);
     void send_tables(bool has_tasks);
     void enqueue_groups(const Plan &plan);
     void enqueue_direct(const Plan &plan, const Group &group);

@@ -46,6 +46,7 @@ class Ticket:
 
     def __init__(self, keep: object):
         self._number = ctypes.c_uint64()  # the library's; 0: nothing was started
+        self._num_digests = 0
         # `keep` is the finalizer's: in a cycle that is collected, memory that only the ticket kept
         # would be freed before the ticket's `__del__` runs.
         self._close = weakref.finalize(self, _finish, self._number, os.getpid(), keep)
@@ -60,6 +61,17 @@ class Ticket:
         found = ctypes.c_uint64()
         _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
         return found.value > 0
+
+    def digests(self) -> bytes:
+        """Block until all copies are complete; return their digests, 4 bytes each."""
+        found = array("I", bytes(4 * self._num_digests))
+        address, count = found.buffer_info()
+        _check(
+            _load().kvlc_digests(
+                self._number, ctypes.c_void_p(address if count else None), ctypes.c_uint64(count)
+            )
+        )
+        return host.big_endian(found).tobytes()
 
     def make_stream_wait(self, stream: int) -> None:
         """Make later work on a stream of this device wait for all copies; does not block."""
@@ -97,6 +109,7 @@ class DeviceBatch(host.CopyBatch):
         """
         number = 0 if after is None else after._number.value
         packed = array("q", self._copies())
+        ticket._num_digests = self._num_digests
         options = _DeviceOptions(device, stream, number, self._crossover)
         status = getattr(_load(), f"kvlc_{verb}")(
             *self._payload,
@@ -108,17 +121,6 @@ class DeviceBatch(host.CopyBatch):
         )
         if status:
             raise host.CopyFailed(_last_error(), status, self.report)
-
-    def digests(self, ticket: Ticket) -> bytes:
-        """Block until all copies are complete; return their digests, 4 bytes each."""
-        found = array("I", bytes(4 * self._num_digests))
-        address, count = found.buffer_info()
-        _check(
-            _load().kvlc_digests(
-                ticket._number, ctypes.c_void_p(address if count else None), ctypes.c_uint64(count)
-            )
-        )
-        return host.big_endian(found).tobytes()
 
 
 def record(device: int, stream: int) -> Ticket:

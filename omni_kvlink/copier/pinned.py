@@ -108,7 +108,7 @@ class PinnedCopier(NativeCopier):
             if assignment.others:
                 others, views = assignment.host_part()
                 self._scatter_others(others, region, views)
-            for each in copies:
+            for each in copies.drain():
                 each.verify()
 
     def digest(self, manifest: Manifest, region: Region) -> list[str]:
@@ -171,7 +171,7 @@ class PinnedCopier(NativeCopier):
                 digests[number] = digest
 
         def wait() -> list[str]:
-            for each in copies:
+            for each in copies.drain():
                 for number, digest in zip(each.numbers, each.digests(), strict=True):
                     digests[number] = digest
             return digests
@@ -315,7 +315,7 @@ class _OnDevice:
     def begin(self, verb: str, copies: _Begun) -> int:
         """Begin what was added since the last call; return its bytes."""
         ticket, nbytes = cuda.Ticket((self._region, self._views)), self._nbytes
-        copies.append(_Copies(self._device, ticket, self._batch, self.numbers, self._specs))
+        copies.append(_Copies(self._device, ticket, self.numbers, self._specs))
         try:
             self._batch.begin(verb, ticket, self._device, self._stream, self._after)
         except host.CopyFailed as failed:
@@ -325,17 +325,16 @@ class _OnDevice:
 
 
 class _Copies(NamedTuple):
-    """Tensors that a ticket's copies move, and the batch that knows their digests."""
+    """The tensors that a ticket's copies move."""
 
     device: int
     ticket: cuda.Ticket
-    batch: cuda.DeviceBatch
     numbers: Sequence[int]
     specs: Sequence[TensorSpec]
 
     def digests(self) -> list[str]:
         """Block until all is copied; return the tensors' digests, empty where there are none."""
-        text = self.batch.digests(self.ticket).hex()
+        text = self.ticket.digests().hex()
         self.ticket.close()
         return split_digests(text, self.specs)
 
@@ -351,6 +350,15 @@ class _Begun(list[_Copies]):
 
     def __enter__(self) -> _Begun:
         return self
+
+    def drain(self) -> Iterator[_Copies]:
+        """Yield each of the copies; one is freed when the next one is asked for.
+
+        Freeing them takes time, while later ones are in progress.
+        """
+        while self:
+            yield self[0]
+            del self[0]
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:

@@ -268,7 +268,7 @@ def test_no_copy_is_in_progress_after_a_failed_wait(
     def fail(*args: object) -> bytes:
         raise NativeError("no")
 
-    monkeypatch.setattr(cuda.DeviceBatch, "digests", fail)
+    monkeypatch.setattr(cuda.Ticket, "digests", fail)
     handle = PinnedCopier().begin_gather(sources, plan, region)
     with pytest.raises(NativeError, match="no"):
         handle.wait()
