@@ -13,11 +13,13 @@ from omni_kvlink.connectors.registry import backend, split_url
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
+from omni_kvlink.payload.bundle import PAYLOAD_KINDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from omni_kvlink.connectors.base import Connector
+    from omni_kvlink.payload.bundle import Payload
 
 
 class LinkOptions(TypedDict, total=False):
@@ -28,7 +30,8 @@ class LinkOptions(TypedDict, total=False):
         mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
             memory file of its own, so that a peer sees nothing but what it was offered.
         prefault: bytes of payloads for which memory is mapped and touched in a thread from the
-            moment the link opens, so that the first transfer is as fast as the later ones; of a
+            moment the link opens, so that the first transfer is as fast as the later ones; or a
+            payload as large as the largest one, such as `KVCacheTransferData.blank` returns. Of a
             `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
             `stats()["memory"]["prefault"]` says when it is mapped.
         inline: bytes of the largest payload of host tensors that a producer sends inside the
@@ -56,7 +59,7 @@ class LinkOptions(TypedDict, total=False):
 
     quota: int
     mode: str
-    prefault: int
+    prefault: int | Payload
     inline: int
     directory: str
     keys: str
@@ -163,6 +166,8 @@ def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
         for name, text in parse_qsl(query)
     }
     values.update(options)
+    if isinstance(values.get("prefault"), tuple(PAYLOAD_KINDS.values())):
+        values["prefault"] = values["prefault"].plan(digests=True).nbytes
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ValueError(f"no option {', '.join(unknown)}; there are {', '.join(fields)}")

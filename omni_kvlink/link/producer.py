@@ -25,6 +25,7 @@ from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.views import TensorView, dtype_code
 
@@ -658,4 +659,5 @@ def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Leas
 
 def is_on_device(view: TensorView) -> bool:
     """Whether a copy of this tensor runs by itself, on its device."""
-    return view.device.type != "cpu"
+    memory = view.pool if isinstance(view, PagedTensor) else view
+    return not memory.is_cpu

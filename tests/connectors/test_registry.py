@@ -8,11 +8,13 @@ import types
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from absent import cure
 
-from omni_kvlink import KVLink, UnavailableError
+from omni_kvlink import KVCacheTransferData, KVLink, UnavailableError
 from omni_kvlink.connectors import registry
 from omni_kvlink.connectors.base import Backend, Options
+from omni_kvlink.testing.rig import until
 
 
 @pytest.fixture
@@ -83,6 +85,26 @@ def test_import_is_lazy() -> None:
 def test_bad_options(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         Options(**options)
+
+
+def test_memory_is_prefaulted_for_a_plan() -> None:
+    about = {"kv_lens": [4096], "ropes": [4096], "num_layers": 2}
+    plan = KVCacheTransferData.blank("plan", row=(4, 128), dtype=torch.bfloat16, metadata=about)
+    needed = plan.plan(digests=True).nbytes
+    with KVLink.serve("inproc://ahead", prefault=plan) as producer:
+
+        def prefault() -> dict[str, Any]:
+            found: dict[str, Any] = producer.stats()["memory"]["prefault"]
+            return found
+
+        until(lambda: prefault()["mapped"] or prefault()["error"], "memory is mapped")
+        assert prefault()["mapped"] >= needed
+        before = producer.stats()["memory"]["mapped"]
+        allocation = producer.allocate(plan)
+        assert producer.stats()["memory"]["mapped"] == before
+        allocation.release()
+    with pytest.raises(ValueError, match="not within the quota 100"):
+        KVLink.serve("inproc://ahead", prefault=plan, quota=100)
 
 
 def test_unknown_option_names_the_known_ones() -> None:
