@@ -30,6 +30,7 @@ from omni_kvlink.errors import WireError as WireError
 from omni_kvlink.link import Allocation as Allocation
 from omni_kvlink.link import AppendStream as AppendStream
 from omni_kvlink.link import ChunkStream as ChunkStream
+from omni_kvlink.link import ChunkStreams as ChunkStreams
 from omni_kvlink.link import KVConsumer as KVConsumer
 from omni_kvlink.link import KVLink as KVLink
 from omni_kvlink.link import KVProducer as KVProducer

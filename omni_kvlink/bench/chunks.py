@@ -16,6 +16,7 @@ import torch
 from omni_kvlink.aio.consumer import AsyncChunkStream
 from omni_kvlink.bench.payloads import bytes_of
 from omni_kvlink.errors import IntegrityError
+from omni_kvlink.link import ChunkStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -185,7 +186,20 @@ def receive_by_asyncio(streams: Sequence[ChunkStream[ReceivedChunk]], into: Chun
     asyncio.run(receive_all())
 
 
-READERS = {"callbacks": receive_by_callbacks, "asyncio": receive_by_asyncio}
+def receive_by_streams(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
+    """Receive all chunks in this one thread with `ChunkStreams`."""
+    number_of = {stream: at for at, stream in enumerate(streams)}
+    together = ChunkStreams(streams)
+    while into.left:
+        stream, chunk = together.receive(timeout=PATIENCE)
+        _take(number_of[stream], chunk, into)
+
+
+READERS = {
+    "streams": receive_by_streams,
+    "callbacks": receive_by_callbacks,
+    "asyncio": receive_by_asyncio,
+}
 
 
 def _take(at: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:

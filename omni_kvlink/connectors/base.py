@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
+    from omni_kvlink.connectors.protocol.get_table import LazyEvent
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
@@ -317,6 +318,26 @@ class PendingGet(ABC):
     """A payload that was requested; `future` is done when `wait` would not block."""
 
     future: Future[Any]
+    connection: object = None
+    """What `receive_until` receives from; None if it does nothing."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not block."""
+        return self.future.done()
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        """Call this once when `is_done` has become true, at once or later, in any thread.
+
+        What it is called with means nothing.
+        """
+        self.future.add_done_callback(callback)
+
+    def receive_until(self, event: LazyEvent, deadline: float) -> None:  # noqa: B027 (optional)
+        """Receive messages in the calling thread until `event` is set, where that is possible.
+
+        It returns at the `deadline` (`time.monotonic`) at the latest, and may return at once.
+        """
 
     @abstractmethod
     def wait(self, *, timeout: float) -> Delivery:

@@ -111,7 +111,8 @@ class ChunkStream(Generic[C]):
         if self.count is not None:
             self.release()  # an interrupt may have come before
             return None
-        self._delivery.coalesce(self._release_and_request)
+        if self._last is not None or len(self._requested) < AHEAD:
+            self._delivery.coalesce(self._release_and_request)
         delivery, pending = None, self._requested.pop(self.position)
         with contextlib.suppress(StreamEnded):
             delivery = pending.wait(timeout=limit)
@@ -150,8 +151,12 @@ class ChunkStream(Generic[C]):
 
     def when_next(self) -> Future[Any]:
         """Release the last chunk, and request the next ones; a future that ends with the first."""
+        return self.request_next().future
+
+    def request_next(self) -> PendingGet:
+        """Do the same as `when_next`, and return the get that `receive` waits for."""
         self._delivery.coalesce(self._release_and_request)
-        return self._requested[self.position].future
+        return self._requested[self.position]
 
     def _release_and_request(self) -> None:
         """Release the last chunk, and request the next ones."""

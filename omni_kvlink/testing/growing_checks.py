@@ -22,6 +22,7 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.link import ChunkStreams
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.testing.caches import Recipe, Tensors, chunk, hash_chunk, hash_tensors
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing, flip_bit
@@ -136,6 +137,38 @@ def check_readers_go_at_their_own_pace(rig: Rig) -> None:
             assert rest == numbered(chunks[1:], 1)
             expect(ClosedError, first.data.tensors)
     out.commit().wait(timeout=60)
+
+
+def check_one_thread_receives_from_many_streams(rig: Rig) -> None:
+    """Chunks in the order in which they come, whichever stream they are of; each ends by itself."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    outs = {key: producer.open_stream(key, chunk(0)) for key in "abc"}
+    streams = {key: consumer.read_stream(key, timeout=60) for key in "abc"}
+    together = ChunkStreams(streams.values())
+    for number, key in enumerate("caabcb"):
+        rows = LENGTHS[number % len(LENGTHS)]
+        outs[key].append(chunk(number, rows), timeout=60)
+        stream, found = together.receive(timeout=60)
+        assert stream is streams[key]
+        assert found is not None
+        assert hash_tensors(found.data.tensors()) == hash_chunk(chunk(number, rows))
+        assert found.number == stream.position - 1
+    expect(TransferTimeout, together.receive, timeout=0.0, mentions=("3 streams",))
+    assert found is not None
+    expect(ClosedError, found.data.tensors)
+    outs["b"].commit()
+    assert together.receive(timeout=60) == (streams["b"], None)
+    assert (len(together), streams["b"].count) == (2, 2)
+    outs["a"].fail("it fell over")
+    expect(TransferFailed, together.receive, timeout=60, mentions=("it fell over", "a"))
+    assert together.last is streams["a"]
+    append(outs["c"], [chunk(7), chunk(8)])
+    outs["c"].commit()
+    rest = [last and (last.number, hash_tensors(last.data.tensors())) for _, last in together]
+    assert rest == [*numbered([chunk(7), chunk(8)], 2), None]
+    expect(ClosedError, together.receive, timeout=60)
+    for key in "bc":
+        outs[key].commit().wait(timeout=60)
 
 
 def check_the_window_holds_the_producer_up(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,13 @@ from fault_harness import Field, Start, kill
 from frozen_processes import freeze
 from zmq_fixtures import fresh_url
 
-from omni_kvlink import CapacityError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink import (
+    CapacityError,
+    ChunkStreams,
+    PeerLostError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.testing.caches import chunk, hash_chunk
 from omni_kvlink.testing.growing_checks import append, numbered, receive, receive_all, until_failed
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
@@ -58,6 +65,31 @@ def test_the_producer_is_killed_between_chunks(field: Field, start: Start) -> No
     assert tensor.equal(before)
     del held, tensor
     reader.peer.call("release", key="g")
+
+
+def test_the_producer_is_killed_while_one_thread_waits_for_two_streams(
+    field: Field, start: Start
+) -> None:
+    """Both raise, one after the other, and nothing waits for the timeout."""
+    target = start()
+    producer, reader = field.serve_at(target), field.connect()
+    for key in "ab":
+        producer.call("open_stream", key=key)
+        reader.call("read_stream", key=key, timeout=60)
+    streams = [field.commands._growing[key] for key in "ab"]
+    together = ChunkStreams(streams)
+    target.call("append", key="b", number=0)
+    assert together.receive(timeout=60)[0] is streams[1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together.receive, timeout=PATIENCE)
+        kill(target)
+        expect(PeerLostError, waiting.result, PATIENCE)
+    lost = [together.last]
+    expect(PeerLostError, together.receive, timeout=60)
+    assert {*lost, together.last} == set(streams)
+    assert len(together) == 0
+    for key in "ab":
+        reader.peer.call("release", key=key)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
-    Answer,
     ChunkOf,
     Delivery,
     GetState,
     GetTable,
+    LazyEvent,
     check_timeout,
 )
 from omni_kvlink.connectors.protocol.messages import (
@@ -133,11 +133,8 @@ class MappedSession(Session):
         """Call `act`; its releases and requests may be sent in one message."""
         return act()
 
-    def receive_until(self, answer: Answer[Any], deadline: float) -> None:
-        """Receive messages in the calling thread until `answer` is set, where that is possible.
-
-        It returns at the `deadline` (`time.monotonic`) at the latest.
-        """
+    def receive_until(self, event: LazyEvent, deadline: float) -> None:
+        """See `PendingGet.receive_until`."""
 
     def request(
         self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
@@ -156,7 +153,8 @@ class MappedGet(SessionGet):
     session: MappedSession
 
     def __init__(self, session: MappedSession, get_state: GetState):
-        self.session, self._get_state = session, get_state
+        self.session = self.connection = session
+        self._get_state = get_state
         self._future: Future[Offer] | None = None
         self._pid = os.getpid()
 
@@ -166,6 +164,20 @@ class MappedGet(SessionGet):
         if self._future is None:
             self._future = self._get_state.answer.future()
         return self._future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the offer, or an error, has come."""
+        return self._get_state.answer.is_set()
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        """Call this once when it has; without a future."""
+        self._get_state.answer.add_done_callback(callback)
+
+    def receive_until(self, event: LazyEvent, deadline: float) -> None:
+        """See `PendingGet.receive_until`."""
+        if os.getpid() == self._pid:
+            self.session.receive_until(event, deadline)
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""

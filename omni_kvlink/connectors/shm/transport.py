@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Options, refuse_keys
-from omni_kvlink.connectors.protocol.get_table import Answer, GetTable
+from omni_kvlink.connectors.protocol.get_table import GetTable, LazyEvent
 from omni_kvlink.connectors.protocol.messages import (
     MAX_BATCH,
     MAX_MESSAGE,
@@ -645,17 +645,17 @@ class ShmSession(MappedSession):
         if self._has_ended:
             self._loop.close()
 
-    def receive_until(self, answer: Answer[Any], deadline: float) -> None:
-        """Receive in the calling thread until `answer` is set, unless another thread receives.
+    def receive_until(self, event: LazyEvent, deadline: float) -> None:
+        """Receive in the calling thread until `event` is set, unless another thread receives.
 
         It returns early, and leaves the rest to the loop, at whatever is no answer to a get.
         """
-        if answer.is_set() or self._loop.is_own_thread:
+        if event.is_set() or self._loop.is_own_thread:
             return
         try:
             if self._receiving.acquire(blocking=False):
                 self._leader = threading.get_ident()
-                self._lead(answer, deadline)
+                self._lead(event, deadline)
         finally:
             try:
                 self._stop_leading()
@@ -664,7 +664,7 @@ class ShmSession(MappedSession):
                 self._watch_channel()
                 raise
 
-    def _lead(self, answer: Answer[Any], deadline: float) -> None:
+    def _lead(self, event: LazyEvent, deadline: float) -> None:
         self._watch_channel()
         fd = self._channel.fileno()
         if fd < 0:
@@ -672,7 +672,7 @@ class ShmSession(MappedSession):
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        while not answer.is_set():
+        while not event.is_set():
             left = deadline - time.monotonic()
             if left <= 0 or not poll.poll(min(1e3 * left + 1, _MAX_POLL)):
                 return
