@@ -37,7 +37,7 @@ class ChunkStreams(Generic[C]):
 
     def __init__(self, streams: Iterable[ChunkStream[C]] = ()):
         self._pending: dict[ChunkStream[C], PendingGet] = {}  # the get of its next chunk
-        self._arrivals = _Arrivals()
+        self._ready = _ReadyStreams()
         self._connections: Counter[object] = Counter()
         self._held: ChunkStream[C] | None = None  # its chunk is the caller's until the next call
         for stream in streams:
@@ -121,23 +121,23 @@ class ChunkStreams(Generic[C]):
             self.remove(stream)
             raise
         self._pending[stream] = pending
-        pending.add_done_callback(partial(self._arrivals.note, weakref.ref(stream)))
+        pending.add_done_callback(partial(self._ready.note, weakref.ref(stream)))
 
     def _first_ready(self) -> ChunkStream[C] | None:
         """The first stream of which `receive` need not wait for a chunk; it stays the first."""
-        arrived = self._arrivals.streams
-        while arrived:
-            stream = arrived[0]()
+        ready = self._ready.streams
+        while ready:
+            stream = ready[0]()
             if stream in self._pending and self._pending[stream].is_done:
                 return stream
-            arrived.popleft()  # it has left, or is noted twice
+            ready.popleft()  # it has left, or is noted twice
         return None
 
     def _take(self, stream: ChunkStream[C], deadline: float) -> C | None:
         """Receive what has come of a stream; it leaves with its end or an error."""
         self._held = stream  # first: after an interrupt the next call requests what is missing
         self.last = stream
-        self._arrivals.streams.popleft()
+        self._ready.streams.popleft()
         try:
             # Of its end, the rest may still be on its way.
             chunk = stream.receive(timeout=max(0.0, deadline - time.monotonic()))
@@ -152,9 +152,9 @@ class ChunkStreams(Generic[C]):
 
     def _wait(self, deadline: float) -> bool:
         """Wait until something is noted; False if the deadline has passed."""
-        event = self._arrivals.event
+        event = self._ready.event
         event.clear()
-        if self._arrivals.streams:
+        if self._ready.streams:
             return True
         if deadline <= time.monotonic():
             return False
@@ -163,7 +163,7 @@ class ChunkStreams(Generic[C]):
         return event.wait(max(0.0, deadline - time.monotonic()))
 
 
-class _Arrivals:
+class _ReadyStreams:
     """Streams whose next chunk, end or error has come, in this order; any thread may note one."""
 
     def __init__(self) -> None:

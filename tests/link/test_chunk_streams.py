@@ -212,7 +212,7 @@ def test_streams_of_two_consumers(sockets: str) -> None:
         together = ChunkStreams(streams.values())
         for key in "abba":
             thread, found = wait_in_thread(together)
-            until(lambda: bool(together._arrivals.event._waiting), "it waits")
+            until(lambda: bool(together._ready.event._waiting), "it waits")
             outs[key].append(chunk(0))
             thread.join()
             assert found[0][0] is streams[key]
