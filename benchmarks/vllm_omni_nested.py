@@ -4,7 +4,8 @@
 
 Each connector has a sending and a receiving process of its own; every round alternates all of them
 and all payloads. "polled": the receiver asks again each millisecond, as vLLM-Omni's loop does, from
-before the put on. "late": a put, then one get, the sum of both calls. `--before` adds the library
+before the put on. "among 64": so it does, and asks for the payloads of 63 other requests each time,
+which do not come. "late": a put, then one get, the sum of both calls. `--before` adds the library
 of another directory. Exit status: 0 done, 2 no vLLM-Omni here.
 """
 
@@ -26,7 +27,7 @@ import torch
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
 
-WARMUP = 4
+WARMUP, WAITING = 4, 64
 EDGE = ("0", "1")
 THEIRS = "SharedMemoryConnector"
 TOKENS, WIDTH = 2048, 3584
@@ -69,7 +70,7 @@ def end(role: str, section: str) -> None:
     payloads = {name: payload(name) for name in ("chunk", "hidden")}
     print("ready", flush=True)
     for line in sys.stdin:
-        name, key = json.loads(line)
+        name, key, others = json.loads(line)
         if role == "receiver":
             print("asking", flush=True)
         started = time.monotonic()
@@ -79,6 +80,8 @@ def end(role: str, section: str) -> None:
             print(json.dumps([started, time.monotonic(), nbytes]), flush=True)
             continue
         while (found := connector.get(*EDGE, key)) is None:
+            for other in range(others):
+                assert connector.get(*EDGE, f"{os.getpid()}-{other}_0_1") is None
             time.sleep(0.001)
             started = time.monotonic()
         ended = time.monotonic()
@@ -114,9 +117,9 @@ class Pair:
         began, ended = self._answer("receiver")
         return got - put + ended - began, nbytes
 
-    def polled(self, name: str, key: str) -> float:
-        """Seconds from a put to the end of the get that polls for it."""
-        self._send("receiver", name, key)
+    def polled(self, name: str, key: str, others: int = 0) -> float:
+        """Seconds from a put to the end of the get that polls for it, and for others that wait."""
+        self._send("receiver", name, key, others)
         self._wait_for("receiver", "asking")
         time.sleep(random.uniform(0.02, 0.03))
         put, _, _ = self._put(name, key)
@@ -130,10 +133,10 @@ class Pair:
         self._send("sender", name, key)
         return self._answer("sender")
 
-    def _send(self, role: str, name: str, key: str) -> None:
+    def _send(self, role: str, name: str, key: str, others: int = 0) -> None:
         stdin = self._ends[role].stdin
         assert stdin is not None
-        stdin.write(json.dumps([name, key]) + "\n")
+        stdin.write(json.dumps([name, key, others]) + "\n")
         stdin.flush()
 
     def _wait_for(self, role: str, line: str) -> None:
@@ -154,16 +157,18 @@ class Pair:
 def measure(pairs: dict[str, Pair], rounds: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Milliseconds by payload, timing and connector; bytes by payload."""
     cases = [(name, timing) for name in ("chunk", "hidden") for timing in ("polled", "late")]
+    cases.append(("chunk", f"among {WAITING}"))
     times: dict[str, Any] = {f"{n}, {w}": {pair: [] for pair in pairs} for n, w in cases}
     sizes: dict[str, int] = {}
     for number in range(WARMUP + rounds):
         for name, timing in cases:
             for which in random.sample(list(pairs), len(pairs)):
                 key = f"{os.getpid()}-{number}-{name}-{timing}_0_0"
-                if timing == "polled":
-                    seconds = pairs[which].polled(name, key)
-                else:
+                if timing == "late":
                     seconds, sizes[name] = pairs[which].late(name, key)
+                else:
+                    others = 0 if timing == "polled" else WAITING - 1
+                    seconds = pairs[which].polled(name, key, others)
                 if number >= WARMUP:
                     times[f"{name}, {timing}"][which].append(1e3 * seconds)
     return times, sizes

@@ -121,6 +121,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     ) -> tuple[Any, int] | None:
         """Wait for a payload: `settings.wait` seconds for a KV cache, `settings.poll` for others.
 
+        The others share `settings.poll`: vLLM-Omni polls those of all its requests in turn.
         Returns the data and its size in bytes, or None if it has not arrived yet. A packed cache
         is a `Buffer`, which the caller releases. `metadata` is ignored; the sender is found by its
         edge's name.
@@ -133,7 +134,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             ClosedError: the connector is closed.
         """
         edge = StageEdge.of(from_stage, to_stage, get_key)
-        wait = self.settings.wait if edge.is_cache else self.settings.poll
+        poll = self._pending.share(self.settings.poll)
+        wait = self.settings.wait if edge.is_cache else poll
         deadline = time.monotonic() + wait
         return self._get(edge, get_key, deadline, find=max(wait, MIN_CONNECT_SECONDS))
 

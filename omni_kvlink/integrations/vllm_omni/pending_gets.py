@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 STALE_SECONDS = 5.0
 """Seconds after its last poll until a pending get is cancelled."""
+MIN_WAIT = 0.0002
+"""Seconds; to wait less takes longer than to look."""
 
 
 class PendingGets:
@@ -24,6 +26,11 @@ class PendingGets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._gets: dict[tuple[StageEdge, str], tuple[PendingGet, float]] = {}
+        self._checked = time.monotonic()
+
+    def share(self, seconds: float) -> float:
+        """What each get may wait if all that are pending, polled in turn, may wait so long."""
+        return seconds / max(1, len(self._gets))
 
     def get(self, link: KVConsumer, edge: StageEdge, key: str, *, timeout: float) -> Received:
         """Do the same as `KVConsumer.get`, but keep the request pending after a timeout.
@@ -38,11 +45,12 @@ class PendingGets:
         if pending is None:
             pending = begin_get(link, key, timeout=timeout)
         try:
-            done, _ = concurrent.futures.wait([pending.future], timeout)
+            if timeout >= MIN_WAIT and not pending.is_done:
+                concurrent.futures.wait([pending.future], timeout)
         except BaseException:
             pending.cancel()
             raise
-        if not done:
+        if not pending.is_done:
             with self._lock:
                 kept, _ = self._gets.setdefault((edge, key), (pending, time.monotonic()))
             if kept is not pending:  # another thread began one, too
@@ -56,8 +64,11 @@ class PendingGets:
         self._cancel([name for name in list(self._gets) if key in (None, name[1])])
 
     def cancel_stale(self) -> None:
-        """Cancel gets that were not polled for `STALE_SECONDS`."""
-        before = time.monotonic() - STALE_SECONDS
+        """Cancel gets that were not polled for `STALE_SECONDS`; looks now and then."""
+        now = time.monotonic()
+        if now < self._checked + STALE_SECONDS / 5:
+            return
+        self._checked, before = now, now - STALE_SECONDS
         self._cancel([name for name, (_, at) in list(self._gets.items()) if at < before])
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import itertools
@@ -114,6 +115,32 @@ def test_polling_many_keys_asks_once_and_holds_nobody_up(ends: tuple[Any, Any]) 
         sender.put(*EDGE, key, key)
     assert [polled(reader, key) for key in keys] == keys
     assert len(reader._pending) == 0
+
+
+def test_gets_that_are_pending_share_the_wait(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of an engine's loop takes no longer because many requests wait."""
+    sender, reader = ends
+    sender.put(*EDGE, "first_0_0", 1)
+    assert polled(reader, "first_0_0") == 1
+    waits = list[float]()
+    monkeypatch.setattr("concurrent.futures.wait", lambda _, timeout: waits.append(timeout))
+    keys = [f"r{i}_0_0" for i in range(64)]
+    usual, reader.settings = reader.settings, dataclasses.replace(reader.settings, poll=600.0)
+    for key in keys[:4]:
+        assert reader.get(*EDGE, key) is None
+    assert waits == pytest.approx([600, 600, 300, 200], abs=60)
+    assert reader.get_with_deadline(*EDGE, keys[4], deadline=time.monotonic() + 600) is None
+    assert waits[4:] == pytest.approx([600], abs=60), "a deadline is kept"
+    reader.settings, waits = usual, []
+    for _ in range(2):
+        assert [reader.get(*EDGE, key) for key in keys] == [None] * 64
+    waits.clear()
+    assert [reader.get(*EDGE, key) for key in keys] == [None] * 64
+    assert waits == [], "to wait for so short takes longer than to look"
+    sender.put(*EDGE, keys[40], "here")
+    assert polled(reader, keys[40]) == "here"
 
 
 def test_what_nobody_polls_any_more_goes_back(
