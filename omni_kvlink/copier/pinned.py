@@ -65,7 +65,7 @@ class PinnedCopier(NativeCopier):
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
     ) -> list[str]:
         """Copy and wait; device tensors are copied while host tensors are."""
-        with _Begun() as copies:
+        with _CopiesInProgress() as copies:
             return self._begin(sources, manifest, region, copies)()
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
@@ -88,7 +88,7 @@ class PinnedCopier(NativeCopier):
         after: StreamEvents | None = None,
     ) -> GatherHandle:
         """Enqueue device copies on streams of the library; copy host tensors at once."""
-        with _Begun() as copies:
+        with _CopiesInProgress() as copies:
             digests = self._begin(sources, manifest, region, copies, after)
 
         def wait() -> list[str]:
@@ -101,7 +101,7 @@ class PinnedCopier(NativeCopier):
         """Copy out, blocking until device copies are complete, whose digests devices compute."""
         check_targets(targets, manifest, region)
         assignment = _Assignment(self, targets, manifest, region)
-        with _Begun() as copies:
+        with _CopiesInProgress() as copies:
             for part in _parts(manifest):
                 assignment.assign(part)
                 assignment.begin("scatter", copies)
@@ -143,7 +143,7 @@ class PinnedCopier(NativeCopier):
         if views:
             self._scatter_others(others, region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
-        with _Begun() as copies:
+        with _CopiesInProgress() as copies:
             assignment.begin("scatter", copies)
         return StreamEvents([*ends, *(_TicketEvent(each.device, each.ticket) for each in copies)])
 
@@ -152,7 +152,7 @@ class PinnedCopier(NativeCopier):
         sources: Sequence[TensorView],
         manifest: Manifest,
         region: Region,
-        copies: _Begun,
+        copies: _CopiesInProgress,
         after: StreamEvents | None = None,
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
@@ -266,7 +266,7 @@ class _Assignment:
         """For each device, the numbers of the tensors that it will copy."""
         return [each.numbers for each in self._devices.values() if each is not None]
 
-    def begin(self, verb: str, copies: _Begun) -> None:
+    def begin(self, verb: str, copies: _CopiesInProgress) -> None:
         """Begin to copy, on each device, what was assigned to it since the last call."""
         kind = "pinned" if self._region.device == "cpu" else "device"
         for each in self._devices.values():
@@ -312,7 +312,7 @@ class _OnDevice:
         self._batch.add(start, nbytes, packed, digest=digest and bool(spec.digest))
         self._nbytes += nbytes
 
-    def begin(self, verb: str, copies: _Begun) -> int:
+    def begin(self, verb: str, copies: _CopiesInProgress) -> int:
         """Begin what was added since the last call; return its bytes."""
         ticket, nbytes = cuda.Ticket((self._region, self._views)), self._nbytes
         copies.append(_Copies(self._device, ticket, self.numbers, self._specs))
@@ -345,10 +345,10 @@ class _Copies(NamedTuple):
                 compare(spec, chunks_of(text))
 
 
-class _Begun(list[_Copies]):
+class _CopiesInProgress(list[_Copies]):
     """The copies that a call has begun; as a context, none is in progress after an error."""
 
-    def __enter__(self) -> _Begun:
+    def __enter__(self) -> _CopiesInProgress:
         return self
 
     def drain(self) -> Iterator[_Copies]:

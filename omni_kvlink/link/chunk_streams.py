@@ -120,8 +120,9 @@ class ChunkStreams(Generic[C]):
         except Exception:
             self.remove(stream)
             raise
-        self._pending[stream] = pending
+        # In this order: after an interrupt, a stream that is in here is noted when its chunk comes.
         pending.add_done_callback(partial(self._ready.note, weakref.ref(stream)))
+        self._pending[stream] = pending
 
     def _first_ready(self) -> ChunkStream[C] | None:
         """The first stream of which `receive` need not wait for a chunk; it stays the first."""
