@@ -140,6 +140,7 @@ class AsyncAppendStream(_AsyncStream[AppendStream]):
     """
 
     append = in_thread("out", AppendStream.append)
+    append_requests = in_thread("out", AppendStream.append_requests)
 
 
 def _fail(beginning: asyncio.Task[Any]) -> None:

@@ -64,6 +64,11 @@ class ChunkBytes:
         tokens, hidden = self._paced.tokens, self._paced.hidden
         return self._elements[start : start + tokens * hidden].view(tokens, hidden)
 
+    def step(self, number: int) -> torch.Tensor:
+        """Chunk `number` of each stream, one behind the other: a new tensor."""
+        streams = range(self._paced.streams)
+        return torch.cat([self.tensor(stream, number) for stream in streams])
+
     def raw(self, stream: int, number: int) -> bytes:
         """The bytes of a chunk."""
         start = 2 * _STEP * self._paced.at(stream, number)
@@ -113,6 +118,26 @@ def send_all(
             send(stream, number)
             returned[at] = time.monotonic_ns()
             late.append(now - due)
+    cpu = time.process_time_ns() - cpu
+    return Sent(called, returned, late, cpu, time.monotonic_ns() - begin)
+
+
+def send_steps(paced: Paced, send: Callable[[int], None], *, begin: int, per_second: float) -> Sent:
+    """Send step `n`, which has chunk `n` of each stream, `n / per_second` seconds after `begin`."""
+    called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
+    late, period = list[int](), 1e9 / per_second
+    _sleep_until(begin)
+    cpu = time.process_time_ns()
+    for number in range(paced.chunks):
+        due = begin + int(period * number)
+        _sleep_until(due)
+        now = time.monotonic_ns()
+        send(number)
+        done = time.monotonic_ns()
+        for stream in range(paced.streams):
+            at = paced.at(stream, number)
+            called[at], returned[at] = now, done
+        late += [now - due] * paced.streams
     cpu = time.process_time_ns() - cpu
     return Sent(called, returned, late, cpu, time.monotonic_ns() - begin)
 
@@ -195,10 +220,26 @@ def receive_by_streams(streams: Sequence[ChunkStream[ReceivedChunk]], into: Chun
         _take(number_of[stream], chunk, into)
 
 
+def receive_steps(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
+    """Receive all chunks from one stream, whose chunks are steps of them all."""
+    (stream,) = streams
+    while into.left:
+        step = stream.receive(timeout=PATIENCE)
+        if step is None:
+            raise IntegrityError("the stream of steps ended too early")
+        found = [
+            (int(name), tensors["hidden"], time.monotonic_ns())
+            for name, tensors in step.requests().items()
+        ]
+        for at, hidden, now in found:
+            into.take(at, step.number, bytes_of(hidden).data, now)
+
+
 READERS = {
     "streams": receive_by_streams,
     "callbacks": receive_by_callbacks,
     "asyncio": receive_by_asyncio,
+    "steps": receive_steps,
 }
 
 

@@ -179,7 +179,10 @@ def _add_growing(parser: argparse.ArgumentParser) -> None:
     add("--hidden", type=_positive, default=usual.hidden, help="elements a token (%(default)s)")
     together = "the chunks of all streams are due at the same moment, as after a batched step"
     add("--together", action="store_true", help=together)
-    waits = "how the reader's one thread waits for all streams (default: callbacks)"
+    waits = (
+        "how the reader's one thread waits for all streams (default: callbacks); steps: one stream "
+        "carries them, each chunk of it what is due together (append_requests)"
+    )
     add("--reader", choices=tuple(READERS), default=usual.reader, help=waits)
     _add_inline(parser)
     no_digests = "no CRC-32C while copying"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Paced, Sent, send_all
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Paced, Sent, send_all, send_steps
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
 from omni_kvlink.bench.stats import Summary, Timings
@@ -55,6 +55,16 @@ class GrowingSetup:
     digests: bool = True
     inline: int = Options.inline
     corrupt: int = -1
+
+    @property
+    def steps(self) -> bool:
+        """Whether one stream carries all."""
+        return self.reader == "steps"
+
+    @property
+    def is_together(self) -> bool:
+        """Whether the chunks of all streams are due at the same moment."""
+        return self.together or self.steps
 
     @property
     def paced(self) -> Paced:
@@ -141,7 +151,8 @@ class GrowingResult(Timings):
         """The bars of this setup, and whether they are met; empty for a setup without one."""
         setup = self.setup
         usual = setup.rate * setup.streams <= 3200 and setup.paced.nbytes <= 4096
-        if setup.connector != "shm" or setup.together or not usual:
+        is_apart = setup.together and not setup.steps
+        if setup.connector != "shm" or is_apart or not usual:
             return []
         found = [("chunk p99, ms", self.milliseconds("link").p99, 2.0)]
         needed = {
@@ -237,16 +248,37 @@ def _link_round(pair: Pair, setup: GrowingSetup, paced: Paced, name: str) -> Rou
     """Open the streams on both sides, send every chunk, and commit."""
     data = ChunkBytes(paced)
     spec = {"hidden": torch.empty(0, setup.hidden, dtype=torch.bfloat16)}
-    names = [f"{name}-stream-{number}" for number in range(setup.streams)]
+    count = 1 if setup.steps else setup.streams
+    names = [f"{name}-stream-{number}" for number in range(count)]
     with contextlib.ExitStack() as stack:
         outs = [stack.enter_context(pair.link.open_stream(one, spec)) for one in names]
         pair.peer.call("open_streams", names=names, timeout=_TIMEOUT)
         receiving = pair.peer.submit("receive_streams", reader=setup.reader, **paced._asdict())
-        sent = _send(setup, paced, _append(outs, data, paced, setup.corrupt))
+        if setup.steps:
+            append_step = _append_step(outs[0], data, paced, setup.corrupt)
+            sent = send_steps(paced, append_step, begin=_begin(), per_second=setup.rate)
+        else:
+            sent = _send(setup, paced, _append(outs, data, paced, setup.corrupt))
     received = receiving.result(_TIMEOUT)
     for out in outs:
         out.commit().wait(timeout=_TIMEOUT)
     return Round("link", sent, received, outs[0].ledger.copier)
+
+
+def _append_step(
+    out: AppendStream, data: ChunkBytes, paced: Paced, corrupt: int
+) -> Callable[[int], None]:
+    requests = {str(number): paced.tokens for number in range(paced.streams)}
+    steps = [data.step(number) for number in range(paced.chunks)]
+    if corrupt >= 0:
+        stream, number = divmod(corrupt, paced.chunks)
+        rows = slice(stream * paced.tokens, (stream + 1) * paced.tokens)
+        steps[number][rows] = data.flip(stream, number)
+
+    def append(number: int) -> None:
+        out.append_requests(requests, {"hidden": steps[number]})
+
+    return append
 
 
 def _append(
@@ -275,21 +307,26 @@ def _pipe_round(pair: Pair, setup: GrowingSetup, paced: Paced, pipe: ChunkPipe) 
 
 
 def _send(setup: GrowingSetup, paced: Paced, send: Callable[[int, int], None]) -> Sent:
-    begin = time.monotonic_ns() + _BEFORE
-    return send_all(paced, send, begin=begin, per_second=setup.rate, together=setup.together)
+    together = setup.is_together
+    return send_all(paced, send, begin=_begin(), per_second=setup.rate, together=together)
+
+
+def _begin() -> int:
+    return time.monotonic_ns() + _BEFORE
 
 
 def _setup_lines(result: GrowingResult) -> list[str]:
     setup, paced = result.setup, result.setup.paced
-    pace = "all at the same moment" if setup.together else "evenly spread"
+    pace = "all at the same moment" if setup.is_together else "evenly spread"
     streams = (
         f"{setup.streams}, {setup.rate:g} chunks a second each, {pace}; a chunk is "
         f"[{setup.tokens}, {setup.hidden}] bfloat16 = {paced.nbytes} bytes"
     )
     digests = "crc32c" if setup.digests else "off"
+    reader = "a chunk has the rows of all" if setup.steps else setup.reader
     link = (
         f"{setup.connector}, mode {setup.mode}, copier {result.copier}, digests {digests}"
-        f", inline up to {setup.inline} bytes; one thread appends, one receives ({setup.reader})"
+        f", inline up to {setup.inline} bytes; one thread appends, one receives ({reader})"
     )
     rounds = (
         f"{setup.rounds} of each kind in turn, {paced.chunks} chunks a stream in each, after a "

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import CapacityError, ClosedError, SchemaError
+from omni_kvlink.payload.chunk_requests import RequestSizes
 from omni_kvlink.payload.growing import StreamPosition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from omni_kvlink.connectors.base import Producer
     from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
@@ -97,18 +98,37 @@ class AppendStream:
             TransferFailed: the stream was aborted, or a reader rejected a chunk.
             ClosedError: the stream was committed or failed before.
         """
-        self._check_process()
-        limit = check_timeout(timeout)
-        deadline = time.monotonic() + limit
-        try:
-            if not self._appending.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
-                raise CapacityError(
-                    f"stream {self.request_id!r}: another append did not end within {timeout:g} s"
-                )
-            return self._append(tensors, metadata, deadline)
-        finally:
-            with contextlib.suppress(RuntimeError):  # another thread appends
-                self._appending.release()
+        return self._append_in_turn(tensors, metadata, None, timeout)
+
+    def append_requests(
+        self,
+        requests: Mapping[str, int],
+        tensors: Mapping[str, Any],
+        *,
+        ended: Iterable[str] = (),
+        failed: Mapping[str, str] | None = None,
+        timeout: float = 10.0,
+    ) -> int:
+        """Append what one step has computed for many requests; return the chunk's number.
+
+        For an engine whose requests advance together, and have the same readers: one chunk carries
+        what all of them have new, for the cost of one. A reader takes it apart with
+        `ReceivedChunk.requests`. All else is as for `append`.
+
+        Args:
+            requests: for each request, in the order in which they lie in the tensors, its number of
+                elements in the dimension that grows, such as its tokens; also 0.
+            tensors: as the stream's spec says, the requests one behind the other.
+            ended: requests that have no chunks after this one.
+            failed: requests that failed, each with the reason: the others go on.
+            timeout: seconds to wait, as for `append`.
+
+        Raises:
+            SchemaError: also if the sizes do not add up to that of each tensor, or a request id is
+                no string of 1 to 1,024 characters; nothing was sent.
+        """
+        sizes = RequestSizes.of(self._spec.dim, requests, ended, failed)
+        return self._append_in_turn(tensors, None, sizes, timeout)
 
     def commit(self) -> Receipt:
         """End the stream; its readers learn how many chunks there are. The block's end calls this.
@@ -160,12 +180,36 @@ class AppendStream:
             text = f"stream {self.request_id!r} was not committed"
             warnings.warn(text, ResourceWarning, stacklevel=2)
 
+    def _append_in_turn(
+        self,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None,
+        requests: RequestSizes | None,
+        timeout: float,
+    ) -> int:
+        self._check_process()
+        limit = check_timeout(timeout)
+        deadline = time.monotonic() + limit
+        try:
+            if not self._appending.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+                raise CapacityError(
+                    f"stream {self.request_id!r}: another append did not end within {timeout:g} s"
+                )
+            return self._append(tensors, metadata, requests, deadline)
+        finally:
+            with contextlib.suppress(RuntimeError):  # another thread appends
+                self._appending.release()
+
     def _append(
-        self, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None, deadline: float
+        self,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None,
+        requests: RequestSizes | None,
+        deadline: float,
     ) -> int:
         lease, head, started = self._open_lease(), self._head, time.perf_counter()
         try:
-            chunk = self._spec.chunk(tensors, metadata, self._position)
+            chunk = self._spec.chunk(tensors, metadata, self._position, requests)
             head.producer.wait_for_window(lease, timeout=_left(deadline))
             header, ledger = head.put_chunk(lease, chunk, deadline)
             self._position = self._position.after(header)

@@ -28,6 +28,7 @@ from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.received_batch import ReceivedBatch
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, open_payload
+from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.growing import check_chunk, open_chunk
 from omni_kvlink.payload.manifest import Manifest, header_bytes
 from omni_kvlink.payload.schema import check_request_id
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import Delivery
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
+    from omni_kvlink.payload.chunk_requests import RequestSizes
     from omni_kvlink.payload.growing import StreamPosition
     from omni_kvlink.payload.tensor_data import TensorTransferData
 
@@ -396,6 +398,7 @@ class ReceivedChunk(Received):
     """Chunk `number` of a stream, counted from 0; all else as of a payload that was got."""
 
     data: TensorTransferData
+    _sizes: RequestSizes | None
 
     def __init__(
         self,
@@ -418,8 +421,21 @@ class ReceivedChunk(Received):
             delivery.release_unread()
             raise
 
+    def requests(self) -> ChunkRequests:
+        """The tensors of each request in it, if the chunk was appended by `append_requests`.
+
+        Raises:
+            SchemaError: it was appended by `append`, and is of one request.
+            ClosedError: the chunk was released.
+        """
+        if self._sizes is None:
+            text = f"chunk {self.number} is of one request: append_requests sends those of many"
+            raise SchemaError(text)
+        return ChunkRequests(self._sizes, self.data)
+
     def _open(self, manifest: Manifest, region: Region) -> TensorTransferData:
-        return open_chunk(manifest, region)
+        data, self._sizes = open_chunk(manifest, region)
+        return data
 
 
 class ReceivedLayer:

@@ -1,8 +1,8 @@
 """What a stream that grows sends: a head with its spec, the chunks, and an end.
 
 Head and chunks are a `TensorTransferData` each. A chunk has beside its tensors its number and a
-running digest of all chunks before it. The end, a tensor of the head that is written last, has the
-count of the chunks and the digest of all of them.
+running digest of all chunks before it, and the sizes of its requests if it is of many. The end, a
+tensor of the head that is written last, has the count of the chunks and the digest of all of them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import numpy as np
 import torch
 
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
+from omni_kvlink.payload.chunk_requests import RequestSizes
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 from omni_kvlink.payload.views import check_view, tensor_views
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
 _POSITION = struct.Struct("<Q16s")
+_CHUNK = ("data", "position")
+_WITH_REQUESTS = ("data", "requests", "position")
 Row = tuple[str, torch.dtype, list[int]]
 """Path, dtype and shape of a tensor, with -1 for the dimension that grows."""
 
@@ -64,19 +67,20 @@ class StreamPosition(NamedTuple):
 class _PlannedChunk(TensorTransferData):
     """A chunk without metadata, of the shapes of the one before, whose plan it shares.
 
-    Its tensors were checked. `plans` are by `digests`, and filled by the first that needs one.
+    Its tensors were checked. `beside` are those beside them. `plans` are by `digests`, and filled
+    by the first that needs one.
     """
 
     def __init__(
         self,
         request_id: str,
         tensors: dict[str, torch.Tensor],
-        position: torch.Tensor,
+        beside: dict[str, torch.Tensor],
         plans: dict[bool, Manifest],
     ):
         self.request_id, self.metadata = request_id, {}
-        self._set_tree({"data": dict(tensors), "position": position})
-        self._views, self._plans = [*tensors.values(), position], plans
+        self._set_tree({"data": dict(tensors), **beside})
+        self._views, self._plans = [*tensors.values(), *beside.values()], plans
 
     def tensors(self) -> list[TensorView]:
         return list(self._views)
@@ -107,8 +111,10 @@ class StreamSpec:
         self._rows = [self._row(path, view) for path, view in self._data._flat()]
         if not self._rows:
             raise SchemaError("the spec of a stream has no tensors")
-        # Of the last chunk without metadata: name, dtype and shape of each tensor, and its plans.
+        # Of the last chunk without metadata: name, dtype and shape of each tensor, bytes that tell
+        # its requests, and its plans.
         self._like: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._like_requests = 0
         self._plans: dict[bool, Manifest] = {}
 
     def head(self, end: torch.Tensor) -> TensorTransferData:
@@ -119,26 +125,40 @@ class StreamSpec:
         return TensorTransferData(data.request_id, {"spec": spec, "end": end}, about)
 
     def chunk(
-        self, tensors: Mapping[str, Any], metadata: Mapping[str, Any] | None, at: StreamPosition
+        self,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None,
+        at: StreamPosition,
+        requests: RequestSizes | None = None,
     ) -> TensorTransferData:
         """Return the payload of a chunk; SchemaError if its tensors are not as the spec says."""
         if not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
-        name, position = self._data.request_id, at.encode()
-        if not metadata and self._is_like_before(tensors):
-            return _PlannedChunk(name, dict(tensors), position, self._plans)
-        payload = TensorTransferData(name, {"data": tensors, "position": position}, metadata)
-        *views, _ = payload._flat()
-        rows = [self._row(path[len("/data") :], view) for path, view in views]
+        name, beside = self._data.request_id, {"position": at.encode()}
+        if requests is not None:
+            beside = {"requests": requests.encode(), **beside}
+        if not metadata and self._is_like_before(tensors, beside):
+            planned = _PlannedChunk(name, dict(tensors), beside, self._plans)
+            return _checked(planned, at, requests)
+        payload = TensorTransferData(name, {"data": tensors, **beside}, metadata)
+        rows = [
+            self._row(path[len("/data") :], view)
+            for path, view in payload._flat()
+            if path.startswith("/data/")
+        ]
         if rows != self._rows:
             raise SchemaError(f"chunk {at.number}: {_difference(rows, self._rows)}")
         if not metadata:
-            self._remember(tensors)
-        return payload
+            self._remember(tensors, beside)
+        return _checked(payload, at, requests)
 
-    def _is_like_before(self, tensors: Mapping[str, Any]) -> bool:
+    def _is_like_before(
+        self, tensors: Mapping[str, Any], beside: Mapping[str, torch.Tensor]
+    ) -> bool:
         """Whether these are plain tensors as of the last chunk; SchemaError as of `check_view`."""
         if not self._like or len(tensors) != len(self._like):
+            return False
+        if self._like_requests != _requests_nbytes(beside):
             return False
         for (name, view), (known, dtype, shape) in zip(tensors.items(), self._like, strict=True):
             if name != known or type(view) is not torch.Tensor:
@@ -148,10 +168,11 @@ class StreamSpec:
             check_view(view, f"tensor {f'data/{name}'!r:.200}")
         return True
 
-    def _remember(self, tensors: Mapping[str, Any]) -> None:
+    def _remember(self, tensors: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> None:
         self._like, self._plans = [], {}
         if all(isinstance(view, torch.Tensor) for view in tensors.values()):
             self._like = [(name, view.dtype, view.shape) for name, view in tensors.items()]
+            self._like_requests = _requests_nbytes(beside)
 
     def _row(self, path: str, view: TensorView) -> Row:
         shape = list(view.shape)
@@ -187,14 +208,18 @@ def read_head(manifest: Manifest, region: Region) -> StreamHead:
     return StreamHead(dim, metadata, spec)
 
 
-def open_chunk(manifest: Manifest, region: Region) -> TensorTransferData:
-    """Return the tensors of a chunk as views; WireError if this is no chunk."""
-    _check(manifest, "data", "position")
-    (branch,) = manifest.branches
-    assert branch.tree is not None
-    views = tensor_views(region, manifest.tensors[:-1], manifest.header_nbytes)
-    data = branch.tree["data"]
-    return TensorTransferData.of_views(manifest.request_id, data, views, branch.extra)
+def open_chunk(
+    manifest: Manifest, region: Region
+) -> tuple[TensorTransferData, RequestSizes | None]:
+    """Return the tensors of a chunk as views, and its requests; WireError if this is no chunk."""
+    branch = manifest.branches[0]
+    tree = branch.tree or {}
+    has_requests = "requests" in tree
+    _check(manifest, *(_WITH_REQUESTS if has_requests else _CHUNK))
+    requests = _read_requests(manifest, region, tree) if has_requests else None
+    views = tensor_views(region, _chunk_specs(manifest), manifest.header_nbytes)
+    data = TensorTransferData.of_views(manifest.request_id, tree["data"], views, branch.extra)
+    return data, requests
 
 
 def check_chunk(
@@ -207,7 +232,7 @@ def check_chunk(
     """
     carried = _position(manifest, region)
     position.check(carried)
-    tensors = manifest.only(manifest.tensors[:-1])
+    tensors = manifest.only(_chunk_specs(manifest))
     return tensors, carried.after(region.read(0, manifest.header_nbytes))
 
 
@@ -224,8 +249,29 @@ def read_end(manifest: Manifest, region: Region, position: StreamPosition) -> in
 
 
 def _position(manifest: Manifest, region: Region) -> StreamPosition:
-    spec, data = manifest.tensors[-1], manifest.header_nbytes
-    return StreamPosition(*_POSITION.unpack(region.read(data + spec.start, data + spec.stop)))
+    return StreamPosition(*_POSITION.unpack(_read(manifest, region, manifest.tensors[-1])))
+
+
+def _read(manifest: Manifest, region: Region, spec: TensorSpec) -> bytes:
+    data = manifest.header_nbytes
+    return region.read(data + spec.start, data + spec.stop)
+
+
+def _chunk_specs(manifest: Manifest) -> tuple[TensorSpec, ...]:
+    """The tensors of a chunk without those beside them."""
+    tree = manifest.branches[0].tree or {}
+    return manifest.tensors[: 1 - len(tree)]
+
+
+def _read_requests(manifest: Manifest, region: Region, tree: Mapping[str, Any]) -> RequestSizes:
+    """The requests of a chunk; WireError if they are not those of its tensors."""
+    spec = manifest.tensors[-2]
+    if tree["requests"] != 0 or (spec.dtype, len(spec.shape)) != ("U8", 1):
+        raise WireError(f"payload {manifest.request_id!r}: requests are no bytes")
+    found = RequestSizes.decode(_read(manifest, region, spec))
+    if wrong := found.difference([each.shape for each in _chunk_specs(manifest)]):
+        raise WireError(f"the requests of a chunk: {wrong}")
+    return found
 
 
 def _check(manifest: Manifest, *names: str) -> None:
@@ -235,7 +281,22 @@ def _check(manifest: Manifest, *names: str) -> None:
         raise WireError(f"payload {manifest.request_id!r} is not of a stream that grows")
     position = manifest.tensors[-1]
     if (position.dtype, position.shape) != ("U8", (_POSITION.size,)):
-        raise WireError(f"payload {manifest.request_id!r}: {names[1]} is no position")
+        raise WireError(f"payload {manifest.request_id!r}: {names[-1]} is no position")
+
+
+def _checked(
+    chunk: TensorTransferData, at: StreamPosition, requests: RequestSizes | None
+) -> TensorTransferData:
+    """The chunk itself; SchemaError if its tensors are not those of the requests."""
+    if requests is not None:
+        *views, _, _ = chunk.tensors()
+        if wrong := requests.difference([view.shape for view in views]):
+            raise SchemaError(f"chunk {at.number}: {wrong}")
+    return chunk
+
+
+def _requests_nbytes(beside: Mapping[str, torch.Tensor]) -> int:
+    return beside["requests"].nbytes if "requests" in beside else 0
 
 
 def _difference(found: list[Row], spec: list[Row]) -> str:
