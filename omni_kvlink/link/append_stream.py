@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import CapacityError, ClosedError, SchemaError
-from omni_kvlink.payload.chunk_requests import RequestSizes
+from omni_kvlink.payload.chunk_requests import PackedRequests
 from omni_kvlink.payload.growing import StreamPosition
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class AppendStream:
             SchemaError: also if the sizes do not add up to that of each tensor, or a request id is
                 no string of 1 to 1,024 characters; nothing was sent.
         """
-        sizes = RequestSizes.of(self._spec.dim, requests, ended, failed)
-        return self._append_in_turn(tensors, None, sizes, timeout)
+        packed = PackedRequests.of(self._spec.dim, requests, ended, failed)
+        return self._append_in_turn(tensors, None, packed, timeout)
 
     def commit(self) -> Receipt:
         """End the stream; its readers learn how many chunks there are. The block's end calls this.
@@ -184,7 +184,7 @@ class AppendStream:
         self,
         tensors: Mapping[str, Any],
         metadata: Mapping[str, Any] | None,
-        requests: RequestSizes | None,
+        requests: PackedRequests | None,
         timeout: float,
     ) -> int:
         self._check_process()
@@ -204,7 +204,7 @@ class AppendStream:
         self,
         tensors: Mapping[str, Any],
         metadata: Mapping[str, Any] | None,
-        requests: RequestSizes | None,
+        requests: PackedRequests | None,
         deadline: float,
     ) -> int:
         lease, head, started = self._open_lease(), self._head, time.perf_counter()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +25,9 @@ MAX_REQUESTS = 65_536
 MAX_REASON = 4096
 """Characters of the reason why a request failed."""
 
+_KEPT = 16
+"""Requests of chunks that are remembered as they were: those of one step are those of the next."""
+
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
@@ -40,43 +44,6 @@ class RequestSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_REQUESTS)]
     ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_REQUESTS)] = ()
     failed: Annotated[dict[Name, Reason], msgspec.Meta(max_length=MAX_REQUESTS)] = {}
-
-    @classmethod
-    def of(
-        cls,
-        dim: int,
-        requests: Mapping[str, int],
-        ended: Iterable[str] = (),
-        failed: Mapping[str, str] | None = None,
-    ) -> RequestSizes:
-        """Return the checked sizes; SchemaError if a reader would refuse them."""
-        if not isinstance(requests, Mapping):
-            kind = type(requests).__name__
-            raise SchemaError(f"requests: a {kind}, wanted a dict of a size for each request")
-        if isinstance(ended, str):
-            raise SchemaError(f"ended={ended!r}: wanted a list of request ids")
-        names, sizes = tuple(requests), tuple(requests.values())
-        try:
-            made = cls(dim, names, sizes, tuple(ended), dict(failed or {}))
-            return cls.decode(msgspec.msgpack.encode(made))
-        except (TypeError, ValueError, WireError) as error:
-            raise SchemaError(str(error)) from None
-
-    def encode(self) -> torch.Tensor:
-        """Return them as the chunk carries them, uint8 `[bytes]`."""
-        packed = bytearray(msgspec.msgpack.encode(self))
-        return torch.from_numpy(np.frombuffer(packed, np.uint8))
-
-    @classmethod
-    def decode(cls, packed: bytes) -> RequestSizes:
-        """Return what `encode` wrote; WireError if it is anything else."""
-        try:
-            found = _DECODER.decode(packed)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise WireError(f"the requests of a chunk: {error}") from None
-        if len(found.names) != len(found.sizes) or len(set(found.names)) != len(found.names):
-            raise WireError("the requests of a chunk: names and sizes are not one for each")
-        return found
 
     def difference(self, shapes: Iterable[Sequence[int]]) -> str:
         """Why tensors of these shapes are not those of the requests, in words; "" if they are."""
@@ -95,6 +62,59 @@ class RequestSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 _DECODER = msgspec.msgpack.Decoder(RequestSizes)
 
 
+class PackedRequests(NamedTuple):
+    """The sizes of a chunk's requests, and what the chunk carries of them: uint8 `[bytes]`."""
+
+    sizes: RequestSizes
+    packed: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        dim: int,
+        requests: Mapping[str, int],
+        ended: Iterable[str] = (),
+        failed: Mapping[str, str] | None = None,
+    ) -> PackedRequests:
+        """Return the checked sizes; SchemaError if a reader would refuse them."""
+        if not isinstance(requests, Mapping):
+            kind = type(requests).__name__
+            raise SchemaError(f"requests: a {kind}, wanted a dict of a size for each request")
+        if isinstance(ended, str):
+            raise SchemaError(f"ended={ended!r}: wanted a list of request ids")
+        names, sizes = tuple(requests), tuple(requests.values())
+        try:
+            if ended or failed:
+                return cls._of(RequestSizes(dim, names, sizes, tuple(ended), dict(failed or {})))
+            return _packed_like_before(dim, names, sizes)
+        except (TypeError, ValueError, WireError) as error:
+            raise SchemaError(str(error)) from None
+
+    @classmethod
+    def _of(cls, sizes: RequestSizes) -> PackedRequests:
+        packed = msgspec.msgpack.encode(sizes)
+        checked = read_sizes(packed)
+        return cls(checked, torch.from_numpy(np.frombuffer(bytearray(packed), np.uint8)))
+
+
+@lru_cache(maxsize=_KEPT)
+def _packed_like_before(dim: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> PackedRequests:
+    """The same requests go on, step by step."""
+    return PackedRequests._of(RequestSizes(dim, names, sizes))
+
+
+@lru_cache(maxsize=_KEPT)
+def read_sizes(packed: bytes) -> RequestSizes:
+    """Return the sizes that a chunk carries; WireError if it is anything else."""
+    try:
+        found = _DECODER.decode(packed)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"the requests of a chunk: {error}") from None
+    if len(found.names) != len(found.sizes) or len(set(found.names)) != len(found.names):
+        raise WireError("the requests of a chunk: names and sizes are not one for each")
+    return found
+
+
 class ChunkRequests(Mapping[str, Any]):
     """The tensors of a chunk by request id, in the order of its rows: `ReceivedChunk.requests`.
 
@@ -107,7 +127,7 @@ class ChunkRequests(Mapping[str, Any]):
     """
 
     def __init__(self, sizes: RequestSizes, data: TensorTransferData):
-        self.ended, self.failed = sizes.ended, sizes.failed
+        self.ended, self.failed = sizes.ended, dict(sizes.failed)
         tree, views = data.tree, data.tensors()
         columns = [torch.split(view, sizes.sizes, sizes.dim) for view in views]  # type: ignore[arg-type]
         rows = zip(sizes.names, zip(*columns, strict=True), strict=True)

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
-from omni_kvlink.payload.chunk_requests import RequestSizes
+from omni_kvlink.payload.chunk_requests import read_sizes
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 from omni_kvlink.payload.views import check_view, tensor_views
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.chunk_requests import PackedRequests, RequestSizes
     from omni_kvlink.payload.manifest import Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
@@ -111,10 +112,10 @@ class StreamSpec:
         self._rows = [self._row(path, view) for path, view in self._data._flat()]
         if not self._rows:
             raise SchemaError("the spec of a stream has no tensors")
-        # Of the last chunk without metadata: name, dtype and shape of each tensor, bytes that tell
-        # its requests, and its plans.
+        # Of the last chunk without metadata: name, dtype and shape of each tensor, its requests,
+        # and its plans.
         self._like: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._like_requests = 0
+        self._requests: PackedRequests | None = None
         self._plans: dict[bool, Manifest] = {}
 
     def head(self, end: torch.Tensor) -> TensorTransferData:
@@ -129,36 +130,31 @@ class StreamSpec:
         tensors: Mapping[str, Any],
         metadata: Mapping[str, Any] | None,
         at: StreamPosition,
-        requests: RequestSizes | None = None,
+        requests: PackedRequests | None = None,
     ) -> TensorTransferData:
         """Return the payload of a chunk; SchemaError if its tensors are not as the spec says."""
         if not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
         name, beside = self._data.request_id, {"position": at.encode()}
         if requests is not None:
-            beside = {"requests": requests.encode(), **beside}
-        if not metadata and self._is_like_before(tensors, beside):
-            planned = _PlannedChunk(name, dict(tensors), beside, self._plans)
-            return _checked(planned, at, requests)
+            beside = {"requests": requests.packed, **beside}
+        if not metadata and requests is self._requests and self._is_like_before(tensors):
+            return _PlannedChunk(name, dict(tensors), beside, self._plans)
         payload = TensorTransferData(name, {"data": tensors, **beside}, metadata)
-        rows = [
-            self._row(path[len("/data") :], view)
-            for path, view in payload._flat()
-            if path.startswith("/data/")
-        ]
-        if rows != self._rows:
-            raise SchemaError(f"chunk {at.number}: {_difference(rows, self._rows)}")
+        leaves = list(payload._flat())[: -len(beside)]
+        rows = [self._row(path[len("/data") :], view) for path, view in leaves]
+        wrong = "" if rows == self._rows else _difference(rows, self._rows)
+        if requests is not None and not wrong:
+            wrong = requests.sizes.difference([view.shape for _, view in leaves])
+        if wrong:
+            raise SchemaError(f"chunk {at.number}: {wrong}")
         if not metadata:
-            self._remember(tensors, beside)
-        return _checked(payload, at, requests)
+            self._remember(tensors, requests)
+        return payload
 
-    def _is_like_before(
-        self, tensors: Mapping[str, Any], beside: Mapping[str, torch.Tensor]
-    ) -> bool:
+    def _is_like_before(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are plain tensors as of the last chunk; SchemaError as of `check_view`."""
         if not self._like or len(tensors) != len(self._like):
-            return False
-        if self._like_requests != _requests_nbytes(beside):
             return False
         for (name, view), (known, dtype, shape) in zip(tensors.items(), self._like, strict=True):
             if name != known or type(view) is not torch.Tensor:
@@ -168,11 +164,10 @@ class StreamSpec:
             check_view(view, f"tensor {f'data/{name}'!r:.200}")
         return True
 
-    def _remember(self, tensors: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> None:
-        self._like, self._plans = [], {}
+    def _remember(self, tensors: Mapping[str, Any], requests: PackedRequests | None) -> None:
+        self._like, self._plans, self._requests = [], {}, requests
         if all(isinstance(view, torch.Tensor) for view in tensors.values()):
             self._like = [(name, view.dtype, view.shape) for name, view in tensors.items()]
-            self._like_requests = _requests_nbytes(beside)
 
     def _row(self, path: str, view: TensorView) -> Row:
         shape = list(view.shape)
@@ -268,7 +263,7 @@ def _read_requests(manifest: Manifest, region: Region, tree: Mapping[str, Any]) 
     spec = manifest.tensors[-2]
     if tree["requests"] != 0 or (spec.dtype, len(spec.shape)) != ("U8", 1):
         raise WireError(f"payload {manifest.request_id!r}: requests are no bytes")
-    found = RequestSizes.decode(_read(manifest, region, spec))
+    found = read_sizes(_read(manifest, region, spec))
     if wrong := found.difference([each.shape for each in _chunk_specs(manifest)]):
         raise WireError(f"the requests of a chunk: {wrong}")
     return found
@@ -282,21 +277,6 @@ def _check(manifest: Manifest, *names: str) -> None:
     position = manifest.tensors[-1]
     if (position.dtype, position.shape) != ("U8", (_POSITION.size,)):
         raise WireError(f"payload {manifest.request_id!r}: {names[-1]} is no position")
-
-
-def _checked(
-    chunk: TensorTransferData, at: StreamPosition, requests: RequestSizes | None
-) -> TensorTransferData:
-    """The chunk itself; SchemaError if its tensors are not those of the requests."""
-    if requests is not None:
-        *views, _, _ = chunk.tensors()
-        if wrong := requests.difference([view.shape for view in views]):
-            raise SchemaError(f"chunk {at.number}: {wrong}")
-    return chunk
-
-
-def _requests_nbytes(beside: Mapping[str, torch.Tensor]) -> int:
-    return beside["requests"].nbytes if "requests" in beside else 0
 
 
 def _difference(found: list[Row], spec: list[Row]) -> str:
