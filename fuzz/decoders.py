@@ -46,6 +46,7 @@ from omni_kvlink.lookup import tokens
 from omni_kvlink.lookup.namespace import DIGEST_SIZE, digest
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
+from omni_kvlink.payload.chunk_requests import ChunkRequests, read_sizes
 from omni_kvlink.payload.manifest import Manifest
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -259,6 +260,27 @@ def open_received(data: bytes) -> None:
         view.clone()
 
 
+def take_chunk_apart(data: bytes) -> None:
+    """The requests of a chunk: those that are accepted fit tensors of as many rows as they have."""
+    sizes = read_sizes(data)
+    rows = sum(sizes.sizes)
+    hidden = torch.empty(1, dtype=torch.uint8).expand(2, rows) if rows < 2**40 else torch.empty(0)
+    if sizes.difference([hidden.shape]):
+        return
+    found = ChunkRequests(sizes, TensorTransferData("r", {"hidden": hidden}))
+    assert len(found) == len(sizes.sizes)
+    assert [part["hidden"].shape[sizes.dim] for part in found.values()] == list(sizes.sizes)
+
+
+def chunk_seeds() -> list[bytes]:
+    every: list[tuple[object, ...]] = [
+        (1, ["a", "b"], [3, 0]),
+        (-1, ["a"], [70], ["a"], {"b": "why"}),
+        (0, ["a"], [2], [], {}),
+    ]
+    return list(map(msgspec.msgpack.encode, every))
+
+
 def plain(data: bytes) -> object:
     """Values of MessagePack; None if it is none."""
     try:
@@ -358,6 +380,7 @@ DECODERS = {
     "sealed_header": Decoder(decode_sealed_header, (WireError,), header_seeds),
     "file": Decoder(load_file, (WireError,), payloads),
     "received": Decoder(open_received, (WireError,), payloads),
+    "chunk": Decoder(take_chunk_apart, (WireError,), chunk_seeds),
     "lookup": Decoder(read_lookup, (SchemaError,), lookup_seeds),
     "engine": Decoder(decode_engine, (WireError,), engine_seeds),
     "slot": Decoder(read_slot, (), lambda: [struct.pack("<8sQQQ", b"kvlslot1", 7, 1000, 7)]),

@@ -49,6 +49,7 @@ from omni_kvlink.payload.bundle import KVCacheBundle as KVCacheBundle
 from omni_kvlink.payload.bundle import KVPayload as KVPayload
 from omni_kvlink.payload.bundle import PrefixOf as PrefixOf
 from omni_kvlink.payload.bundle import SameAs as SameAs
+from omni_kvlink.payload.chunk_requests import ChunkRequests as ChunkRequests
 from omni_kvlink.payload.paged import BlockTable as BlockTable
 from omni_kvlink.payload.paged import PagedTensor as PagedTensor
 from omni_kvlink.payload.pools import split_packed as split_packed

@@ -45,8 +45,10 @@ class RequestSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_REQUESTS)] = ()
     failed: Annotated[dict[Name, Reason], msgspec.Meta(max_length=MAX_REQUESTS)] = {}
 
-    def difference(self, shapes: Iterable[Sequence[int]]) -> str:
+    def difference(self, shapes: Sequence[Sequence[int]]) -> str:
         """Why tensors of these shapes are not those of the requests, in words; "" if they are."""
+        if not shapes:
+            return "there are no tensors"
         total = sum(self.sizes)
         for shape in shapes:
             if not -len(shape) <= self.dim < len(shape):

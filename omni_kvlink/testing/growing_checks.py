@@ -30,7 +30,7 @@ from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import Rig, deliver, expect, until, until_requested
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from omni_kvlink.aio import AsyncKVConsumer
     from omni_kvlink.link import AppendStream
@@ -169,6 +169,55 @@ def check_one_thread_receives_from_many_streams(rig: Rig) -> None:
     expect(ClosedError, together.receive, timeout=60)
     for key in "bc":
         outs[key].commit().wait(timeout=60)
+
+
+def check_a_chunk_carries_many_requests(rig: Rig) -> None:
+    """What one step computes for many requests is one chunk, which the reader takes apart."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    steps = [{"a": 3, "b/0": 0, "ç": 1}, {"ç": 2, "a": 1, "b/0": 1}, {"a": 700}, {"a": 700}, {}]
+    with producer.open_stream("g", chunk(0)) as out:
+        for number, requests in enumerate(steps):
+            tensors = chunk(number, sum(requests.values()))
+            assert out.append_requests(requests, tensors, timeout=60) == number
+        expect(SchemaError, out.append_requests, {"a": 2}, chunk(5, 3), mentions=("3 rows", "2"))
+        last = {"b/0": "it fell over"}
+        out.append_requests({"a": 1}, chunk(5, 1), ended=["a"], failed=last, timeout=60)
+        out.append(chunk(6), timeout=60)
+    with consumer.read_stream("g", timeout=60, verify="full") as stream:
+        for number, requests in enumerate(steps):
+            step = stream.receive()
+            assert step is not None
+            found = step.requests()
+            assert (found.ended, found.failed) == ((), {})
+            tensors = chunk(number, sum(requests.values()))
+            assert hashes(found) == hashes(taken_apart(tensors, requests))
+        step = stream.receive()
+        assert step is not None
+        found = step.requests()
+        assert (list(found), found.ended, found.failed) == (["a"], ("a",), last)
+        plain = stream.receive()
+        assert plain is not None
+        expect(SchemaError, plain.requests, mentions=("append_requests",))
+        expect(ClosedError, step.requests)
+        assert stream.receive() is None
+    out.commit().wait(timeout=60)
+
+
+def hashes(requests: Mapping[str, Tensors]) -> list[tuple[str, str]]:
+    """Each request, in order, with the hash of its tensors."""
+    return [(key, hash_chunk(tensors)) for key, tensors in requests.items()]
+
+
+def taken_apart(tensors: Tensors, requests: Mapping[str, int]) -> dict[str, Tensors]:
+    """The rows of each request."""
+    parts, start = dict[str, Tensors](), 0
+    tokens, others = tensors["more"]
+    for key, size in requests.items():
+        rows = slice(start, start + size)
+        more = [tokens[rows], {"scale": others["scale"][rows]}]
+        parts[key] = {"hidden": tensors["hidden"][rows], "more": more}
+        start += size
+    return parts
 
 
 def check_the_window_holds_the_producer_up(rig: Rig) -> None:
@@ -463,8 +512,9 @@ def check_chunks_by_asyncio(rig: Rig) -> None:
         ):
             reading = asyncio.ensure_future(read(consumer))
             async with producer.open_stream("g", chunks[0], window=2) as out:
-                for tensors in chunks:
+                for tensors in chunks[:-1]:
                     await out.append(tensors, timeout=60)
+                await out.append_requests({"r": LENGTHS[-1]}, chunks[-1], timeout=60)
             found = await reading
             await producer.wait(await out.commit(), timeout=60)
             return found

@@ -21,6 +21,7 @@ CHUNKS = 2 * 5 * 10
 CASES = {
     "shm": ["--connector", "shm"],
     "asyncio": ["--connector", "shm", "--reader", "asyncio", "--together"],
+    "steps": ["--connector", "shm", "--reader", "steps"],
     "inline": ["--connector", "zmq+ipc", "--inline", "--no-digests", "--hidden", "300"],
     "inproc": ["--connector", "inproc", "--tokens", "3"],
 }
@@ -73,8 +74,9 @@ def test_the_text_names_every_measurement(capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, text.splitlines())) <= 96
 
 
-def test_a_wrong_byte_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--corrupt", "7"]) == 1
+@pytest.mark.parametrize("reader", ["callbacks", "steps"])
+def test_a_wrong_byte_is_found(reader: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--reader", reader, "--corrupt", "7"]) == 1
     assert f"2 of {2 * CHUNKS} chunks WRONG" in capsys.readouterr().out  # one a round of the link
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from omni_kvlink import IntegrityError, SchemaError, TensorTransferData, WireError
+from omni_kvlink import ClosedError, IntegrityError, SchemaError, TensorTransferData, WireError
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.chunk_requests import ChunkRequests, PackedRequests, read_sizes
 from omni_kvlink.payload.growing import (
     StreamPosition,
     StreamSpec,
@@ -53,7 +55,8 @@ def test_a_head_is_read() -> None:
 def test_a_chunk_is_read_once_and_in_its_place() -> None:
     tensors: dict[str, Any] = {"a": torch.randn(3, 4, 2), "b": [torch.ones(0, 1, dtype=torch.int8)]}
     manifest, region = written(spec().chunk(tensors, {"step": 1}, SECOND))
-    data = open_chunk(manifest, region)
+    data, requests = open_chunk(manifest, region)
+    assert requests is None
     rest, following = check_chunk(manifest, region, SECOND)
     assert torch.equal(data["a"], tensors["a"])
     assert data.metadata == {"step": 1}
@@ -144,7 +147,8 @@ def test_a_chunk_like_the_one_before_is_the_same_payload() -> None:
         expected, other = tree(whole)
         assert manifest == expected
         assert region.read(0, region.nbytes) == other.read(0, other.nbytes)
-        assert open_chunk(manifest, region).difference(TensorTransferData("g", tensors)) == ""
+        data, _ = open_chunk(manifest, region)
+        assert data.difference(TensorTransferData("g", tensors)) == ""
         _, position = check_chunk(manifest, region, position)
     assert position.number == 6
 
@@ -171,3 +175,151 @@ def test_another_chunk_after_like_ones_is_refused(
     with pytest.raises(SchemaError, match=message):
         flat.chunk(change, None, FIRST)
     flat.chunk({"a": torch.ones(2, 3)}, None, FIRST)
+
+
+def packed(sizes: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(sizes)), dtype=torch.uint8)
+
+
+def with_requests(requests: torch.Tensor, tensors: dict[str, Any] | None = None) -> Written:
+    data = {"a": torch.ones(3, 4, 2)} if tensors is None else tensors
+    return tree({"data": data, "requests": requests, "position": FIRST.encode()})
+
+
+def test_a_chunk_of_many_requests_is_taken_apart() -> None:
+    tensors: dict[str, Any] = {
+        "a": torch.randn(3, 6, 2),
+        "b": [torch.arange(12, dtype=torch.int8).view(2, 6)],
+    }
+    both = StreamSpec("g", tensors, 1, None)
+    requests = PackedRequests.of(1, {"x": 1, "y": 0, "z": 5}, ["x"], {"y": "no memory"})
+    manifest, region = written(both.chunk(tensors, None, SECOND, requests))
+    data, sizes = open_chunk(manifest, region)
+    assert data.difference(TensorTransferData("g", tensors)) == ""
+    assert sizes is not None
+    found = ChunkRequests(sizes, data)
+    assert (list(found), len(found), "y" in found, "w" in found) == (
+        ["x", "y", "z"],
+        3,
+        True,
+        False,
+    )
+    assert (found.ended, found.failed) == (("x",), {"y": "no memory"})
+    for key, columns in (("x", slice(0, 1)), ("y", slice(1, 1)), ("z", slice(1, 6))):
+        part = TensorTransferData("r", found[key])
+        rows = {"a": tensors["a"][:, columns], "b": [tensors["b"][0][:, columns]]}
+        assert part.difference(TensorTransferData("r", rows)) == ""
+    rest, following = check_chunk(manifest, region, SECOND)
+    assert [each.name for each in rest.tensors] == ["tensors/data/a", "tensors/data/b/0"]
+    assert following == SECOND.after(region.read(0, manifest.header_nbytes))
+    found.failed.clear()
+    again = ChunkRequests(sizes, data)
+    assert again.failed == {"y": "no memory"}, "what a caller changes is its own"
+    data.close()
+    with pytest.raises(ClosedError):
+        ChunkRequests(sizes, data)
+    assert again["z"]["b"][0].tolist() == [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]]
+
+
+def test_the_requests_of_the_step_before_make_the_same_payload() -> None:
+    flat = StreamSpec("g", {"a": torch.empty(0, 3), "b": torch.empty(0)}, 0, None)
+    first, swapped, longer = {"x": 1, "y": 2}, {"y": 1, "x": 2}, {"x": 2, "y": 2}
+    for requests in (first, first, None, first, swapped, swapped, {"y": 2, "x": 1}, longer, first):
+        rows = sum((requests or first).values())
+        tensors = {"a": torch.randn(rows, 3), "b": torch.randn(rows)}
+        packed_now = None if requests is None else PackedRequests.of(0, requests)
+        manifest, region = written(flat.chunk(tensors, None, FIRST, packed_now))
+        whole: dict[str, Any] = {"data": tensors, "position": FIRST.encode()}
+        if requests is not None:
+            sizes: tuple[object, ...] = (0, list(requests), list(requests.values()), (), {})
+            whole = {"data": tensors, "requests": packed(sizes), "position": FIRST.encode()}
+        expected, other = tree(whole)
+        assert manifest == expected
+        assert region.read(0, region.nbytes) == other.read(0, other.nbytes)
+
+
+def test_no_requests_have_no_rows() -> None:
+    data = {"a": torch.empty(3, 0, 2), "b": [torch.empty(0, 0, dtype=torch.int8)]}
+    chunk = spec().chunk(data, None, FIRST, PackedRequests.of(1, {}, ended=["x"]))
+    opened, sizes = open_chunk(*written(chunk))
+    assert sizes is not None
+    found = ChunkRequests(sizes, opened)
+    assert (dict(found), found.ended) == ({}, ("x",))
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ({"x": 3, "y": 2}, "has 4 rows in dimension 0, the requests have 5"),
+        ({}, "the requests have 0"),
+        ({"x": -1, "y": 5}, ">= 0"),
+        ({"x": 4.0}, "`int`"),
+        ({"": 4}, "length >= 1"),
+        ({"x" * 1025: 4}, "length <= 1024"),
+        ({7: 4}, "`str`"),
+        ({"\ud800": 4}, "surrogates"),
+        ([("x", 4)], "a list, wanted a dict"),
+    ],
+)
+def test_requests_that_a_reader_would_refuse_are_not_sent(
+    is_repeated: bool, requests: Any, message: str
+) -> None:
+    flat, tensors = StreamSpec("g", {"a": torch.empty(0, 3)}, 0, None), {"a": torch.ones(4, 3)}
+    if is_repeated:
+        for _ in range(3):
+            flat.chunk(tensors, None, FIRST, PackedRequests.of(0, {"x": 1, "y": 3}))
+    with pytest.raises(SchemaError, match=message):
+        flat.chunk(tensors, None, FIRST, PackedRequests.of(0, requests))
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"ended": "abc"}, "ended='abc'"),
+        ({"ended": [1]}, "`str`"),
+        ({"ended": 1}, "iterable"),
+        ({"failed": {"x": 1}}, "`str`"),
+        ({"failed": {"x": "y" * 4097}}, "length <= 4096"),
+        ({"failed": "x"}, "dictionary update sequence"),
+    ],
+)
+def test_endings_that_a_reader_would_refuse_are_not_sent(
+    about: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SchemaError, match=message):
+        PackedRequests.of(0, {"x": 4}, **about)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        with_requests(torch.ones(4)),
+        with_requests(torch.ones(4, 1, dtype=torch.uint8)),
+        with_requests(torch.empty(0, dtype=torch.uint8)),
+        with_requests(packed((1, ["x"], [4], [], {})), {}),
+        with_requests({}, {"a": torch.ones(3, 4, 2), "b": packed((1, ["x"], [4]))}),  # type: ignore[arg-type]
+        with_requests({"a": packed((1, ["x"], [4]))}),  # type: ignore[arg-type]
+        with_requests(packed(None)),
+        with_requests(packed({"dim": 1})),
+        with_requests(packed((1, ["x"], [5]))),
+        with_requests(packed((3, ["x"], [4]))),
+        with_requests(packed((-4, ["x"], [4]))),
+        with_requests(packed((1, ["x", "x"], [2, 2]))),
+        with_requests(packed((1, ["x", "y"], [4]))),
+        with_requests(packed((1, ["x"], [2, 2]))),
+        with_requests(packed((1, ["x", "y"], [5, -1]))),
+        with_requests(packed((1, ["x"], [4], ["x"], {}, 1))),
+        with_requests(packed((1, [""], [4]))),
+        tree({"requests": packed((1, ["x"], [4])), "data": {}, "position": FIRST.encode()}),
+    ],
+)
+def test_what_are_no_requests_is_refused(payload: Written) -> None:
+    with pytest.raises(WireError):
+        open_chunk(*payload)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 64])
+def test_bytes_that_are_no_requests_are_refused(size: int) -> None:
+    with pytest.raises(WireError, match="the requests of a chunk"):
+        read_sizes(b"\x93" * size)
