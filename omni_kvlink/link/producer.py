@@ -107,7 +107,9 @@ class KVProducer(LinkEnd):
                 raise SchemaError("direct=True is for tensors of your own, and puts them now")
             operation = DirectPutOperation(self._end, plan, self._copier, ledger, readers, ttl)
             return operation.run_direct(views, timeout=limit)
-        put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
+        put = PutOperation(
+            self._end, plan, self._copier, ledger, readers, ttl, is_allocated=is_allocated
+        )
         if plan.nbytes <= self._end.inline_limit and not is_allocated:
             receipt = put.run_inline(views)
             if receipt is not None:
@@ -389,7 +391,7 @@ class PutOperation:
                 if announced:
                     digests, copied = self._gather_in_steps(lease, views)
                 else:
-                    digests, copied = gather_into(self.copier, views, self.plan, lease)
+                    digests, copied = self._gather(lease, views)
                 self.ledger.copies = int(copied)
             if fault_points.enabled:
                 fault_points.point("put.copied")
@@ -401,11 +403,7 @@ class PutOperation:
         if fault_points.enabled:
             fault_points.point("put.reserved")
         started = time.perf_counter()
-        if self.is_allocated:
-            digests, copied = gather_into(self.copier, views, plan, lease)
-        else:
-            digests = self.copier.gather(views, plan, region)
-            copied = plan.nbytes > plan.header_nbytes
+        digests, copied = self._gather(lease, views)
         ledger.copies = int(copied)
         ledger.seconds["copy"] = time.perf_counter() - started
         if fault_points.enabled:
@@ -507,6 +505,13 @@ class PutOperation:
             return self.producer.publish(
                 lease, readers=self.readers, ttl=self.ttl, ledger=self.ledger, deadline=deadline
             )
+
+    def _gather(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
+        """Copy the tensors that are not in place; return digests, and whether there were any."""
+        plan = self.plan
+        if self.is_allocated:
+            return gather_into(self.copier, views, plan, lease)
+        return self.copier.gather(views, plan, lease.region), plan.nbytes > plan.header_nbytes
 
     def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
         """Gather like `gather_into`, and announce each step to the readers."""

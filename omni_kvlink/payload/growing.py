@@ -112,6 +112,9 @@ class StreamSpec:
         self._rows = [self._row(path, view) for path, view in self._data._flat()]
         if not self._rows:
             raise SchemaError("the spec of a stream has no tensors")
+        # Where each chunk's position is written: a tensor's making costs more than a small chunk.
+        self._packed = bytearray(_POSITION.size)
+        self._position = torch.from_numpy(np.frombuffer(self._packed, np.uint8))
         # Of the last chunk without metadata: name, dtype and shape of each tensor, its requests,
         # and its plans.
         self._like: list[tuple[str, torch.dtype, torch.Size]] = []
@@ -132,10 +135,14 @@ class StreamSpec:
         at: StreamPosition,
         requests: PackedRequests | None = None,
     ) -> TensorTransferData:
-        """Return the payload of a chunk; SchemaError if its tensors are not as the spec says."""
+        """Return the payload of a chunk, which is valid until the next call.
+
+        SchemaError if its tensors are not as the spec says.
+        """
         if not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
-        name, beside = self._data.request_id, {"position": at.encode()}
+        _POSITION.pack_into(self._packed, 0, at.number, at.digest)
+        name, beside = self._data.request_id, {"position": self._position}
         if requests is not None:
             beside = {"requests": requests.packed, **beside}
         if not metadata and requests is self._requests and self._is_like_before(tensors):
