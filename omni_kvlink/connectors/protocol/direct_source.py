@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
+from omni_kvlink.connectors.protocol.get_table import LazyEvent
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import ALIGN
@@ -35,11 +36,13 @@ class DirectSource:
 
     `head` is the memory of the header (`header` bytes) and, behind it, of its draft; `tensors` say
     where each begins in the payload of `nbytes`, and its memory, in the payload's order.
+    `all_sent` is set when no reader may need the tensors any more, or the transfer has ended.
     """
 
     def __init__(
         self, head: Region, header: int, tensors: Sequence[tuple[int, Region]], nbytes: int
     ):
+        self.all_sent = LazyEvent()
         self._parts = [_Part(0, header, head.slice(0, header))]
         for start, tensor in tensors:
             gap = start - self._parts[-1].stop

@@ -59,14 +59,12 @@ class Transfer:
     unclaimed: int = 0  # readers that were declared and have no lease
     is_committed: bool = False  # whether the payload is complete
     leases: set[Claim] = field(default_factory=set)
-    pins: set[Claim] = field(default_factory=set)  # of disconnected peers that may still read it
+    pins: frozenset[Claim] = frozenset()  # of disconnected peers that may still read it
     has_writer: bool = True  # whether the producer may still write to the memory
     is_lent: bool = False  # whether the caller keeps tensors of the memory
     done: LazyEvent = field(default_factory=LazyEvent)  # set in a final state
     done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
-    # Of a direct transfer: set when `is_sent` may have become true.
-    all_sent: LazyEvent = field(default_factory=LazyEvent)
     block: object = None  # of the owner's memory, until that is freed
     inline: memoryview = NOTHING  # a small payload itself, which has no block
     growing: GrowingStream[Transfer] | None = None  # the chunks and readers of a stream that grows
@@ -81,8 +79,8 @@ class Transfer:
 
     def wait_sent(self, deadline: float) -> None:
         """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
-        left = max(0.0, deadline - time.monotonic())
-        if not self.all_sent.wait(left):
+        left, direct = max(0.0, deadline - time.monotonic()), self.direct
+        if direct is not None and not direct.all_sent.wait(left):
             phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
             raise TransferTimeout(
                 f"payload {self.key!r} was aborted: it is sent from its caller's tensors, and "
@@ -95,7 +93,8 @@ class Transfer:
         """Reach a final state, and wake what waits for it."""
         self.state, self.reason = state, reason
         self.done.set()
-        self.all_sent.set()
+        if self.direct is not None:
+            self.direct.all_sent.set()
         if self.done_callbacks:
             self.call_back()
 

@@ -424,7 +424,7 @@ class TransferTable:
         """
         self.cancel_gets(peer)
         for transfer, claim in self._leases_of(peer):
-            transfer.pins.add(claim)
+            transfer.pins |= {claim}
             self._pinned[transfer.epoch] = transfer
             self._end_lease(transfer, claim, redeliver=True)
         return any(peer == pin[0] for transfer in self._pinned.values() for pin in transfer.pins)
@@ -557,7 +557,7 @@ class TransferTable:
 
     def _check_sent(self, transfer: Transfer) -> None:
         if transfer.direct is not None and transfer.is_sent:
-            transfer.all_sent.set()
+            transfer.direct.all_sent.set()
 
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
         """Reach a final state; readers of an unfinished stream are told.

@@ -551,10 +551,11 @@ class PooledProducer(Producer):
     def _commit(self, transfer: Transfer, nbytes: int, readers: int, expires: float) -> bool:
         """Commit, unless readers still need the caller's own tensors; return whether it did."""
         with self.lock:
-            if transfer.is_sent or transfer.state.is_final:
+            direct = transfer.direct
+            if direct is None or transfer.is_sent or transfer.state.is_final:
                 self.transfers.commit(transfer, _location(transfer, nbytes), readers, expires)
                 return True
-            transfer.all_sent.clear()
+            direct.all_sent.clear()
             return False
 
     def _abort(self, transfer: Transfer, reason: str = "") -> None:
