@@ -39,6 +39,7 @@ class ChunkStreams(Generic[C]):
         self._pending: dict[ChunkStream[C], PendingGet] = {}  # the get of its next chunk
         self._ready = _ReadyStreams()
         self._connections: Counter[object] = Counter()
+        self._longest = 0.0  # of the streams' timeouts
         self._held: ChunkStream[C] | None = None  # its chunk is the caller's until the next call
         for stream in streams:
             self.add(stream)
@@ -55,7 +56,7 @@ class ChunkStreams(Generic[C]):
         Streams may be added and removed meanwhile.
         """
         while self._pending:
-            yield self.receive(timeout=max(stream.timeout for stream in self._pending))
+            yield self.receive(timeout=self._longest)
 
     def add(self, stream: ChunkStream[C]) -> None:
         """Receive from this stream, too. Nothing happens if it is in here already.
@@ -65,6 +66,7 @@ class ChunkStreams(Generic[C]):
             PeerLostError: the producer is gone.
         """
         if stream not in self._pending:
+            self._longest = max(self._longest, stream.timeout)
             self._request(stream)
             self._connections[self._pending[stream].connection] += 1
 
@@ -73,6 +75,7 @@ class ChunkStreams(Generic[C]):
         pending = self._pending.pop(stream, None)
         if pending is not None:
             self._connections -= Counter([pending.connection])
+            self._longest = max((one.timeout for one in self._pending), default=0.0)
 
     def receive(self, *, timeout: float) -> tuple[ChunkStream[C], C | None]:
         """Wait for the next chunk of any stream; return the stream, and the chunk or None.

@@ -71,6 +71,25 @@ def test_a_stream_may_leave_and_come_back(ends: Ends) -> None:
     end(outs, streams)
 
 
+def test_it_iterates_with_the_longest_timeout_of_its_streams(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outs, streams = open_both(ends, "abc")
+    for key, timeout in (("a", 30.0), ("b", 20.0), ("c", 10.0)):
+        streams[key].timeout = timeout
+    together = ChunkStreams([streams["c"], streams["b"]])
+    timeouts = list[float]()
+    monkeypatch.setattr(together, "receive", lambda timeout: timeouts.append(timeout))
+    steps = iter(together)
+    next(steps)
+    together.add(streams["a"])
+    next(steps)
+    together.remove(streams["a"])
+    next(steps)
+    assert timeouts == [20.0, 30.0, 20.0]
+    end(outs, streams)
+
+
 def test_streams_that_are_added_while_it_iterates(ends: Ends) -> None:
     outs, streams = open_both(ends)
     for number, out in enumerate(outs.values()):
