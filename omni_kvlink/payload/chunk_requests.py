@@ -27,6 +27,8 @@ MAX_REASON = 4096
 
 _KEPT = 16
 """Requests of chunks that are remembered as they were: those of one step are those of the next."""
+_MAX_KEPT = 64 << 10
+"""Bytes of those of a peer, at most: it must not decide how much is remembered."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -85,9 +87,12 @@ class PackedRequests(NamedTuple):
         if isinstance(ended, str):
             raise SchemaError(f"ended={ended!r}: wanted a list of request ids")
         names, sizes = tuple(requests), tuple(requests.values())
+        if not {*map(type, sizes)} <= {int}:  # those that are equal, as 1.0 is, may be remembered
+            raise SchemaError(f"requests: sizes {sizes!r:.200}, wanted int")
         try:
             if ended or failed:
-                return cls._of(RequestSizes(dim, names, sizes, tuple(ended), dict(failed or {})))
+                reasons = {name: _cut(reason) for name, reason in dict(failed or {}).items()}
+                return cls._of(RequestSizes(dim, names, sizes, tuple(ended), reasons))
             return _packed_like_before(dim, names, sizes)
         except (TypeError, ValueError, WireError) as error:
             raise SchemaError(str(error)) from None
@@ -105,9 +110,19 @@ def _packed_like_before(dim: int, names: tuple[str, ...], sizes: tuple[int, ...]
     return PackedRequests._of(RequestSizes(dim, names, sizes))
 
 
-@lru_cache(maxsize=_KEPT)
+def _cut(reason: str) -> str:
+    """A reason as a chunk may carry it: cut, and lone surrogates escaped."""
+    if not isinstance(reason, str):
+        raise TypeError(f"failed: reason {reason!r:.200}, wanted str")
+    return reason.encode("utf-8", "backslashreplace").decode()[:MAX_REASON]
+
+
 def read_sizes(packed: bytes) -> RequestSizes:
     """Return the sizes that a chunk carries; WireError if it is anything else."""
+    return _read_like_before(packed) if len(packed) <= _MAX_KEPT else _read(packed)
+
+
+def _read(packed: bytes) -> RequestSizes:
     try:
         found = _DECODER.decode(packed)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -115,6 +130,9 @@ def read_sizes(packed: bytes) -> RequestSizes:
     if len(found.names) != len(found.sizes) or len(set(found.names)) != len(found.names):
         raise WireError("the requests of a chunk: names and sizes are not one for each")
     return found
+
+
+_read_like_before = lru_cache(maxsize=_KEPT)(_read)
 
 
 class ChunkRequests(Mapping[str, Any]):

@@ -254,7 +254,9 @@ def test_no_requests_have_no_rows() -> None:
         ({"x": 3, "y": 2}, "has 4 rows in dimension 0, the requests have 5"),
         ({}, "the requests have 0"),
         ({"x": -1, "y": 5}, ">= 0"),
-        ({"x": 4.0}, "`int`"),
+        ({"x": 4.0}, "wanted int"),
+        ({"x": True, "y": 3}, "wanted int"),
+        ({"x": [4]}, "wanted int"),
         ({"": 4}, "length >= 1"),
         ({"x" * 1025: 4}, "length <= 1024"),
         ({7: 4}, "`str`"),
@@ -279,8 +281,8 @@ def test_requests_that_a_reader_would_refuse_are_not_sent(
         ({"ended": "abc"}, "ended='abc'"),
         ({"ended": [1]}, "`str`"),
         ({"ended": 1}, "iterable"),
-        ({"failed": {"x": 1}}, "`str`"),
-        ({"failed": {"x": "y" * 4097}}, "length <= 4096"),
+        ({"failed": {"x": 1}}, "reason 1, wanted str"),
+        ({"failed": {"": "y"}}, "length >= 1"),
         ({"failed": "x"}, "dictionary update sequence"),
     ],
 )
@@ -289,6 +291,20 @@ def test_endings_that_a_reader_would_refuse_are_not_sent(
 ) -> None:
     with pytest.raises(SchemaError, match=message):
         PackedRequests.of(0, {"x": 4}, **about)
+
+
+def test_a_reason_is_cut() -> None:
+    made = PackedRequests.of(0, {}, failed={"x": 5000 * "y", "z": "no file \udcff"})
+    assert made.sizes.failed == {"x": 4096 * "y", "z": "no file \\udcff"}
+
+
+def test_sizes_of_many_requests_are_not_remembered() -> None:
+    many = {f"request-{number:04d}": 1 for number in range(5000)}
+    made = PackedRequests.of(0, many)
+    raw = made.packed.numpy().tobytes()
+    assert len(raw) > 64 << 10
+    assert read_sizes(raw) is not read_sizes(raw)
+    assert read_sizes(raw) == made.sizes
 
 
 @pytest.mark.parametrize(
