@@ -11,8 +11,6 @@ from omni_kvlink.link.consumer import GetAttempts as GetAttempts
 from omni_kvlink.link.consumer import KVConsumer as KVConsumer
 from omni_kvlink.link.consumer import Received as Received
 from omni_kvlink.link.consumer import ReceivedChunk as ReceivedChunk
-from omni_kvlink.link.consumer import ReceivedLayer as ReceivedLayer
-from omni_kvlink.link.consumer import ReceivedStream as ReceivedStream
 from omni_kvlink.link.consumer import Verify as Verify
 from omni_kvlink.link.consumer import begin_chunks as begin_chunks
 from omni_kvlink.link.consumer import begin_get as begin_get
@@ -28,4 +26,6 @@ from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer
 from omni_kvlink.link.put_stream import PutStream as PutStream
 from omni_kvlink.link.received_batch import ReceivedBatch as ReceivedBatch
+from omni_kvlink.link.received_stream import ReceivedLayer as ReceivedLayer
+from omni_kvlink.link.received_stream import ReceivedStream as ReceivedStream
 from omni_kvlink.payload.bundle import Payload as Payload

@@ -72,10 +72,7 @@ class ChunkStream(Generic[C]):
         self._last: C | None = None
         try:
             region = self._region()
-            header = delivery.draft or header_bytes(region)
-            manifest = delivery.manifest or Manifest.decode(header, region.nbytes)
-            if manifest.request_id != delivery.key:
-                raise WireError(f"requested {delivery.key!r}, it is {manifest.request_id!r}")
+            manifest = delivery.open_manifest(region)
             self.dim, self.metadata, self._spec = read_head(manifest, region)
         except Exception as error:
             delivery.reject(str(error) or repr(error), at_once=True)

@@ -35,13 +35,13 @@ from omni_kvlink.errors import (
     PeerLostError,
     TransferFailed,
     TransferTimeout,
+    WireError,
 )
+from omni_kvlink.memory.region import LOST, Region
+from omni_kvlink.payload.manifest import Manifest, header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
 
 
 T = TypeVar("T")
@@ -226,6 +226,27 @@ class Delivery:
         if self._region is not None and self._outcome[0][0] == "unread":
             self._outcome[0] = "read", ""
         return self._region
+
+    def open_region(self) -> Region:
+        """Return `region`; ClosedError if it was released, or belongs to a parent process."""
+        self.check_process()
+        region = self.region
+        if region is None:
+            raise ClosedError(f"payload {self.key!r} was released; use it inside its `with` block")
+        if region.is_lost:
+            raise ClosedError(f"payload {self.key!r}: {LOST}; get it in this process")
+        return region
+
+    def open_manifest(self, region: Region) -> Manifest:
+        """Return the manifest of what was requested; WireError if it is another payload's."""
+        manifest = self.manifest
+        if manifest is None:
+            manifest = Manifest.decode(self.draft or header_bytes(region), region.nbytes)
+        if manifest.request_id != self.key:
+            raise WireError(
+                f"requested {self.key!r}, the payload says it is {manifest.request_id!r}"
+            )
+        return manifest
 
     def reject(self, reason: str, *, at_once: bool = False) -> None:
         """Release a payload that is not what was committed; the producer learns it at once.

@@ -1,0 +1,283 @@
+"""A cache that is received while it is being written, layer by layer."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.transfer import Ledger
+from omni_kvlink.errors import (
+    KVLinkError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+    WireError,
+)
+from omni_kvlink.link.scatter import scatter_delivery
+from omni_kvlink.payload.bundle import Payload, open_payload
+from omni_kvlink.payload.views import TensorView, tensor_views
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.progress import Progress
+    from omni_kvlink.copier import Copier, StreamEvents
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+
+LayerKey: TypeAlias = tuple[str, int]
+"""A layer's branch and index."""
+
+
+class ReceivedLayer:
+    """Layer `index` of the cache `branch` of a bundle ("kv" for a single cache) that arrived."""
+
+    def __init__(self, stream: ReceivedStream, manifest: Manifest, branch: str, index: int):
+        self.branch, self.index = branch, index
+        self._stream, self._manifest = stream, manifest
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """K and V `[tokens, kv_heads, head_dim]`, or one latent: readonly views."""
+        # No cached_property: before Python 3.12 all objects share its lock, and a child that was
+        # forked while a thread held it would wait for ever.
+        if self._tensors is None:
+            region, manifest = self._stream.delivery.open_region(), self._manifest
+            self._tensors = tuple(tensor_views(region, manifest.tensors, manifest.header_nbytes))
+        return self._tensors
+
+    @property
+    def key(self) -> torch.Tensor:
+        """K; in layout "ND" the latent."""
+        return self.tensors[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """V; in layout "ND" there is none, and this is an IndexError."""
+        return self.tensors[1]
+
+    def scatter(self, *targets: TensorView) -> None:
+        """Copy K and V out into the caller's tensors or paged tensors; see `Received.scatter`."""
+        self._stream.scatter(self._manifest, targets)
+
+    def begin_scatter(
+        self, *targets: TensorView, rows: range | None = None, after: StreamEvents | None = None
+    ) -> StreamEvents:
+        """Start what `scatter` does, and return before a device has written its tensors.
+
+        Digests are checked, and tensors of the host written, on return. Those of a device are
+        written behind the calling thread's current stream, or behind `after`, which
+        `KVConsumer.record` returned for them. Keep the result until the end of these copies, which
+        it is: `wait` for it, or let the streams that use the tensors wait (`make_streams_wait`).
+
+        With `rows`, only these tokens are copied; the digests of all are checked.
+        """
+        return self._stream.begin_scatter(self._manifest, targets, rows, after)
+
+    def __repr__(self) -> str:
+        return f"<ReceivedLayer {self.index} of {self.branch!r}>"
+
+
+class ReceivedStream:
+    """A cache whose layers can be used as they arrive; iterate over it, or wait for one.
+
+    A context manager; without the block, the payload is released with the last view. `manifest`
+    has digests once the payload is whole; `ledger` is what the receipt of it cost on this side.
+    """
+
+    WHOLE: ClassVar[str] = "its commit"
+
+    def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
+        self.delivery, self.ledger = delivery, Ledger()
+        self._copier, self.timeout = copier, check_timeout(timeout)
+        self.ledger.seconds["wait"] = time.perf_counter() - started
+        try:
+            self.manifest = delivery.open_manifest(delivery.open_region())
+        except Exception as error:
+            delivery.reject(str(error) or repr(error), at_once=True)
+            raise
+        except BaseException:  # an interrupt: another get can have it
+            delivery.release_unread()
+            raise
+        self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
+        self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
+        layers = self.manifest.layers()
+        self._layers = {(branch.name, layer): tensors for branch, layer, tensors in layers}
+
+    def __len__(self) -> int:
+        """Layers of all branches together."""
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[ReceivedLayer]:
+        """The layers in the order of the wire; waits up to the stream's timeout for each."""
+        for branch, layer in self._layers:
+            yield self.wait_for_layer(layer, branch=branch)
+
+    def wait_for_layer(
+        self, layer: int, *, branch: str = "", timeout: float | None = None
+    ) -> ReceivedLayer:
+        """Wait for one layer, by its index from 0; in any order, as often as you like.
+
+        `branch`, a cache of a bundle, may be left out of a single cache; `timeout` (seconds) is
+        that of the stream if None.
+
+        Raises:
+            TransferFailed: the producer failed before the payload was whole.
+            TransferTimeout: the layer was not written in time.
+            PeerLostError: the producer died, or closed the link.
+            WireError: what was announced is not what the plan says.
+            SchemaError: there is no such layer.
+        """
+        key = self.find(layer, branch)
+        self._wait(self.when(key), self.name(key), timeout)
+        return self.open_layer(key)
+
+    def wait(self, *, timeout: float | None = None) -> Payload:
+        """Wait as `wait_for_layer` does, but for the commit; the data that `get` gives."""
+        self._wait(self.whole(), self.WHOLE, timeout)
+        progress = self.delivery.progress
+        if progress is not None:  # all tensors must have been announced; take their digests over
+            everything = range(len(self.manifest.tensors))
+            self.check(progress.when(everything), self.WHOLE, 0.0)
+            self.manifest = self._with_digests(self.manifest, everything)
+        return open_payload(self.manifest, self.delivery.open_region())
+
+    def release(self) -> None:
+        """Release the payload; tensors that are kept elsewhere keep its memory."""
+        self.delivery.release()
+
+    def __enter__(self) -> ReceivedStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    # For event loops: find a layer, wait for its future, check the future, open the layer.
+
+    def find(self, layer: int, branch: str) -> LayerKey:
+        """The key of a layer; SchemaError if there is none."""
+        if not branch and self.manifest.bundle:
+            raise SchemaError("which branch of the bundle? wait_for_layer(…, branch=name)")
+        key = (branch or self.manifest.branches[0].name, layer)
+        if key not in self._layers:
+            raise SchemaError(f"payload {self.delivery.key!r} has no layer {layer} of {key[0]!r}")
+        return key
+
+    def name(self, key: LayerKey) -> str:
+        """A layer's name in error texts."""
+        return f"layer {key[1]} of branch {key[0]!r}"
+
+    def names(self) -> list[LayerKey]:
+        """Branch and index of every layer, in the order of the wire."""
+        return list(self._layers)
+
+    def when(self, key: LayerKey) -> Future[None]:
+        """A future that ends with the layer, or with the error."""
+        self.delivery.check_process()
+        progress = self.delivery.progress
+        return _done() if progress is None else progress.when(self._layers[key])
+
+    def whole(self) -> Future[None]:
+        """A future that ends with the commit, or with the error."""
+        self.delivery.check_process()
+        progress = self.delivery.progress
+        return _done() if progress is None else progress.whole
+
+    def open_layer(self, key: LayerKey) -> ReceivedLayer:
+        """A layer whose future has ended well."""
+        tensors = self._layers[key]
+        manifest = self._with_digests(self.manifest.part(tensors), tensors)
+        return ReceivedLayer(self, manifest, *key)
+
+    def check(self, future: Future[None], what: str, waited: float) -> None:
+        """Raise the error that a future ended with, or TransferTimeout if it did not end."""
+        if not future.done():
+            raise TransferTimeout(
+                f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
+                key=self.delivery.key,
+                waited=waited,
+                phase=f"announced; the producer is still writing {what}",
+            )
+        error = future.exception()
+        if isinstance(error, KVLinkError):
+            raise self._copy_of(error, what)
+
+    def cancel_wait(self, future: Future[None]) -> None:
+        """Cancel a wait for this future; it may be ended already."""
+        if self.delivery.progress is not None:
+            self.delivery.progress.cancel(future)
+
+    def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
+        """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
+        scatter_delivery(
+            self._copier,
+            self.delivery,
+            self.ledger,
+            lambda region: self._copier.scatter(manifest, region, targets),
+        )
+
+    def begin_scatter(
+        self,
+        manifest: Manifest,
+        targets: Sequence[TensorView],
+        rows: range | None,
+        after: StreamEvents | None,
+    ) -> StreamEvents:
+        """Start to copy the tensors of one layer out; see `ReceivedLayer.begin_scatter`."""
+        copier = self._copier
+
+        def begin(region: Region) -> StreamEvents:
+            part = manifest
+            if rows is not None:
+                copier.verify(manifest, region)
+                part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
+            return copier.begin_scatter(part, region, targets, after=after)
+
+        return scatter_delivery(copier, self.delivery, self.ledger, begin)
+
+    def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
+        """A new error of the same type: the future's own keeps this stream by its traceback."""
+        text = f"{error}; {what} was awaited"
+        if isinstance(error, WireError):
+            self.delivery.reject(text)
+        if isinstance(error, TransferFailed):
+            return TransferFailed(text, key=self.delivery.key, reason=error.reason)
+        return type(error)(text)
+
+    def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
+        started = time.perf_counter()
+        try:
+            future.exception(seconds)
+        except FutureTimeout:
+            pass  # `check` raises
+        finally:
+            self.cancel_wait(future)
+        self.check(future, what, seconds)
+        spent = self.ledger.seconds.get("layers", 0.0)
+        self.ledger.seconds["layers"] = spent + time.perf_counter() - started
+
+    def _with_digests(self, manifest: Manifest, tensors: range) -> Manifest:
+        """The announced digests, each as long as the plan says."""
+        progress: Progress | None = self.delivery.progress
+        if progress is None:
+            return manifest
+        digests = [progress.digest(tensor).hex() for tensor in tensors]
+        for digest, spec in zip(digests, manifest.tensors, strict=True):
+            if len(digest) != len(spec.digest):
+                self.delivery.reject(f"{spec.where()}: a digest of another length")
+                raise WireError(f"{spec.where()}: a digest of another length was announced")
+        return manifest.with_digests(digests)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
