@@ -102,10 +102,15 @@ def streams() -> None:
 def growing() -> None:
     """`growing`: the CPU of each side, all threads, for one chunk."""
     rows = []
-    for name, pace in (("growing", 50), ("growing-10", 10)):
+    paces = {
+        "growing": "asked for 50/s each",
+        "growing-10": "asked for 10/s each",
+        "growing-steps": "64 in one chunk, 50/s",
+    }
+    for name, pace in paces.items():
         found = read(AMD, name)["results"]["cpu_us_per_chunk"]
         rows += [
-            BarRow(f"{kind}, {side}, asked for {pace}/s each", cost, cost, cost, color)
+            BarRow(f"{kind}, {side}, {pace}", cost, cost, cost, color)
             for kind, color in (("link", OURS), ("pipe", OTHER))
             for side, cost in found[kind].items()
         ]
