@@ -128,6 +128,8 @@ def test_a_worker_that_dies_ends_all_batches(stage: EngineUnderTest) -> None:
     for future in futures:
         with pytest.raises(EngineDeadError):
             future.result(WAIT).result()
+    for name in ("first", "second"):  # their KV would wait for another reader, for a minute
+        stage.producer.abort(name)
     stage.engine.restart()
     again = submit(stage, "c", seed=1)
     assert torch.equal(again.result(WAIT).result()[0], alone(seed=1))
