@@ -48,7 +48,7 @@ class RequestSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     failed: Annotated[dict[Name, Reason], msgspec.Meta(max_length=MAX_REQUESTS)] = {}
 
     def difference(self, shapes: Sequence[Sequence[int]]) -> str:
-        """Why tensors of these shapes are not those of the requests, in words; "" if they are."""
+        """How these shapes of tensors contradict the sizes, in words; "" if they do not."""
         if not shapes:
             return "there are no tensors"
         total = sum(self.sizes)

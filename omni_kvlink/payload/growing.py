@@ -17,6 +17,7 @@ import torch
 
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.chunk_requests import read_sizes
+from omni_kvlink.payload.digests import ChunkDigest, compare
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 from omni_kvlink.payload.views import check_view, tensor_views
 
@@ -266,11 +267,20 @@ def _chunk_specs(manifest: Manifest) -> tuple[TensorSpec, ...]:
 
 
 def _read_requests(manifest: Manifest, region: Region, tree: Mapping[str, Any]) -> RequestSizes:
-    """The requests of a chunk; WireError if they are not those of its tensors."""
+    """The requests of a chunk; WireError if they are not those of its tensors.
+
+    IntegrityError if they have a digest and it is another one. Whether tensors are checked is the
+    reader's choice; these say whose the tensors are, and are checked as a header is.
+    """
     spec = manifest.tensors[-2]
     if tree["requests"] != 0 or (spec.dtype, len(spec.shape)) != ("U8", 1):
         raise WireError(f"payload {manifest.request_id!r}: requests are no bytes")
-    found = read_sizes(_read(manifest, region, spec))
+    packed = _read(manifest, region, spec)
+    if spec.digest:
+        digest = ChunkDigest(memoryview(packed))
+        digest.advance(len(packed))
+        compare(spec, digest.values())
+    found = read_sizes(packed)
     if wrong := found.difference([each.shape for each in _chunk_specs(manifest)]):
         raise WireError(f"the requests of a chunk: {wrong}")
     return found

@@ -209,7 +209,7 @@ def hashes(requests: Mapping[str, Tensors]) -> list[tuple[str, str]]:
 
 
 def taken_apart(tensors: Tensors, requests: Mapping[str, int]) -> dict[str, Tensors]:
-    """The rows of each request."""
+    """Split the tensors of a chunk into those of each request."""
     parts, start = dict[str, Tensors](), 0
     tokens, others = tensors["more"]
     for key, size in requests.items():
@@ -464,6 +464,18 @@ def check_a_damaged_chunk_is_found(rig: Rig) -> None:
         expect(IntegrityError, stream.receive, mentions=("data/more/0",))
         del first
     until_failed(out, "data/more/0")
+
+
+def check_damaged_requests_are_found(rig: Rig) -> None:
+    """Whose a chunk's tensors are is checked also by a reader that does not check the tensors."""
+    copier = TamperingCopier()
+    producer, here = rig.serve(copier=copier), rig.connect_here()
+    out = producer.open_stream("g", chunk(0))
+    copier.tamper = partial(flip_bit, "tensors/requests", 4)  # "a" becomes "q"
+    out.append_requests({"a": 3, "b": 2}, chunk(0, 5), timeout=60)
+    with here.read_stream("g", timeout=60) as stream:
+        expect(IntegrityError, stream.receive, mentions=("requests",))
+    until_failed(out, "requests")
 
 
 def check_chunks_that_are_missing_or_swapped_are_found(rig: Rig) -> None:
