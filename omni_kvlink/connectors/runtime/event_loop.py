@@ -26,6 +26,8 @@ Handler = Callable[[int], None]
 """Called with the events (`READ | WRITE`) that happened."""
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+EDGE = select.EPOLLET
+"""Beside them for `watch`: call the handler once when they begin, not as long as they last."""
 
 _AT_EXIT = 0.5
 """Seconds that an exiting process gives each loop for pending calls, such as releases."""

@@ -45,7 +45,13 @@ from omni_kvlink.connectors.runtime.consumer import (
     check_hello,
     closed_here,
 )
-from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, EventLoop, readable_pidfd
+from omni_kvlink.connectors.runtime.event_loop import (
+    EDGE,
+    READ,
+    WRITE,
+    EventLoop,
+    readable_pidfd,
+)
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
 from omni_kvlink.connectors.runtime.wakeup import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
@@ -708,9 +714,11 @@ class ShmSession(MappedSession):
     def _stop_leading(self) -> None:
         if self._leader == threading.get_ident():
             self._leader = 0
-            self._watch_channel()
-        with contextlib.suppress(RuntimeError):  # another thread receives
+        try:
             self._receiving.release()
+        except RuntimeError:  # another thread receives
+            return
+        self._watch_channel()  # after the release: what is here wakes the loop once
 
     def _greet(self, deadline: float, cancelled: int) -> Hello:
         """Send Hello and return the producer's."""
@@ -779,12 +787,16 @@ class ShmSession(MappedSession):
             self._watch_channel()
 
     def _watch_channel(self) -> None:
-        """Have the loop wait for what it handles now; any thread, after each change of that."""
+        """Have the loop wait for what it handles now; any thread, after each change of that.
+
+        It is woken once for what is there, and again when more comes: woken as long as anything is
+        there, it would spin, and hold up the thread that is about to receive that.
+        """
         with self._watching:
             reads = 0 if self._leader else self._reads
             events = 0 if self._has_ended else reads | (WRITE if self._channel.has_backlog else 0)
             if events:
-                self._loop.watch(self._channel, events, self._on_events)
+                self._loop.watch(self._channel, events | EDGE, self._on_events)
             else:
                 self._loop.unwatch(self._channel)
 

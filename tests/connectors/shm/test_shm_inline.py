@@ -22,6 +22,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.connectors.protocol.messages import INLINE, Get, Message, Offer, Release
 from omni_kvlink.connectors.shm.transport import ShmSession
+from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 
 if TYPE_CHECKING:
@@ -261,6 +262,33 @@ def test_the_producer_closes_while_gets_receive(sockets: str) -> None:
                 producer.close()
                 for each in got:
                     assert type(each.exception(60)).__name__ in ("PeerLostError", "ClosedError")
+
+
+def test_the_loop_sleeps_while_it_may_not_receive(
+    producer: KVProducer, consumer: KVConsumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is woken once for a message that another thread is about to receive."""
+    session, woken = session_of(consumer), list[int]()
+    on_events = session._on_events
+
+    def watched(events: int) -> None:
+        woken.append(events)
+        on_events(events)
+
+    monkeypatch.setattr(session, "_on_events", watched)
+    pending = begin_get(consumer, "k", timeout=60)
+    until_requested(producer, 1)
+    with session._receiving:
+        session._watch_channel()
+        producer.put(data())
+        until(lambda: woken, "the loop is woken")
+        for _ in range(20):  # the loop goes round with each
+            has_run = threading.Event()
+            session._loop.call(has_run.set)
+            assert has_run.wait(60)
+        assert len(woken) == 1
+    session._watch_channel()  # as a thread does that receives no more
+    pending.wait(timeout=60).release()
 
 
 def test_a_get_of_large_payloads_receives_too(
