@@ -111,7 +111,8 @@ def joined(parts: list[bytes]) -> bytes:
 
 def feed_consumer(data: bytes) -> None:
     """The consumer's table, which has two gets and a stream, is sent messages."""
-    table = GetTable(*[lambda message: None] * 3)
+    ignore: Callable[[object], None] = lambda message: None  # noqa: E731
+    table = GetTable(ignore, ignore, ignore)
     states = [table.request("k"), table.request("k2", streamed=True)]
     for part in split(data):
         with contextlib.suppress(WireError):

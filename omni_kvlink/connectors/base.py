@@ -166,18 +166,32 @@ class Producer(Connector):
     def publish_inline(
         self,
         key: str,
-        payload: Region,
+        payload: bytes,
         *,
         readers: int,
         ttl: float,
         ledger: Ledger,
         stream: Lease | None = None,
     ) -> Receipt | None:
-        """Publish a payload of at most `inline_limit` bytes, which becomes the connector's.
+        """Publish a payload of at most `inline_limit` bytes.
 
         With `stream` it is the next chunk of the stream that `begin_chunks` has begun. It is sent
         inside the message that offers it. None if the quota has no room now: `reserve`
         memory, which waits. DuplicateKeyError if a live payload has this key.
+        """
+        raise KVLinkError("this end of the link has no payloads inside its messages")
+
+    def publish_inline_many(
+        self,
+        payloads: Sequence[tuple[str, bytes]],
+        *,
+        readers: int,
+        ttl: float,
+        ledgers: Sequence[Ledger],
+    ) -> list[Receipt] | None:
+        """Publish several such payloads, each a key and its bytes: all, or on an error none.
+
+        An interrupt may leave some. None as for `publish_inline`.
         """
         raise KVLinkError("this end of the link has no payloads inside its messages")
 
@@ -197,16 +211,14 @@ class Producer(Connector):
         """
 
     def reserve_many(
-        self, payloads: Sequence[tuple[str, int, bool]], *, timeout: float, into: list[Lease]
+        self, payloads: Sequence[tuple[str, int]], *, timeout: float, into: list[Lease]
     ) -> None:
-        """Add memory for each of several payloads to `into`.
+        """Add memory for each of several payloads, a key and a number of bytes, to `into`.
 
-        A payload is its key, its bytes, and whether its tensors lie on the host: those may travel
-        inside the message that offers them. Errors are those of `reserve`; the caller releases what
-        `into` has then.
+        Errors are those of `reserve`; the caller releases what `into` has then.
         """
         deadline = time.monotonic() + timeout
-        for key, nbytes, _ in payloads:
+        for key, nbytes in payloads:
             left = max(0.0, deadline - time.monotonic())
             into.append(self.reserve(key, nbytes, timeout=left))
 

@@ -14,6 +14,7 @@ import torch
 
 from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams
@@ -22,7 +23,7 @@ from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.put_stream import PutStream
-from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.memory.region import Lease, Region, Scratch
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
+SAME_ID = "two of the payloads have the same request id"
 STEP = 8 << 20
 """Bytes of tensors that are copied before the first announcement to a waiting remote reader."""
 
@@ -146,6 +148,9 @@ class KVProducer(LinkEnd):
         """
         limit = check_timeout(timeout)
         _check_delivery(readers, ttl)
+        receipts = self._put_inline_many(payloads, readers, ttl, digests)
+        if receipts is not None:
+            return receipts
         puts = list[PutOperation]()
         for data in payloads:
             ledger, before = self._ledger(digests), time.perf_counter()
@@ -155,7 +160,7 @@ class KVProducer(LinkEnd):
         views = [data.tensors() for data in payloads]
         leases: list[Lease] = []
         try:
-            in_order = self._reserve_many(puts, views, limit, leases)
+            in_order = self._reserve_many(puts, limit, leases)
             for put, lease, tensors in zip(puts, in_order, views, strict=True):
                 put.fill(lease, tensors)
             ledgers = [put.ledger for put in puts]
@@ -163,6 +168,34 @@ class KVProducer(LinkEnd):
         finally:
             for lease in leases:  # spent, unless there was an error
                 lease.release()
+
+    def _put_inline_many(
+        self, payloads: Sequence[Payload], readers: int, ttl: float, digests: bool | None
+    ) -> list[Receipt] | None:
+        """Put payloads that all travel inside their offers; None if they cannot.
+
+        What a payload needs until it is packed is freed before the next: so many objects at once
+        would have the garbage collector look at all others again and again.
+        """
+        limit = self._end.inline_limit
+        if not limit:
+            return None
+        packed, ledgers = dict[str, bytes](), list[Ledger]()
+        for data in payloads:
+            ledger, started = self._ledger(digests), time.perf_counter()
+            plan, views = self._plan(data, ledger), data.tensors()
+            ledger.seconds["plan"] = time.perf_counter() - started
+            key = plan.request_id
+            is_large = plan.nbytes > limit or key in self._allocations
+            if is_large or any(map(is_on_device, views)):
+                return None
+            if key in packed:
+                raise DuplicateKeyError(SAME_ID)
+            _, packed[key] = pack_inline(plan, self._copier, ledger, views)
+            ledgers.append(ledger)
+        return self._end.publish_inline_many(
+            list(packed.items()), readers=readers, ttl=ttl, ledgers=ledgers
+        )
 
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
         """Reserve memory of the link that an engine writes its tensors to.
@@ -317,7 +350,6 @@ class KVProducer(LinkEnd):
     def _reserve_many(
         self,
         puts: Sequence[PutOperation],
-        views: Sequence[Sequence[TensorView]],
         timeout: float,
         into: list[Lease],
     ) -> list[Lease]:
@@ -327,16 +359,16 @@ class KVProducer(LinkEnd):
         """
         plans = [put.plan for put in puts]
         if len({plan.request_id for plan in plans}) < len(plans):
-            raise DuplicateKeyError("two of the payloads have the same request id")
+            raise DuplicateKeyError(SAME_ID)
         new = [
-            (plan.request_id, plan.nbytes, not any(map(is_on_device, tensors)))
-            for plan, tensors in zip(plans, views, strict=True)
+            (plan.request_id, plan.nbytes)
+            for plan in plans
             if plan.request_id not in self._allocations
         ]
         self._end.reserve_many(new, timeout=timeout, into=into)
         if len(into) == len(plans):
             return into
-        found = {key: lease for (key, _, _), lease in zip(new, into, strict=True)}
+        found = {key: lease for (key, _), lease in zip(new, into, strict=True)}
         for put, plan in zip(puts, plans, strict=True):
             if plan.request_id not in found:
                 put.is_allocated = True
@@ -416,34 +448,17 @@ class PutOperation:
         plan, ledger = self.plan, self.ledger
         if any(map(is_on_device, views)):
             return None
-        # Timed without `phase`, which costs a payload this small more than the copy.
-        seconds, clock = ledger.seconds, time.perf_counter
-        started = clock()
-        region = Region.private(plan.nbytes)
-        if fault_points.enabled:
-            fault_points.point("put.reserved")
-        reserved = clock()
-        seconds["reserve"] = reserved - started
-        digests = self.copier.gather(views, plan, region)
-        ledger.copies = int(plan.nbytes > plan.header_nbytes)
-        if fault_points.enabled:
-            fault_points.point("put.copied")
-        copied = clock()
-        seconds["copy"] = copied - reserved
-        self.header = plan.encode(digests)
-        region.write(0, self.header)
-        if fault_points.enabled:
-            fault_points.point("put.encoded")
-        ledger.nbytes = plan.nbytes
+        self.header, payload = pack_inline(plan, self.copier, ledger, views)
+        started = time.perf_counter()
         receipt = self.producer.publish_inline(
             plan.request_id,
-            region,
+            payload,
             readers=self.readers,
             ttl=self.ttl,
             ledger=ledger,
             stream=self.stream,
         )
-        seconds["publish"] = clock() - copied
+        ledger.seconds["publish"] += time.perf_counter() - started
         return receipt
 
     def put_chunk(
@@ -620,6 +635,33 @@ def steps(plan: Manifest) -> Iterator[range]:
             step, first, nbytes = 2 * step, number + 1, 0
     if first < len(plan.tensors):
         yield range(first, len(plan.tensors))
+
+
+def pack_inline(
+    plan: Manifest, copier: Copier, ledger: Ledger, views: Sequence[TensorView]
+) -> tuple[bytes, bytes]:
+    """Copy a small payload's tensors; return its header, and all of it."""
+    # Timed without `phase`, which costs a payload this small more than the copy.
+    seconds, clock = ledger.seconds, time.perf_counter
+    started = clock()
+    scratch = Scratch.take(plan.nbytes, INLINE)
+    if fault_points.enabled:
+        fault_points.point("put.reserved")
+    reserved = clock()
+    seconds["reserve"] = reserved - started
+    digests = copier.gather(views, plan, scratch.region)
+    ledger.copies = int(plan.nbytes > plan.header_nbytes)
+    if fault_points.enabled:
+        fault_points.point("put.copied")
+    copied = clock()
+    seconds["copy"] = copied - reserved
+    header = plan.encode(digests)
+    payload = scratch.give_back(header, plan.nbytes)
+    if fault_points.enabled:
+        fault_points.point("put.encoded")
+    ledger.nbytes = plan.nbytes
+    seconds["publish"] = clock() - copied
+    return header, payload
 
 
 def gather_into(

@@ -12,7 +12,7 @@ from omni_kvlink.errors import CapacityError, ClosedError
 from omni_kvlink.memory.region import check_available
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Mapping, Region
 
@@ -194,6 +194,24 @@ class ArenaPool:
             self._outside += nbytes
             self._shares += 1
         return QuotaShare(self, nbytes)
+
+    def share_all(self, sizes: Sequence[int], into: list[QuotaShare]) -> bool:
+        """Add a share for each of these numbers of bytes to `into`; False if there is no room.
+
+        Else as `share`. After an error, or an interrupt, the caller releases those that are there.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the arena pool is closed")
+            if self._mapped + sum(sizes) > self.quota:
+                return False
+            for nbytes in sizes:
+                share = QuotaShare(self, 0)
+                into.append(share)
+                taken = nbytes, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
+                # In one line: an interrupt comes before it or after it.
+                share._nbytes, self._mapped, self._outside, self._shares = taken
+        return True
 
     def free(self, block: Block) -> None:
         """Free a block and wake the threads that wait for memory."""

@@ -17,9 +17,10 @@ import functools
 import mmap
 import os
 import weakref
+from collections import deque
 from errno import EINVAL
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -157,6 +158,35 @@ class Region:
         if not isinstance(self.owner, DeviceMemory):
             raise ValueError(f"memory of {self.device} that is not this library's")
         return self.owner
+
+
+class Scratch:
+    """Memory in which a small payload is put together, before it is kept as `bytes`; used again."""
+
+    _spare: ClassVar[deque[Scratch]] = deque(maxlen=8)
+
+    def __init__(self, nbytes: int):
+        self.region = Region.private(nbytes)
+        self._view = self.region.view()
+
+    @classmethod
+    def take(cls, nbytes: int, capacity: int) -> Scratch:
+        """Return memory that begins with `nbytes` zeros; it has `capacity` bytes if it is new."""
+        try:
+            scratch = cls._spare.pop()
+        except IndexError:
+            scratch = cls(capacity)
+        if scratch.region.nbytes < nbytes:
+            return cls(nbytes)
+        scratch._view[:nbytes] = bytes(nbytes)
+        return scratch
+
+    def give_back(self, header: bytes, nbytes: int) -> bytes:
+        """Write the header; return the first `nbytes`. The memory is used again from now on."""
+        self._view[: len(header)] = header
+        payload = bytes(self._view[:nbytes])
+        self._spare.append(self)
+        return payload
 
 
 @functools.lru_cache(maxsize=256)

@@ -63,7 +63,7 @@ def pair(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
 def is_in_finalizer(frame: FrameType | None) -> bool:
     """Whether Python would ignore an exception, as it does in every finalizer."""
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_release_last", "_report"):
+        if frame.f_code.co_name in ("__del__", "_release_last", "end_lease"):
             return True
         frame = frame.f_back
     return False

@@ -165,6 +165,8 @@ class FarProducer(Producer):
     def _piece(self, transfer: Transfer, start: int, stop: int) -> bytes:
         if transfer.direct is not None:
             return transfer.direct.find(start, stop).read()
+        if transfer.inline:
+            return transfer.inline[start:stop]
         piece = bytes(self._memory(transfer)[start:stop])
         assert len(piece) == stop - start, "more was requested than there is"
         return piece
@@ -185,6 +187,15 @@ class FarProducer(Producer):
         content = tensor_of(transfer.key, transfer.epoch, layer)
         self._memory(transfer)[start : start + ROW] = content
 
+    def _inline_payload(self, key: str, epoch: int) -> bytes:
+        plan, payload = PLANS[key], bytearray(self.inline_nbytes)
+        header = plan.encode()
+        payload[: len(header)] = header
+        for layer, spec in enumerate(plan.tensors):
+            start = plan.header_nbytes + spec.start
+            payload[start : start + ROW] = tensor_of(key, epoch, layer)
+        return bytes(payload)
+
     def _write_header(self, transfer: Transfer) -> None:
         header = PLANS[transfer.key].encode()
         self._memory(transfer)[: len(header)] = header
@@ -201,9 +212,7 @@ class FarProducer(Producer):
             self.bytes[transfer.block][:] = b"\xdd" * BLOCK
         super()._free(transfer)
 
-    def _memory(self, transfer: Transfer) -> bytearray | memoryview:
-        if transfer.inline:
-            return transfer.inline
+    def _memory(self, transfer: Transfer) -> bytearray:
         assert isinstance(transfer.block, int)
         return self.bytes[transfer.block]
 

@@ -67,7 +67,7 @@ class GrowingWriter:
     def _append_inline(self) -> bool:
         """Append a chunk that travels in its offers, unless the quota has no room."""
         producer, number = self._producer, self._growing.stop
-        payload = memoryview(bytearray(producer.chunk_payload(self._head, number)))
+        payload = producer.chunk_payload(self._head, number)
         chunk = producer.publish_inline(self._head.key, payload, 1, float("inf"), self._head)
         if chunk is not None:
             self._add(chunk, number)

@@ -13,7 +13,6 @@ from world import Clock, Memory, Wire
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
 from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
-    NOTHING,
     Abort,
     Cancel,
     Get,
@@ -24,16 +23,16 @@ from omni_kvlink.connectors.protocol.messages import (
     Reject,
     Release,
 )
-from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime.consumer import MappedGet
 from omni_kvlink.memory.arena import ArenaPool, QuotaShare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.memory.region import Mapping
 
 T = TypeVar("T")
@@ -89,8 +88,7 @@ class Producer:
         """Put a payload that travels in its offers, with memory if the quota has no room."""
         if not self.alive:
             return
-        payload = memoryview(bytearray(self.inline_nbytes))
-        self._fill(Transfer(key, self.transfers._epoch + 1, inline=payload))
+        payload = self._inline_payload(key, self.transfers._epoch + 1)
         try:
             if not self.publish_inline(key, payload, readers, self.clock.now + ttl):
                 self.put(key, readers, ttl)
@@ -100,13 +98,13 @@ class Producer:
     def publish_inline(
         self,
         key: str,
-        payload: memoryview,
+        payload: bytes,
         readers: int,
         expires: float,
         stream: Transfer | None = None,
     ) -> Transfer | None:
         """Do what `PooledProducer.publish_inline` does; None if the quota has no room."""
-        share = self.quota.share(payload.nbytes)
+        share = self.quota.share(len(payload))
         if share is None:
             return None
         try:
@@ -122,22 +120,39 @@ class Producer:
     def put_many(self, keys: Sequence[str], readers: int, ttl: float) -> None:
         """Write several payloads for a while, then commit all of them, or none."""
         transfers: list[Transfer] = []
-        if not self.alive:
+        is_small = self.clock.chance.random() < 0.3
+        if not self.alive or (is_small and self._put_all(keys, readers, ttl)):
             return
         try:
             self.transfers.reserve_all(keys, transfers)
         except DuplicateKeyError:
             return
         for transfer in transfers:
-            if self.clock.chance.random() < 0.3:
-                transfer.block = self.quota.share(self.inline_nbytes)
-            if transfer.block is None:
-                self._allocate(transfer)
-            else:
-                transfer.inline = memoryview(bytearray(self.inline_nbytes))
-                self.inline_epochs.add(transfer.epoch)
-                self.reserved.append(transfer)
+            self._allocate(transfer)
         self.clock.soon(partial(self._write_all, transfers, readers, ttl), 0.3)
+
+    def _put_all(self, keys: Sequence[str], readers: int, ttl: float) -> bool:
+        """Put several that travel in their offers; False if the quota has no room for all."""
+        payloads = [
+            (key, self._inline_payload(key, epoch))
+            for epoch, key in enumerate(keys, self.transfers._epoch + 1)
+        ]
+        shares: list[QuotaShare] = []
+        if not self.quota.share_all([len(payload) for _, payload in payloads], shares):
+            return False
+        try:
+            put = self.transfers.put_all(payloads, shares, readers, self.clock.now + ttl)
+        except DuplicateKeyError:
+            for share in shares:
+                share.release()
+            return True
+        self.inline_epochs |= {transfer.epoch for transfer in put}
+        self.reserved += put
+        return True
+
+    def _inline_payload(self, key: str, epoch: int) -> bytes:
+        """A payload that travels in its offers."""
+        return inline_payload(key, epoch)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
         """Write and announce layer by layer; fail amid the stream now and then."""
@@ -266,23 +281,19 @@ class Producer:
             self.transfers.abort(transfer)
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
-        if transfer.inline:
-            transfer.inline[:] = inline_payload(transfer.key, transfer.epoch)
-            return
         assert isinstance(transfer.block, int)
         self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
 
     def _location(self, transfer: Transfer) -> Location:
         if transfer.inline:
-            return Location(0, 0, transfer.inline.nbytes)
+            return Location(0, 0, len(transfer.inline))
         assert isinstance(transfer.block, int)
         return Location(transfer.block, 0, LAYERS)
 
     def _free(self, transfer: Transfer) -> None:
         block, transfer.block = transfer.block, None
         if isinstance(block, QuotaShare):
-            transfer.inline[:] = bytes(transfer.inline.nbytes)
-            transfer.inline = NOTHING
+            transfer.inline = b""
             block.release()
         elif isinstance(block, int):
             self.clock.record(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
@@ -328,10 +339,6 @@ class Connection:
 
     def receive_until(self, future: Future[Offer], deadline: float) -> None:
         """What arrives is handled by the wire alone."""
-
-    def coalesce(self, act: Callable[[], T]) -> T:
-        """Each message is a message of its own."""
-        return act()
 
     def _end(self) -> None:
         self.is_ended = True
@@ -504,7 +511,7 @@ class WaitingGet:
             else:
                 self._release_inline(self._delivery, reported)
         elif self._delivery is not None:
-            self._delivery._finalizer.detach()  # a dead process releases nothing
+            self._delivery._span.detach()  # a dead process releases nothing
         self._delivery = None
         self._finish(outcome)
 

@@ -10,7 +10,7 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -49,6 +49,30 @@ MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
 
 
+_making = threading.Lock()
+
+
+def _renew_making() -> None:
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_making)  # a thread of the parent may have held it
+
+
+def list_of(owner: object, name: str) -> list[Any]:
+    """Return the list that is this attribute of `owner`, made now if it is None; any thread.
+
+    An object that makes its lists when they are needed costs the garbage collector less.
+    """
+    with _making:
+        found: list[Any] | None = getattr(owner, name)
+        if found is None:
+            found = []
+            setattr(owner, name, found)
+        return found
+
+
 class LazyEvent:
     """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
 
@@ -56,7 +80,7 @@ class LazyEvent:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._waiting: list[threading.Lock] = []
+        self._waiting: list[threading.Lock] | None = None
 
     def is_set(self) -> bool:
         """Whether it is set."""
@@ -79,11 +103,12 @@ class LazyEvent:
             return True
         lock = threading.Lock()
         lock.acquire()
-        self._waiting.append(lock)
+        waiting = list_of(self, "_waiting")
+        waiting.append(lock)
         if not self._is_set:  # `set` may have come before the lock was there to be released
             lock.acquire(timeout=timeout)
         with suppress(ValueError):
-            self._waiting.remove(lock)
+            waiting.remove(lock)
         return self._is_set
 
 
@@ -98,8 +123,8 @@ class Answer(LazyEvent, Generic[T]):
     _result: T
 
     def __init__(self) -> None:
-        self._is_set, self._waiting = False, []
-        self._callbacks: list[Callable[[Answer[T]], None]] = []
+        self._is_set, self._waiting = False, None
+        self._callbacks: list[Callable[[Answer[T]], None]] | None = None
         self.error: Exception | None = None
 
     def set_result(self, result: T) -> None:
@@ -123,7 +148,7 @@ class Answer(LazyEvent, Generic[T]):
 
     def add_done_callback(self, callback: Callable[[Answer[T]], None]) -> None:
         """Call this once with this object when it is set, at once or later, in any thread."""
-        self._callbacks.append(callback)
+        list_of(self, "_callbacks").append(callback)
         if self._is_set:
             self._call_back()
 
@@ -140,7 +165,7 @@ class Answer(LazyEvent, Generic[T]):
             self._call_back()
 
     def _call_back(self) -> None:
-        while True:
+        while self._callbacks:
             try:
                 callback = self._callbacks.pop(0)
             except IndexError:  # all were called, perhaps by another thread
@@ -171,12 +196,86 @@ def send_separately(act: Callable[[], T]) -> T:
     return act()
 
 
+class DeliveryLease(Protocol):
+    """The lease of an offered payload, which its `Delivery` ends."""
+
+    def release(self, outcome: Outcome, reason: str) -> None:
+        """End it; called once, in any thread. It must neither block nor take a lock."""
+
+    def reject(self, reason: str) -> None:
+        """Tell the producer that the payload is bad, while views of it are in use; not to block."""
+
+    def coalesce(self, act: Callable[[], T]) -> T:
+        """Call `act` and return its result; what it releases and requests may be sent in one."""
+
+
+class GetLease:
+    """The lease that a get of a table has."""
+
+    __slots__ = ("_get_table", "epoch", "get_id")
+
+    def __init__(self, get_table: GetTable, get_id: int, epoch: int):
+        self._get_table, self.get_id, self.epoch = get_table, get_id, epoch
+
+    def release(self, outcome: Outcome, reason: str) -> None:
+        """See `DeliveryLease.release`."""
+        self._get_table.release(self.get_id, self.epoch, outcome, reason)
+
+    def reject(self, reason: str) -> None:
+        """See `DeliveryLease.reject`."""
+        self._get_table.reject(self.get_id, self.epoch, reason)
+
+    def coalesce(self, act: Callable[[], T]) -> T:
+        """See `DeliveryLease.coalesce`."""
+        return self._get_table.coalesce(act)
+
+
+_UNREAD: tuple[Outcome, str] = ("unread", "")
+_READ: tuple[Outcome, str] = ("read", "")
+
+
+class LeasedSpan(weakref.ref[Any]):
+    """Ends a lease, once, when the last view of a payload is freed, or before.
+
+    What a `weakref.finalize` does, in one object instead of five. At exit it does nothing: the end
+    of the connection releases the payload.
+    """
+
+    __slots__ = ("lease", "outcome")
+
+    lease: DeliveryLease
+    outcome: tuple[Outcome, str]
+
+    @classmethod
+    def begin(cls, region: Region, lease: DeliveryLease) -> LeasedSpan:
+        """Return a new one, unread, which lives as long as the lease."""
+        span = cls(region.span, cls.end_lease)
+        span.lease, span.outcome = lease, _UNREAD
+        _leased_spans[id(span)] = span
+        return span
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the lease has not ended."""
+        return id(self) in _leased_spans
+
+    def end_lease(self) -> None:
+        """End the lease now; a second call does nothing."""
+        if self.detach():
+            self.lease.release(*self.outcome)
+
+    def detach(self) -> bool:
+        """Leave the lease to the caller; False if it has ended."""
+        return _leased_spans.pop(id(self), None) is not None
+
+
+_leased_spans: dict[int, LeasedSpan] = {}
+
+
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
-    Then `release` is called once, in any thread: it must neither block nor take a lock. The outcome
-    is "unread" if it is dropped before anybody took the region. `reject`, which must not block, is
-    called before it if the payload is rejected while views of it are in use.
+    The outcome is "unread" if it is dropped before anybody took the region.
 
     Attributes:
         key: of the payload.
@@ -186,34 +285,25 @@ class Delivery:
         copies: times its bytes were copied in this process.
         is_verified: whether every byte was, or is before its layer is announced, compared with its
             digest on arrival.
-        coalesce: calls a function, and sends the releases and requests that it makes in one message
-            where the connector can.
     """
 
     def __init__(
         self,
         key: str,
         region: Region,
-        release: Callable[[Outcome, str], None],
-        reject: Callable[[str], None],
+        lease: DeliveryLease,
         *,
         draft: bytes = b"",
         progress: Progress | None = None,
         manifest: Manifest | None = None,
         copies: int = 0,
         is_verified: bool = False,
-        coalesce: Coalesce = send_separately,
     ):
         self.key, self.copies, self.is_verified = key, copies, is_verified
-        self.coalesce = coalesce
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self._region: Region | None = region
-        self._reject = reject
         self._pid = os.getpid()
-        # Replaced in place: the finalizer must not keep this object.
-        self._outcome: list[tuple[Outcome, str]] = [("unread", "")]
-        self._finalizer = weakref.finalize(region.span, _report, release, self._outcome)
-        self._finalizer.atexit = False  # at exit the end of the connection releases it
+        self._span = LeasedSpan.begin(region, lease)
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
@@ -223,8 +313,8 @@ class Delivery:
     @property
     def region(self) -> Region | None:
         """The payload's bytes, which count as read from now on; None once it was released."""
-        if self._region is not None and self._outcome[0][0] == "unread":
-            self._outcome[0] = "read", ""
+        if self._region is not None and self._span.outcome is _UNREAD:
+            self._span.outcome = _READ
         return self._region
 
     def open_region(self) -> Region:
@@ -254,38 +344,40 @@ class Delivery:
         Views that were handed out stay valid: the lease ends with the last of them. With `at_once`
         it ends now, because nobody has a view that will be used.
         """
-        is_first = self._outcome[0][0] != "rejected"
-        self._outcome[0] = "rejected", shorten(reason)
+        is_first = self._span.outcome[0] != "rejected"
+        self._span.outcome = "rejected", shorten(reason)
         self._drop_region(
             TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
         )
         if at_once:
-            self._finalizer()
-        elif is_first and self._finalizer.alive and os.getpid() == self._pid:
-            self._reject(shorten(reason))
+            self._span.end_lease()
+        elif is_first and self._span.is_alive and os.getpid() == self._pid:
+            self._span.lease.reject(shorten(reason))
 
     def release(self) -> None:
         """Drop the region, as read; the lease ends when the last view of it is freed, too."""
         if self._region is None:
             return
-        if self._outcome[0][0] == "unread":
-            self._outcome[0] = "read", ""
+        if self._span.outcome is _UNREAD:
+            self._span.outcome = _READ
         self._give_back()
 
     def release_unread(self) -> None:
         """Do what `release` does, and let another reader have the payload, unless it is bad."""
-        if self._outcome[0][0] == "read":
-            self._outcome[0] = "unread", ""
+        if self._span.outcome is _READ:
+            self._span.outcome = _UNREAD
         self._give_back()
 
+    def coalesce(self, act: Callable[[], T]) -> T:
+        """Call `act`; what it releases and requests is sent in one message where that is possible."""
+        return self._span.lease.coalesce(act)
+
     def _give_back(self) -> None:
-        # Once: afterwards this object keeps no session, whose link may be closed.
-        coalesce, self.coalesce = self.coalesce, send_separately
         if self.progress is None:
-            coalesce(self._drop)
+            self.coalesce(self._drop)
         else:
             error = ClosedError(f"payload {self.key!r} was given back")
-            coalesce(partial(self._drop_region, error))
+            self.coalesce(partial(self._drop_region, error))
 
     def _drop(self) -> None:
         self._region = None
@@ -294,12 +386,6 @@ class Delivery:
         self._region = None
         if self.progress is not None and os.getpid() == self._pid:  # it takes a lock
             self.progress.fail(error)
-
-
-def _report(
-    release: Callable[[Outcome, str], None], outcome: Sequence[tuple[Outcome, str]]
-) -> None:
-    release(*outcome[0])
 
 
 class ChunkOf(NamedTuple):
@@ -380,7 +466,8 @@ class GetTable:
     """The gets of one connection; thread-safe.
 
     `send` takes a message for the producer, `send_all` several; they must not block. `post` takes
-    a Cancel or Release from a finalizer and must not even take a lock.
+    a Cancel or Release from a finalizer and must not even take a lock. `coalesce` calls a function,
+    and sends the messages that it causes in as few as possible.
     """
 
     def __init__(
@@ -388,7 +475,9 @@ class GetTable:
         send: Callable[[Message], None],
         post: Callable[[Message], None],
         send_all: Callable[[Sequence[Message]], None],
+        coalesce: Coalesce = send_separately,
     ):
+        self.coalesce = coalesce
         self._send, self._post, self._send_all = send, post, send_all
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -570,6 +659,7 @@ class GetTable:
     def disconnect(self) -> None:
         """Send no more messages: the connection is gone, and its session need not be kept."""
         self._send = self._post = self._send_all = _ignore
+        self.coalesce = send_separately
 
     def _add(
         self, key: str, ready: Future[None] | None, *, streamed: bool, verify: bool

@@ -44,11 +44,11 @@ Ending = Literal["failed", "aborted", "expired", "closed", "complete"]
 NOTHING = memoryview(b"")
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A message; none can be in a reference cycle, so that the garbage collector need not look."""
 
 
-class Hello(_Message, frozen=True, array_like=True, tag=True):
+class Hello(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Both sides, first message: protocol versions, run of the process, how bytes can be had.
 
     A producer's `incarnation` is the same at each of its listeners; a consumer that receives its
@@ -60,14 +60,14 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
     transports: tuple[Text, ...] = ()
 
 
-class Refused(_Message, frozen=True, array_like=True, tag=True):
+class Refused(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: the handshake failed, or the connection ends for this reason."""
 
     reason: Text
     versions: tuple[Number, Number]
 
 
-class Get(_Message, frozen=True, array_like=True, tag=True):
+class Get(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: requests the payload `key`, now or when it is published.
 
     `get_id` is the consumer's number of this get, unique within the connection. `streamed`: offer
@@ -83,26 +83,26 @@ class Get(_Message, frozen=True, array_like=True, tag=True):
     chunk: Number = 0
 
 
-class Cancel(_Message, frozen=True, array_like=True, tag=True):
+class Cancel(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: no longer waits for this get."""
 
     get_id: Number
 
 
-class Memory(_Message, frozen=True, array_like=True, tag=True):
+class Memory(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: the file descriptor beside this message is arena number `arena`."""
 
     arena: Number
     nbytes: Number
 
 
-class Retire(_Message, frozen=True, array_like=True, tag=True):
+class Retire(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: this arena was freed; unmap it."""
 
     arena: Number
 
 
-class Location(msgspec.Struct, frozen=True, array_like=True):
+class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The slot of a payload: `nbytes` of payload behind the slot's head at `offset`."""
 
     arena: Number
@@ -110,7 +110,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Number
 
 
-class Offer(_Message, frozen=True, array_like=True, tag=True):
+class Offer(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: the payload of a get lies here and is leased to the consumer until its `Release`.
 
     A key that is put again has another epoch. `draft` counts the bytes of a header without digests
@@ -134,7 +134,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True):
         return (nbytes, nbytes + self.draft) if self.draft else (0, nbytes)
 
 
-class Layer(_Message, frozen=True, array_like=True, tag=True):
+class Layer(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: of a streamed payload the tensors from number `first` on are written.
 
     One digest a tensor: four bytes a MiB, as in the manifest; b"" if digests are off.
@@ -145,20 +145,20 @@ class Layer(_Message, frozen=True, array_like=True, tag=True):
     digests: tuple[bytes, ...]
 
 
-class Committed(_Message, frozen=True, array_like=True, tag=True):
+class Committed(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: a streamed payload is complete."""
 
     get_id: Number
 
 
-class Status(_Message, frozen=True, array_like=True, tag=True):
+class Status(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: the key exists, but cannot be offered yet; `phase` says why."""
 
     get_id: Number
     phase: Text
 
 
-class Failed(_Message, frozen=True, array_like=True, tag=True):
+class Failed(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: there will be no payload for this get; "complete": its stream has no such chunk."""
 
     get_id: Number
@@ -166,7 +166,7 @@ class Failed(_Message, frozen=True, array_like=True, tag=True):
     ending: Ending
 
 
-class Release(_Message, frozen=True, array_like=True, tag=True):
+class Release(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: ends its lease; "unread": another consumer may have it; "rejected" for `reason`."""
 
     get_id: Number
@@ -175,7 +175,7 @@ class Release(_Message, frozen=True, array_like=True, tag=True):
     reason: Text = ""
 
 
-class Reject(_Message, frozen=True, array_like=True, tag=True):
+class Reject(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: the payload is not what was committed; the lease goes on until its Release."""
 
     get_id: Number
@@ -183,7 +183,7 @@ class Reject(_Message, frozen=True, array_like=True, tag=True):
     reason: Text
 
 
-class FetchRange(_Message, frozen=True, array_like=True, tag=True):
+class FetchRange(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer without shared memory: requests bytes of an offered payload.
 
     Bytes count from the payload's start; those of a draft follow the payload's.
@@ -195,7 +195,7 @@ class FetchRange(_Message, frozen=True, array_like=True, tag=True):
     stop: Number
 
 
-class Chunk(_Message, frozen=True, array_like=True, tag=True):
+class Chunk(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Producer: the frame beside this message holds fetched bytes, from `start` on."""
 
     get_id: Number
@@ -203,7 +203,7 @@ class Chunk(_Message, frozen=True, array_like=True, tag=True):
     start: Number
 
 
-class TransportAddress(_Message, frozen=True, array_like=True, tag=True):
+class TransportAddress(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Both sides: the address of this side, as the transport that carries the bytes writes it.
 
     A consumer's secret is part of the tag of each message of this connection.
@@ -213,14 +213,14 @@ class TransportAddress(_Message, frozen=True, array_like=True, tag=True):
     secret: Secret = b""
 
 
-class Abort(_Message, frozen=True, array_like=True, tag=True):
+class Abort(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: ends this key for both sides."""
 
     key: Text
     reason: Text
 
 
-class Batch(_Message, frozen=True, array_like=True, tag=True):
+class Batch(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Both sides: several messages in one, in their order; none is a Batch or has a descriptor."""
 
     messages: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.direct_source import DirectSource
-from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout
-from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
-from omni_kvlink.connectors.protocol.messages import NOTHING, Location
+from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout, list_of
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import TransferFailed, TransferTimeout
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.direct_source import DirectSource
+    from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
+    from omni_kvlink.connectors.protocol.messages import Location
 
 Peer = Hashable
 Claim = tuple[Peer, int]
@@ -39,36 +41,45 @@ class TransferState(enum.Enum):
         return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
 
 
-@dataclass(eq=False)
 class Transfer:
     """One payload from `reserve` to its release; `(key, epoch)` is unique.
 
-    Only the `TransferTable` changes its state.
+    Only the `TransferTable` changes its state. What a small payload does not need is made when it
+    is needed: thousands may be live, and the garbage collector looks at each object of each.
     """
 
-    key: str
-    epoch: int
     state: TransferState = TransferState.RESERVED
     reason: str = ""  # why it failed or expired
     location: Location | None = None  # once it may be offered
     draft: int = 0  # bytes of the header without digests behind the payload, if it is streamed
     # Announced so far: the number of the first tensor, and the tensors' digests.
-    layers: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+    layers: list[tuple[int, tuple[bytes, ...]]] | None = None
     expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
     is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
     unclaimed: int = 0  # readers that were declared and have no lease
     is_committed: bool = False  # whether the payload is complete
-    leases: set[Claim] = field(default_factory=set)
+    leases: frozenset[Claim] = frozenset()
     pins: frozenset[Claim] = frozenset()  # of disconnected peers that may still read it
     has_writer: bool = True  # whether the producer may still write to the memory
     is_lent: bool = False  # whether the caller keeps tensors of the memory
-    done: LazyEvent = field(default_factory=LazyEvent)  # set in a final state
-    done_callbacks: deque[Callable[[], None]] = field(default_factory=deque)
+    done_callbacks: list[Callable[[], None]] | None = None
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
-    block: object = None  # of the owner's memory, until that is freed
-    inline: memoryview = NOTHING  # a small payload itself, which has no block
     growing: GrowingStream[Transfer] | None = None  # the chunks and readers of a stream that grows
-    stream: Transfer | None = None  # of a chunk: its stream's transfer
+
+    def __init__(
+        self,
+        key: str,
+        epoch: int,
+        *,
+        block: object = None,
+        inline: bytes = b"",
+        stream: Transfer | None = None,
+    ):
+        self.key, self.epoch = key, epoch
+        self.done = LazyEvent()  # set in a final state
+        self.block = block  # of the owner's memory, until that is freed
+        self.inline = inline  # a small payload itself, which has no block
+        self.stream = stream  # of a chunk: its stream's transfer
 
     @property
     def is_sent(self) -> bool:
@@ -100,10 +111,10 @@ class Transfer:
 
     def call_back(self) -> None:
         """Make each call of `done_callbacks` once; any thread."""
-        while True:
+        while self.done_callbacks:
             try:
-                callback = self.done_callbacks.popleft()
-            except IndexError:
+                callback = self.done_callbacks.pop(0)
+            except IndexError:  # all were called, perhaps by another thread
                 return
             callback()
 
@@ -223,14 +234,14 @@ class Receipt:
         It runs in any thread, and the link may be locked: it must not block, raise or call back.
         """
         check_process(self._pid, f"the receipt of {self.key!r}")
-        self._transfer.done_callbacks.append(callback)
+        list_of(self._transfer, "done_callbacks").append(callback)
         if self.done:
             self._transfer.call_back()
 
     def remove_done_callback(self, callback: Callable[[], None]) -> None:
         """Undo `add_done_callback`, unless the call was made."""
         with suppress(ValueError):
-            self._transfer.done_callbacks.remove(callback)
+            list_of(self._transfer, "done_callbacks").remove(callback)
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r}: {self.state}>"

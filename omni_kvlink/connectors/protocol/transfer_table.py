@@ -99,15 +99,12 @@ class TransferTable:
         """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
         transfer = Transfer(key, self._epoch + 1)
         self._add(transfer)
-        self.announce_reserved(key)
+        self._announce_reserved(key)
         return transfer
 
-    def reserve_all(
-        self, keys: Sequence[str], into: list[Transfer], *, announced: bool = True
-    ) -> None:
+    def reserve_all(self, keys: Sequence[str], into: list[Transfer]) -> None:
         """Start several transfers and add each to `into`.
 
-        Without `announced`, the gets that wait for a key are not told: it is committed at once.
         After a DuplicateKeyError, or an interrupt, the caller ends those that are there.
         """
         for key in keys:
@@ -116,15 +113,9 @@ class TransferTable:
             transfer = Transfer(key, self._epoch + 1)
             into.append(transfer)  # first: no interrupt leaves one that nobody ends
             self._add(transfer)
-            if announced:
-                self.announce_reserved(key)
+            self._announce_reserved(key)
 
-    def announce_all(self, keys: Sequence[str]) -> None:
-        """Tell the gets that wait for these keys that they are being written."""
-        for key in keys:
-            self.announce_reserved(key)
-
-    def announce_reserved(self, key: str) -> None:
+    def _announce_reserved(self, key: str) -> None:
         """Tell the gets that wait for a key that it is being written."""
         for peer, get_id in self._waiting.get(key, ()):
             self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
@@ -137,7 +128,7 @@ class TransferTable:
     def put(
         self,
         key: str,
-        inline: memoryview,
+        inline: bytes,
         block: object,
         readers: int,
         expires: float,
@@ -151,6 +142,21 @@ class TransferTable:
             self._epoch += 1
         self.commit(transfer, Location(0, 0, len(inline)), readers, expires)
         return transfer
+
+    def put_all(
+        self,
+        payloads: Sequence[tuple[str, bytes]],
+        blocks: Sequence[object],
+        readers: int,
+        expires: float,
+    ) -> list[Transfer]:
+        """Put several small payloads, each with its block: all, or on an error none."""
+        for key, _ in payloads:
+            self._check_free(key)
+        return [
+            self.put(key, inline, block, readers, expires)
+            for (key, inline), block in zip(payloads, blocks, strict=True)
+        ]
 
     def withdraw(self, key: str, block: object, stream: Transfer | None = None) -> bool:
         """After an interrupted `put`: undo it unless it committed; whether it is live."""
@@ -215,6 +221,7 @@ class TransferTable:
         Raises TransferFailed if the transfer was aborted, or a reader rejected it.
         """
         self._check_writing(transfer)
+        transfer.layers = transfer.layers or []
         transfer.layers.append((first, digests))
         for peer, get_id in transfer.leases:
             self._send(peer, Layer(get_id, first, digests))
@@ -504,22 +511,23 @@ class TransferTable:
         peer, get_id = claim
         if transfer.state is not TransferState.STREAMING:
             transfer.state = TransferState.LEASED
-            self._send(peer, Offer(get_id, transfer.epoch, location, inline=transfer.inline))
+            inline = memoryview(transfer.inline)
+            self._send(peer, Offer(get_id, transfer.epoch, location, inline=inline))
             return
         direct = transfer.direct is not None
         self._send(peer, Offer(get_id, transfer.epoch, location, transfer.draft, direct))
-        for first, digests in transfer.layers:
+        for first, digests in transfer.layers or ():
             self._send(peer, Layer(get_id, first, digests))
         self._check_sent(transfer)
 
     def _add_lease(self, transfer: Transfer, claim: Claim) -> None:
-        transfer.leases.add(claim)
+        transfer.leases |= {claim}
         self._leased[transfer.epoch] = transfer
         peer, get_id = claim
         self._leases.setdefault(peer, {})[get_id, transfer.epoch] = transfer
 
     def _end_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
-        transfer.leases.discard(claim)
+        transfer.leases -= {claim}
         peer, get_id = claim
         leases = self._leases[peer]
         leases.pop((get_id, transfer.epoch), None)
@@ -638,7 +646,8 @@ class TransferTable:
         growing.begin_reading(claim, reader, number)
         self._add_lease(chunk, claim)
         peer, get_id = claim
-        self._send(peer, Offer(get_id, chunk.epoch, chunk.location, inline=chunk.inline))
+        inline = memoryview(chunk.inline)
+        self._send(peer, Offer(get_id, chunk.epoch, chunk.location, inline=inline))
 
     def _end_chunk_lease(self, chunk: Transfer, claim: Claim, *, is_read: bool) -> None:
         stream = chunk.stream

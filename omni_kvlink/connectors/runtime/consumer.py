@@ -8,13 +8,13 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
     ChunkOf,
     Delivery,
+    GetLease,
     GetState,
     GetTable,
     LazyEvent,
@@ -28,7 +28,6 @@ from omni_kvlink.connectors.protocol.messages import (
     Location,
     Message,
     Offer,
-    Outcome,
     Refused,
     common_version,
     holds,
@@ -129,10 +128,6 @@ class MappedSession(Session):
         Raises WireError if there is no such memory.
         """
 
-    def coalesce(self, act: Callable[[], T]) -> T:
-        """Call `act`; its releases and requests may be sent in one message."""
-        return act()
-
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""
 
@@ -187,12 +182,12 @@ class MappedGet(SessionGet):
             self.session.receive_until(get_state.answer, deadline)
         left = deadline - time.monotonic()
         offer = get_table.wait(get_state, left if left > 0 else 0.0)
-        release = partial(get_table.release, get_state.get_id, offer.epoch)
+        lease = GetLease(get_table, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
                 fault_points.point("get.offered")
             if offer.inline:
-                return self._deliver_inline(offer, release)
+                return self._deliver_inline(offer, lease)
             nbytes, draft = offer.location.nbytes, offer.draft
             if draft > 8 + MAX_HEADER:  # it will be copied
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
@@ -205,24 +200,15 @@ class MappedGet(SessionGet):
                 fault_points.point("get.mapped")
         except BaseException as error:
             if isinstance(error, Exception):
-                release("rejected", shorten(repr(error)))
+                lease.release("rejected", shorten(repr(error)))
                 get_state.settle()
             raise  # an interrupt: the get's finalizer releases it unread
         progress = get_state.progress
-        reject = partial(get_table.reject, get_state.get_id, offer.epoch)
-        delivery = Delivery(
-            get_state.key,
-            region,
-            release,
-            reject,
-            draft=header,
-            progress=progress,
-            coalesce=self.session.coalesce,
-        )
+        delivery = Delivery(get_state.key, region, lease, draft=header, progress=progress)
         get_state.settle()
         return delivery
 
-    def _deliver_inline(self, offer: Offer, release: Callable[[Outcome, str], None]) -> Delivery:
+    def _deliver_inline(self, offer: Offer, lease: GetLease) -> Delivery:
         """Copy a payload that came inside its offer into memory of its own, where it is aligned."""
         get_state, nbytes = self._get_state, offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
@@ -230,14 +216,7 @@ class MappedGet(SessionGet):
         region = Region.copy_of(offer.inline)
         if fault_points.enabled:
             fault_points.point("get.mapped")
-        delivery = Delivery(
-            get_state.key,
-            region,
-            release,
-            partial(self.session.get_table.reject, get_state.get_id, offer.epoch),
-            copies=1,
-            coalesce=self.session.coalesce,
-        )
+        delivery = Delivery(get_state.key, region, lease, copies=1)
         get_state.settle()
         return delivery
 

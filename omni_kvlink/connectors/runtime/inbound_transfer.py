@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.protocol.messages import Offer, Outcome
+    from omni_kvlink.connectors.protocol.get_table import DeliveryLease
+    from omni_kvlink.connectors.protocol.messages import Offer
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.digests import Piece
@@ -33,13 +34,12 @@ Label: TypeAlias = "str | Layer"
 class InboundTransfer:
     """A payload that was offered and is being fetched.
 
-    Methods are called in the loop's thread, except those under "For any thread". `release` tells
-    the producer the outcome and leads to `close`; it is called in any thread and never blocks.
-    `reject` tells the producer that a delivered payload is bad, which is released later.
-    `fetch_more` is called with this object whenever `plan` may have ranges to request. A stream's
-    layers are delivered one by one, as they arrive (`progress`). `inline_bytes`: the first bytes
-    that are needed, if they travelled with the offer. `ready` completes when the payload may be
-    delivered (a stream: its header), or with the error.
+    Methods are called in the loop's thread, except those under "For any thread". The end of `lease`
+    tells the producer the outcome and leads to `close`. `fetch_more` is called with this object
+    whenever `plan` may have ranges to request. A stream's layers are delivered one by one, as they
+    arrive (`progress`). `inline_bytes`: the first bytes that are needed, if they travelled with the
+    offer. `ready` completes when the payload may be delivered (a stream: its header), or with the
+    error.
 
     With the get's `verify`, bytes are compared with their digests as they arrive, before anything
     is delivered that depends on them. A wrong MiB of a tensor, or a wrong header, is fetched once
@@ -51,8 +51,7 @@ class InboundTransfer:
         get_state: GetState,
         offer: Offer,
         receive_pool: ReceivePool,
-        release: Callable[[Outcome, str], None],
-        reject: Callable[[str], None],
+        lease: DeliveryLease,
         fetch_more: Callable[[InboundTransfer], None],
         inline_bytes: bytes,
         chunk: int,
@@ -65,7 +64,7 @@ class InboundTransfer:
         assert get_state.ready is not None
         self.ready = get_state.ready
         self._receive_pool, self._fetch_more = receive_pool, fetch_more
-        self._release, self._tell_rejected = release, reject
+        self._lease = lease
         self._inline_bytes = inline_bytes
         self._block: Block | None = None
         self._region: Region | None = None
@@ -101,7 +100,7 @@ class InboundTransfer:
 
     def release_unread(self) -> None:
         """Return the payload to the producer, for another consumer."""
-        self._release("unread", "")
+        self._lease.release("unread", "")
 
     def deliver(self) -> Delivery:
         """Return the payload, once, after `ready` has completed."""
@@ -116,8 +115,7 @@ class InboundTransfer:
         return Delivery(
             self.key,
             region,
-            self._release,
-            self._tell_rejected,
+            self._lease,
             progress=self.progress,
             manifest=manifest,
             copies=1,
@@ -417,9 +415,9 @@ class InboundTransfer:
         self._counters["rejected"] += 1
         self.plan.cancel()
         if self.fail(error):
-            self._release("rejected", self._error_text)
+            self._lease.release("rejected", self._error_text)
         else:
-            self._tell_rejected(self._error_text)
+            self._lease.reject(self._error_text)
 
 
 def _digests(manifest: Manifest, numbers: range) -> tuple[bytes, ...]:

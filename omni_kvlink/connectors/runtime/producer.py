@@ -18,7 +18,6 @@ from omni_kvlink.connectors.base import Options, Producer
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.messages import (
-    NOTHING,
     SLOT,
     Abort,
     Cancel,
@@ -206,7 +205,7 @@ class PooledProducer(Producer):
         if not start <= stop <= nbytes:
             raise WireError(f"bytes {start}…{stop} of {nbytes}")
         if transfer.inline:
-            return Region.of_buffer(transfer.inline).slice(start, stop - start)
+            return Region.of_buffer(memoryview(transfer.inline)).slice(start, stop - start)
         return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
 
     def lend_piece(
@@ -265,14 +264,14 @@ class PooledProducer(Producer):
         return self._reserve(transfer, nbytes, timeout, 0)
 
     def reserve_many(
-        self, payloads: Sequence[tuple[str, int, bool]], *, timeout: float, into: list[Lease]
+        self, payloads: Sequence[tuple[str, int]], *, timeout: float, into: list[Lease]
     ) -> None:
         """Reserve memory for several payloads; blocks while the pool is full.
 
         One call at a time waits for memory: two that each have a part would wait for each other.
         """
         self._check_open()
-        total = sum(nbytes for _, nbytes, _ in payloads)
+        total = sum(nbytes for _, nbytes in payloads)
         if total > self._options.quota:
             text = f"{len(payloads)} payloads of {total} bytes together; put fewer at once"
             raise CapacityError(text, requested=total, free=self._options.quota)
@@ -283,34 +282,18 @@ class PooledProducer(Producer):
                 raise CapacityError(
                     f"another put_many waited for memory for all of {timeout:g} s", requested=total
                 )
-            keys, limit = [key for key, _, _ in payloads], self.inline_limit
-            small = [on_host and nbytes <= limit for _, nbytes, on_host in payloads]
-            is_told = not all(small)
-            reserve_all = self.transfers.reserve_all
+            keys = [key for key, _ in payloads]
             with self.lock:
-                self._together(partial(reserve_all, keys, transfers, announced=is_told))
-            for transfer, (_, nbytes, _), is_small in zip(transfers, payloads, small, strict=True):
-                transfer.block = self.pool.share(nbytes) if is_small else None
-                if transfer.block is None and not is_told:  # all may have to wait for memory
-                    is_told = True
-                    with self.lock:
-                        self._together(partial(self.transfers.announce_all, keys))
-                into.append(self._reserve_one(transfer, nbytes, deadline))
+                self._together(partial(self.transfers.reserve_all, keys, transfers))
+            for transfer, (_, nbytes) in zip(transfers, payloads, strict=True):
+                left = max(0.0, deadline - time.monotonic())
+                into.append(self._reserve(transfer, nbytes, left, 0))
         except BaseException:
             self._end_together(transfers)
             raise
         finally:
             with contextlib.suppress(RuntimeError):  # it was not acquired
                 self._reserving.release()
-
-    def _reserve_one(self, transfer: Transfer, nbytes: int, deadline: float) -> Lease:
-        """Reserve a slot of the pool; or other memory, if the transfer has a share of the quota."""
-        if transfer.block is None:
-            left = max(0.0, deadline - time.monotonic())
-            return self._reserve(transfer, nbytes, left, 0)
-        region = Region.private(nbytes)
-        transfer.inline = region.view()
-        return Lease(region, partial(self._abort, transfer), transfer)
 
     def _reserve(self, transfer: Transfer, nbytes: int, timeout: float, draft: int) -> Lease:
         try:
@@ -419,7 +402,7 @@ class PooledProducer(Producer):
     def publish_inline(
         self,
         key: str,
-        payload: Region,
+        payload: bytes,
         *,
         readers: int,
         ttl: float,
@@ -429,7 +412,7 @@ class PooledProducer(Producer):
         """Publish a small payload that travels inside its offers; never blocks for memory."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        share = self.pool.share(payload.nbytes)
+        share = self.pool.share(len(payload))
         if share is None:
             return None
         expires, head = time.monotonic() + ttl, None if stream is None else _transfer(stream)
@@ -437,8 +420,7 @@ class PooledProducer(Producer):
             if fault_points.enabled:
                 fault_points.point("publish.before")
             with self.lock:
-                inline = payload.view()
-                transfer = self.transfers.put(key, inline, share, readers, expires, head)
+                transfer = self.transfers.put(key, payload, share, readers, expires, head)
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
@@ -453,6 +435,41 @@ class PooledProducer(Producer):
             fault_points.point("publish.after")
         return Receipt(transfer, ledger)
 
+    def publish_inline_many(
+        self,
+        payloads: Sequence[tuple[str, bytes]],
+        *,
+        readers: int,
+        ttl: float,
+        ledgers: Sequence[Ledger],
+    ) -> list[Receipt] | None:
+        """Publish several small payloads, whose offers travel together; never blocks."""
+        self._check_open()
+        expires = time.monotonic() + ttl
+        shares, transfers = list[QuotaShare](), list[Transfer]()
+        try:
+            if not self.pool.share_all([len(payload) for _, payload in payloads], shares):
+                return None
+            if fault_points.enabled:
+                fault_points.point("publish.before")
+            put_all = partial(self.transfers.put_all, payloads, shares, readers, expires)
+            with self.lock:
+                self._together(lambda: transfers.extend(put_all()))
+            for listener in self.listeners:
+                listener.flush()
+        except BaseException:
+            # An interrupt after the commit leaves payloads that will expire.
+            with self.lock:
+                self._send_unsent()
+                for (key, _), share in zip(payloads, shares, strict=False):
+                    if not self.transfers.withdraw(key, share):
+                        share.release()
+            raise
+        self.loop.tick_by(expires)
+        if fault_points.enabled:
+            fault_points.point("publish.after")
+        return list(map(Receipt, transfers, ledgers))
+
     def publish_many(
         self, leases: Sequence[Lease], *, readers: int, ttl: float, ledgers: Sequence[Ledger]
     ) -> list[Receipt]:
@@ -463,13 +480,9 @@ class PooledProducer(Producer):
             committed = list[tuple[Transfer, Location]]()
             for transfer, lease in zip(transfers, leases, strict=True):
                 region = lease.move()
-                if isinstance(transfer.block, Block):
-                    slot = self.pool.region(transfer.block)
-                    write_head(slot, transfer.epoch, region.nbytes, committed=True)
-                    location = _location(transfer, region.nbytes)
-                else:
-                    location = Location(0, 0, region.nbytes)
-                committed.append((transfer, location))
+                slot = self.pool.region(_block(transfer))
+                write_head(slot, transfer.epoch, region.nbytes, committed=True)
+                committed.append((transfer, _location(transfer, region.nbytes)))
             with self.lock:
                 self._together(partial(self.transfers.commit_all, committed, readers, expires))
             for listener in self.listeners:
@@ -572,7 +585,7 @@ class PooledProducer(Producer):
         block, transfer.block = transfer.block, None
         if isinstance(block, QuotaShare):
             block.release()
-            transfer.inline = NOTHING
+            transfer.inline = b""
         elif isinstance(block, Block) and self._in_flight[block]:
             self._free_when_sent.add(block)
         elif isinstance(block, Block):

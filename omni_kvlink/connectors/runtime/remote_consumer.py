@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.get_table import (
     MAX_TIMEOUT,
+    GetLease,
     GetState,
     GetTable,
     check_timeout,
@@ -238,15 +239,13 @@ class RemoteSession(Session):
         if get_state is None or offer.get_id in self._inbound_transfers:
             self.get_table.on_message(offer)  # cancelled, or a repeated offer
             return
-        release = partial(self.get_table.release, offer.get_id, offer.epoch)
-        reject = partial(self.get_table.reject, offer.get_id, offer.epoch)
+        lease = GetLease(self.get_table, offer.get_id, offer.epoch)
         chunk = self.fetch_limits.chunk
         get_state.inbound = inbound = InboundTransfer(
             get_state,
             offer,
             self._receive_pool,
-            release,
-            reject,
+            lease,
             self._fetch_more,
             inline_bytes,
             chunk,

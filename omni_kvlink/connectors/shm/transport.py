@@ -588,7 +588,7 @@ class ShmSession(MappedSession):
             raise
         wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
         post = partial(_post, self._posted, self._coalescing, wake)
-        self.get_table = GetTable(self._send, post, self._channel.send_all)
+        self.get_table = GetTable(self._send, post, self._channel.send_all, self.coalesce)
         self._loop.call(self._watch)
 
     def slot(self, location: Location, draft: int) -> Region:

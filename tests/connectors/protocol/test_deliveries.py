@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,8 +27,12 @@ from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until_freed
 
 if TYPE_CHECKING:
-    from omni_kvlink import KVConsumer, KVProducer
+    from collections.abc import Callable
 
+    from omni_kvlink import KVConsumer, KVProducer
+    from omni_kvlink.connectors.protocol.messages import Outcome
+
+T = TypeVar("T")
 OFFER = Offer(1, 7, Location(0, 0, 100))
 UNREAD = Release(1, 7, "unread")
 Outcomes = list[tuple[str, str]]
@@ -39,15 +43,26 @@ def outcomes() -> Outcomes:
     return []
 
 
+class NotedLease:
+    """Notes how it ends."""
+
+    def __init__(self, outcomes: Outcomes):
+        self._outcomes = outcomes
+
+    def release(self, outcome: Outcome, reason: str) -> None:
+        self._outcomes.append((outcome, reason))
+
+    def reject(self, reason: str) -> None:
+        self._outcomes.append(("reported", reason))
+
+    def coalesce(self, act: Callable[[], T]) -> T:
+        return act()
+
+
 def deliver(outcomes: Outcomes) -> Delivery:
     memory = np.zeros(100, np.uint8)
     region = Region(memory.ctypes.data, 100, memory)
-    return Delivery(
-        "k",
-        region,
-        lambda outcome, reason: outcomes.append((outcome, reason)),
-        lambda reason: outcomes.append(("reported", reason)),
-    )
+    return Delivery("k", region, NotedLease(outcomes))
 
 
 def view_of(delivery: Delivery) -> memoryview:

@@ -13,7 +13,14 @@ import pytest
 import torch
 from unauthorized import greeted
 
-from omni_kvlink import CapacityError, KVConsumer, KVLink, KVProducer, TensorTransferData
+from omni_kvlink import (
+    CapacityError,
+    DuplicateKeyError,
+    KVConsumer,
+    KVLink,
+    KVProducer,
+    TensorTransferData,
+)
 from omni_kvlink.connectors.protocol.messages import (
     INLINE,
     Cancel,
@@ -254,11 +261,26 @@ def test_offers_of_one_batch_are_received_by_those_who_wait(
     until_freed(producer)
 
 
+def test_a_batch_with_a_key_that_is_taken_puts_nothing(
+    ends: tuple[KVProducer, KVConsumer],
+) -> None:
+    """And its memory is free again."""
+    producer, _ = ends
+    producer.put(payloads()[-1])
+    used = producer.stats()["memory"]["used"]
+    with pytest.raises(DuplicateKeyError):
+        producer.put_many(payloads())
+    assert producer.stats()["transfers"]["live"] == 1
+    assert producer.stats()["memory"]["used"] == used
+
+
 def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]) -> None:
     """Two that each have a part of what they need would wait for each other."""
     producer, _ = ends
     with ThreadPoolExecutor(1) as pool, producer._end._reserving:  # type: ignore[attr-defined]
-        waiting = pool.submit(producer.put_many, payloads(), timeout=0.0)
+        rows = torch.zeros(INLINE, dtype=torch.uint8)  # too long to travel inside an offer
+        large = [TensorTransferData(key, {"hidden": rows}) for key in KEYS]
+        waiting = pool.submit(producer.put_many, large, timeout=0.0)
         with pytest.raises(CapacityError, match="another put_many"):
             waiting.result(60)
     assert not producer.stats()["transfers"]["live"]

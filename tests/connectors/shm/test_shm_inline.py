@@ -58,6 +58,19 @@ def memory(producer: KVProducer) -> dict[str, Any]:
 # What travels
 
 
+def test_the_padding_of_a_payload_is_zero(producer: KVProducer, sockets: str) -> None:
+    """Also in memory where an earlier payload was put together."""
+    many, ones = (torch.full((count,), 255, dtype=torch.uint8) for count in (8192, 3))
+    producer.put(TensorTransferData("before", {"many": many}))
+    producer.put(TensorTransferData("k", {"a": ones, "b": ones}))
+    with greeted(f"{sockets}/name.sock") as peer:
+        peer.send(Get(1, "k"))
+        offer, _ = peer.receive()
+        assert isinstance(offer, Offer)
+        header = int.from_bytes(offer.inline[:8], "little") + 8
+        assert sum(bytes(offer.inline[header:])) == 6 * 255
+
+
 def test_an_offer_holds_the_payload(producer: KVProducer, sockets: str) -> None:
     receipt = producer.put(data())
     with greeted(f"{sockets}/name.sock") as peer:
@@ -281,7 +294,7 @@ def test_the_loop_sleeps_while_it_may_not_receive(
     with session._receiving:
         session._watch_channel()
         producer.put(data())
-        until(lambda: woken, "the loop is woken")
+        until(lambda: bool(woken), "the loop is woken")
         for _ in range(20):  # the loop goes round with each
             has_run = threading.Event()
             session._loop.call(has_run.set)
