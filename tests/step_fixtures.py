@@ -53,7 +53,8 @@ class StepEngine:
         how = {"num_inference_steps": steps, **fields}
         self.producer.put(bundle(name, seed=how.get("seed", 0), shape=shape))
         future = self.engine.submit(request(name, **how))
-        until(lambda: self.manager.state(name) is KVState.READY)
+        # Or it has ended meanwhile: its KV is free again then.
+        until(lambda: future.done() or self.manager.state(name) is KVState.READY)
         return future
 
     def at(self, number: int, call: Callable[[], Any]) -> list[Any]:

@@ -369,7 +369,7 @@ class Delivery:
         self._give_back()
 
     def coalesce(self, act: Callable[[], T]) -> T:
-        """Call `act`; what it releases and requests is sent in one message where that is possible."""
+        """Call `act`; what it releases and requests is sent in one message, if possible."""
         return self._span.lease.coalesce(act)
 
     def _give_back(self) -> None:
