@@ -270,7 +270,8 @@ def test_the_producer_closes_while_gets_receive(sockets: str) -> None:
                 KVLink.serve("shm://name", directory=sockets, inline=INLINE) as producer,
                 KVLink.connect("shm://name", timeout=60, directory=sockets) as consumer,
             ):
-                got = [get_in_thread(pool, consumer, key) for key in ("a", "b")]
+                # One that begins after the end waits for another producer, for so long.
+                got = [pool.submit(consumer.get, key, timeout=5) for key in ("a", "b")]
                 until(lambda: producer.stats()["transfers"]["waiting"] > 0, "one waits")
                 producer.close()
                 for each in got:

@@ -168,7 +168,7 @@ def test_an_image_ends_the_prefix(sockets: str) -> None:
 def test_what_a_running_request_has_computed_is_shared(sockets: str, backend: str) -> None:
     """The others come while the first one writes."""
     with ar_engine(sockets, backend, enable_prefix_caching=True) as engine:
-        first = engine.submit(prompt("a", max_tokens=2000))
+        first = engine.submit(prompt("a", "a boat on a lake", max_tokens=2000))  # a long text
         run(engine, ["two owls"], "b")  # by then "a" has read its prompt
         hits = cached(engine)["hits"]
         run(engine, ["the sea"], "c")
