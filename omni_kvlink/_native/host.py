@@ -196,6 +196,9 @@ def gather_dense(
 
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
     """Return the CRC-32C of contiguous bytes, continued from that of the bytes before them."""
+    if type(data) is bytes and len(data) <= SMALL and _part.loaded is not None:
+        header: int = _held.kvl_crc32c(crc, data, len(data))  # of each small payload, twice
+        return header
     if _part.loaded is None and missing() is not None:
         return fallback.crc32c(data, crc)
     library = _load()

@@ -195,6 +195,12 @@ class Producer(Connector):
         """
         raise KVLinkError("this end of the link has no payloads inside its messages")
 
+    def give_way(self) -> None:
+        """Let the connector's thread answer readers, if one has sent a message; blocks for that.
+
+        For long calls, which keep that thread from the interpreter's lock.
+        """
+
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a reader waits for `key` that takes bytes while they are being written."""
         return False

@@ -87,8 +87,7 @@ class KVConsumer(LinkEnd):
         received: list[Received] = []
         try:
             for request_id, get in zip(request_ids, pending, strict=True):
-                begin = partial(begin_get, self, request_id, verify=verify)
-                delivery = self._await(get, begin, attempts.again())
+                delivery = self._await(get, request_id, attempts, streamed=False, verify=verify)
                 received.append(Received(delivery, self._copier, started=started, verify=verify))
             return ReceivedBatch(received)
         except BaseException as error:
@@ -146,21 +145,30 @@ class KVConsumer(LinkEnd):
         self, request_id: str, timeout: float, *, streamed: bool, verify: Verify
     ) -> Delivery:
         attempts = GetAttempts(timeout)
-        begin = partial(begin_get, self, request_id, streamed=streamed, verify=verify)
-        return self._await(begin(timeout=attempts.seconds_left()), begin, attempts)
+        left = attempts.seconds_left()
+        pending = begin_get(self, request_id, timeout=left, streamed=streamed, verify=verify)
+        return self._await(pending, request_id, attempts, streamed=streamed, verify=verify)
 
     def _await(
-        self, pending: PendingGet, begin: Callable[..., PendingGet], attempts: GetAttempts
+        self,
+        pending: PendingGet,
+        request_id: str,
+        attempts: GetAttempts,
+        *,
+        streamed: bool,
+        verify: Verify,
     ) -> Delivery:
-        """Wait for a get; if only the connection broke, `begin` it again."""
+        """Wait for a get; if only the connection broke, request the payload again."""
+        own: GetAttempts | None = None  # several gets may have the same deadline
         while True:
             try:
                 return pending.wait(timeout=attempts.seconds_left())
             except PeerLostError:
-                left = attempts.seconds_left()
-                if not attempts.may_retry() or not can_retry(self, pending, timeout=left):
+                own, left = own or attempts.again(), attempts.seconds_left()
+                if not own.may_retry() or not can_retry(self, pending, timeout=left):
                     raise
-            pending = begin(timeout=attempts.seconds_left())
+            left = attempts.seconds_left()
+            pending = begin_get(self, request_id, timeout=left, streamed=streamed, verify=verify)
 
 
 class GetAttempts:

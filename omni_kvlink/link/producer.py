@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
+TURN = 8
+"""Small payloads that `put_many` packs before it lets the link's thread answer readers."""
 SAME_ID = "two of the payloads have the same request id"
 STEP = 8 << 20
 """Bytes of tensors that are copied before the first announcement to a waiting remote reader."""
@@ -181,8 +183,11 @@ class KVProducer(LinkEnd):
         if not limit:
             return None
         packed, ledgers = dict[str, bytes](), list[Ledger]()
-        for data in payloads:
-            ledger, started = self._ledger(digests), time.perf_counter()
+        for number, data in enumerate(payloads):
+            ledger = self._ledger(digests)
+            if number % TURN == 0:
+                self._end.give_way()
+            started = time.perf_counter()
             plan, views = self._plan(data, ledger), data.tensors()
             ledger.seconds["plan"] = time.perf_counter() - started
             key = plan.request_id

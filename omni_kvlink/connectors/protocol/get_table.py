@@ -285,6 +285,8 @@ class Delivery:
         copies: times its bytes were copied in this process.
         is_verified: whether every byte was, or is before its layer is announced, compared with its
             digest on arrival.
+
+    `head`, if it is given, is what the region begins with: a copy of the header at least.
     """
 
     def __init__(
@@ -298,7 +300,9 @@ class Delivery:
         manifest: Manifest | None = None,
         copies: int = 0,
         is_verified: bool = False,
+        head: memoryview | None = None,
     ):
+        self._head = head
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self._region: Region | None = region
@@ -331,7 +335,8 @@ class Delivery:
         """Return the manifest of what was requested; WireError if it is another payload's."""
         manifest = self.manifest
         if manifest is None:
-            manifest = Manifest.decode(self.draft or header_bytes(region), region.nbytes)
+            head, self._head = self._head, None
+            manifest = Manifest.decode(self.draft or head or header_bytes(region), region.nbytes)
         if manifest.request_id != self.key:
             raise WireError(
                 f"requested {self.key!r}, the payload says it is {manifest.request_id!r}"
@@ -554,9 +559,10 @@ class GetTable:
             check_process(self._pid, f"the get of {get_state.key!r}")
         try:
             answer = get_state.answer
-            if not answer.wait(check_timeout(timeout)) and self.cancel(get_state):
-                raise get_state.timeout_error()
-            answer.wait(MAX_TIMEOUT)  # it is being set
+            if not answer.is_set():
+                if not answer.wait(check_timeout(timeout)) and self.cancel(get_state):
+                    raise get_state.timeout_error()
+                answer.wait(MAX_TIMEOUT)  # it is being set
             return answer.result()
         except BaseException:
             self.drop(get_state)

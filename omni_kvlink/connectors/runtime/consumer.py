@@ -177,11 +177,13 @@ class MappedGet(SessionGet):
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
         get_state, get_table = self._get_state, self.session.get_table
-        deadline = time.monotonic() + check_timeout(timeout)
-        if os.getpid() == self._pid:
-            self.session.receive_until(get_state.answer, deadline)
-        left = deadline - time.monotonic()
-        offer = get_table.wait(get_state, left if left > 0 else 0.0)
+        limit, answer = check_timeout(timeout), get_state.answer
+        if not answer.is_set():
+            deadline = time.monotonic() + limit
+            if os.getpid() == self._pid:
+                self.session.receive_until(answer, deadline)
+            limit = max(0.0, deadline - time.monotonic())
+        offer = get_table.wait(get_state, limit)
         lease = GetLease(get_table, get_state.get_id, offer.epoch)
         try:
             if fault_points.enabled:
@@ -216,7 +218,7 @@ class MappedGet(SessionGet):
         region = Region.copy_of(offer.inline)
         if fault_points.enabled:
             fault_points.point("get.mapped")
-        delivery = Delivery(get_state.key, region, lease, copies=1)
+        delivery = Delivery(get_state.key, region, lease, copies=1, head=offer.inline)
         get_state.settle()
         return delivery
 

@@ -31,6 +31,8 @@ EDGE = select.EPOLLET
 
 _AT_EXIT = 0.5
 """Seconds that an exiting process gives each loop for pending calls, such as releases."""
+_GIVE_WAY = 5e-3
+"""Seconds that a loop is given way at most: after so long, the interpreter would switch itself."""
 _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 
@@ -94,6 +96,23 @@ class EventLoop:
             self._woken = sleep
         if self._wake < 0:  # the loop has ended: a call that is kept would be a reference cycle
             self._calls.clear()
+
+    def give_way(self) -> None:
+        """Let the thread handle what has come, if anything has; blocks for that, not for long.
+
+        For a thread that computes in Python: it keeps the loop from the interpreter's lock.
+        """
+        poll = select.poll()
+        try:
+            poll.register(self._epoll.fileno(), select.POLLIN)
+        except ValueError:  # the loop has ended
+            return
+        is_busy = not self._sleeping or poll.poll(0)
+        if is_busy and not self.is_own_thread:
+            handled = threading.Lock()
+            handled.acquire()
+            self.call(handled.release)
+            handled.acquire(timeout=_GIVE_WAY)
 
     def run_pending(self) -> None:
         """Run the pending calls now; in the loop's thread only."""

@@ -238,6 +238,10 @@ class PooledProducer(Producer):
         """The bound address of the first listener that has one."""
         return next((one.bound_url for one in self.listeners if one.bound_url[0]), ("", ""))
 
+    def give_way(self) -> None:
+        """Let the loop answer readers."""
+        self.loop.give_way()
+
     def has_waiting_reader(self, key: str) -> bool:
         """Return whether a get waits that takes the payload while it is written."""
         self._check_open()

@@ -230,6 +230,38 @@ def test_far_deadlines_do_not_break_it(far: float) -> None:
     loop.close()
 
 
+@pytest.mark.parametrize("woken", [False, True], ids=["runs", "woken"])
+def test_give_way(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, woken: bool) -> None:
+    """A loop that runs, or has something to handle and waits for the interpreter, goes on first."""
+    monkeypatch.setattr("omni_kvlink.connectors.runtime.event_loop._GIVE_WAY", 60.0)
+    begun, go, handled = threading.Event(), threading.Event(), list[int]()
+
+    def handle(events: int) -> None:
+        begun.set()
+        assert go.wait(60)
+        time.sleep(0.05)  # a caller that does not wait finds nothing
+        handled.append(len(os.read(pipe[0], 1)))
+
+    with contextlib.closing(EventLoop("test")) as loop:
+        loop.watch(pipe[0], READ, handle)
+        os.write(pipe[1], b"x")
+        assert begun.wait(60)
+        if woken:
+            loop._sleeping = loop._sleeps  # as before it has got the interpreter's lock
+        go.set()
+        loop.give_way()
+        assert handled == [1]
+
+
+def test_nobody_gives_way_to_a_loop_that_sleeps() -> None:
+    with contextlib.closing(EventLoop("test")) as loop:
+        until(lambda: loop._sleeping != 0, "it sleeps")
+        before = loop._sleeps
+        loop.give_way()
+        assert loop._sleeps == before
+    loop.give_way()  # nor to one that has ended
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_crash_is_reported() -> None:
     errors: list[BaseException] = []

@@ -31,6 +31,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode_all,
 )
 from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
+from omni_kvlink.link.producer import TURN
 from omni_kvlink.lowlevel import begin_gets
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
@@ -259,6 +260,17 @@ def test_offers_of_one_batch_are_received_by_those_who_wait(
     second.clear()
     del get
     until_freed(producer)
+
+
+def test_readers_are_answered_while_a_batch_is_packed(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KVLink.serve("shm://batch", directory=sockets, inline=INLINE) as producer:
+        given = list[None]()
+        loop = producer._end.loop  # type: ignore[attr-defined]
+        monkeypatch.setattr(loop, "give_way", lambda: given.append(None))
+        producer.put_many(payloads())
+        assert len(given) == 64 // TURN
 
 
 def test_a_batch_with_a_key_that_is_taken_puts_nothing(
