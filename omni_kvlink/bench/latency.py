@@ -163,6 +163,9 @@ class LatencyResult(Timings):
         is_large = nbytes >= 100 << 20
         if warm_shm and nbytes <= SMALL:
             found.append(("wake p50, microseconds", 1e3 * self.milliseconds("wake").p50, 300.0))
+            total, pipe = self.milliseconds("total"), self.milliseconds("pipe_wake")
+            found.append(("total / a pipe's wake, p50", total.p50 / pipe.p50, 2.5))
+            found.append(("total / a pipe's wake, p99", total.p99 / pipe.p99, 6.0))
         if warm_shm and 1 << 20 <= nbytes <= 16 << 20:
             found.append(("total beyond the copy p50, ms", self.beyond_copy.p50, 0.5))
         if warm_shm and is_large and setup.digests:

@@ -10,7 +10,7 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -49,12 +49,12 @@ MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
 
 
-_making = threading.Lock()
+_making = threading.RLock()  # a finalizer, or a signal handler, may come while it is held
 
 
 def _renew_making() -> None:
     global _making
-    _making = threading.Lock()
+    _making = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_making)  # a thread of the parent may have held it
@@ -245,19 +245,20 @@ class LeasedSpan(weakref.ref[Any]):
 
     lease: DeliveryLease
     outcome: tuple[Outcome, str]
+    _alive: ClassVar[dict[int, LeasedSpan]] = {}  # here, a module's names are gone at exit
 
     @classmethod
     def begin(cls, region: Region, lease: DeliveryLease) -> LeasedSpan:
         """Return a new one, unread, which lives as long as the lease."""
         span = cls(region.span, cls.end_lease)
         span.lease, span.outcome = lease, _UNREAD
-        _leased_spans[id(span)] = span
+        cls._alive[id(span)] = span
         return span
 
     @property
     def is_alive(self) -> bool:
         """Whether the lease has not ended."""
-        return id(self) in _leased_spans
+        return id(self) in self._alive
 
     def end_lease(self) -> None:
         """End the lease now; a second call does nothing."""
@@ -266,10 +267,7 @@ class LeasedSpan(weakref.ref[Any]):
 
     def detach(self) -> bool:
         """Leave the lease to the caller; False if it has ended."""
-        return _leased_spans.pop(id(self), None) is not None
-
-
-_leased_spans: dict[int, LeasedSpan] = {}
+        return self._alive.pop(id(self), None) is not None
 
 
 class Delivery:

@@ -714,11 +714,12 @@ class ShmSession(MappedSession):
     def _stop_leading(self) -> None:
         if self._leader == threading.get_ident():
             self._leader = 0
-        try:
+        is_released = False
+        with contextlib.suppress(RuntimeError):  # another thread receives
             self._receiving.release()
-        except RuntimeError:  # another thread receives
-            return
-        self._watch_channel()  # after the release: what is here wakes the loop once
+            is_released = True
+        if is_released:  # only now: what is here wakes the loop once
+            self._watch_channel()
 
     def _greet(self, deadline: float, cancelled: int) -> Hello:
         """Send Hello and return the producer's."""
