@@ -336,11 +336,12 @@ def test_a_flipped_bit(
     publish = getattr(end, verb)
 
     def flip(*given: Any, **named: Any) -> Any:
-        region = given[1] if verb == "publish_inline" else given[0].region
-        view = region.view()
-        plan = Manifest.decode(view, region.nbytes)
+        first, payload = given[0], bytearray(given[1] if verb == "publish_inline" else b"")
+        view = memoryview(payload) if verb == "publish_inline" else first.region.view()
+        plan = Manifest.decode(view, view.nbytes)
         view[plan.header_nbytes + plan.tensors[0].start + 100] ^= 1
-        return publish(*given, **named)
+        inline = (bytes(payload),) if verb == "publish_inline" else ()
+        return publish(first, *inline, **named)
 
     monkeypatch.setattr(end, verb, flip)
     consumer.add("r", ["cat"], producer.encode("r", "cat"))
