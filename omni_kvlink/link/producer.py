@@ -14,7 +14,6 @@ import torch
 
 from omni_kvlink.connectors.base import Producer
 from omni_kvlink.connectors.protocol.get_table import check_timeout
-from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams
@@ -22,8 +21,9 @@ from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError, Tran
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
+from omni_kvlink.link.inline_payload import pack_inline
 from omni_kvlink.link.put_stream import PutStream
-from omni_kvlink.memory.region import Lease, Region, Scratch
+from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
@@ -640,33 +640,6 @@ def steps(plan: Manifest) -> Iterator[range]:
             step, first, nbytes = 2 * step, number + 1, 0
     if first < len(plan.tensors):
         yield range(first, len(plan.tensors))
-
-
-def pack_inline(
-    plan: Manifest, copier: Copier, ledger: Ledger, views: Sequence[TensorView]
-) -> tuple[bytes, bytes]:
-    """Copy a small payload's tensors; return its header, and all of it."""
-    # Timed without `phase`, which costs a payload this small more than the copy.
-    seconds, clock = ledger.seconds, time.perf_counter
-    started = clock()
-    scratch = Scratch.take(plan.nbytes, INLINE)
-    if fault_points.enabled:
-        fault_points.point("put.reserved")
-    reserved = clock()
-    seconds["reserve"] = reserved - started
-    digests = copier.gather(views, plan, scratch.region)
-    ledger.copies = int(plan.nbytes > plan.header_nbytes)
-    if fault_points.enabled:
-        fault_points.point("put.copied")
-    copied = clock()
-    seconds["copy"] = copied - reserved
-    header = plan.encode(digests)
-    payload = scratch.give_back(header, plan.nbytes)
-    if fault_points.enabled:
-        fault_points.point("put.encoded")
-    ledger.nbytes = plan.nbytes
-    seconds["publish"] = clock() - copied
-    return header, payload
 
 
 def gather_into(

@@ -234,21 +234,19 @@ def test_far_deadlines_do_not_break_it(far: float) -> None:
 def test_give_way(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, woken: bool) -> None:
     """A loop that runs, or has something to handle and waits for the interpreter, goes on first."""
     monkeypatch.setattr("omni_kvlink.connectors.runtime.event_loop._GIVE_WAY", 60.0)
-    begun, go, handled = threading.Event(), threading.Event(), list[int]()
-
-    def handle(events: int) -> None:
-        begun.set()
-        assert go.wait(60)
-        time.sleep(0.05)  # a caller that does not wait finds nothing
-        handled.append(len(os.read(pipe[0], 1)))
-
+    begun, handled = threading.Event(), list[int]()
     with contextlib.closing(EventLoop("test")) as loop:
+
+        def handle(events: int) -> None:
+            begun.set()
+            until(lambda: bool(loop._calls), "the other thread waits")
+            handled.append(len(os.read(pipe[0], 1)))
+
         loop.watch(pipe[0], READ, handle)
         os.write(pipe[1], b"x")
         assert begun.wait(60)
         if woken:
             loop._sleeping = loop._sleeps  # as before it has got the interpreter's lock
-        go.set()
         loop.give_way()
         assert handled == [1]
 
