@@ -21,7 +21,7 @@ extern "C" {
 #define KVL_API __attribute__((visibility("default")))
 
 /* Incremented with every change of a struct or function below; callers compare it. */
-#define KVL_ABI 3
+#define KVL_ABI 4
 #define KVL_DIMS 4
 /* One CRC-32C (Castagnoli) for each started MiB of a span. */
 #define KVL_CHUNK 1048576
@@ -70,6 +70,32 @@ typedef struct kvl_copy {
     kvl_span span;
 } kvl_copy;
 
+/* A tensor of a payload: `start` counts from the end of the header; the eight digits of its digest
+ * are at byte `digest` of the layout's `after` (KVL_NO_DIGEST: none, as without bytes). */
+typedef struct kvl_piece {
+    uint64_t start;
+    uint64_t nbytes;
+    uint64_t digest;
+} kvl_piece;
+
+/* What the headers of one layout have in common: the text before the request id, in which the eight
+ * digits of the header's CRC are zeros, and the text after it, in which those of the digests are.
+ */
+typedef struct kvl_layout {
+    const char *before;
+    uint64_t before_nbytes;
+    uint64_t crc; /* where its digits are */
+    const char *after;
+    uint64_t after_nbytes;
+    uint64_t digests; /* where the list of digests is */
+    uint64_t digests_nbytes;
+    const kvl_piece *pieces; /* in the order of their addresses */
+    uint64_t count;
+} kvl_layout;
+
+#define KVL_MAX_ID 1024
+#define KVL_ID_CHARACTERS "A to Z, a to z, 0 to 9 and _.:/@+=,-"
+
 enum kvl_stores {
     KVL_STORES_AUTO = 0,   /* by size */
     KVL_STORES_CACHED = 1, /* through the cache: the reader finds the bytes there */
@@ -108,11 +134,17 @@ KVL_API int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, u
                        uint32_t *digests, uint64_t num_digests, const kvl_options *options,
                        kvl_report *report);
 
-/* Copy `length` contiguous bytes to byte `start` of the payload; for small tensors, since the
- * caller packs no structs. Return their CRC-32C, 0 without `digest`, or the negative status. With
- * `digest`, more than KVL_CHUNK bytes are refused. */
-KVL_API int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start, const void *source,
-                                 uint64_t length, int digest);
+/* Put a payload together: its header, and the tensors behind it, with zeros between. `sources` are
+ * the addresses of the layout's tensors, each contiguous; `quoted_id` is the request id as the
+ * header has it. A header of `header_nbytes` that is longer than its text ends with spaces. */
+KVL_API int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes,
+                     const kvl_layout *layout, const char *quoted_id, uint64_t quoted_id_nbytes,
+                     const void *const *sources);
+
+/* Compare a header's text, without its length field, with a layout and with its own CRC. Return the
+ * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id
+ * with other characters than KVL_ID_CHARACTERS. */
+KVL_API uint64_t kvl_match(const char *text, uint64_t nbytes, const kvl_layout *layout);
 
 /* Copy the payload into views, none of which may contain a byte twice. Digests are compared in the
  * same pass: after KVL_EDIGEST the content of the targets is invalid. */

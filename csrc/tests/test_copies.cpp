@@ -101,21 +101,48 @@ void expanded(uint32_t seed) {
     CHECK(payload == expected_payload);
 }
 
-void one_dense_tensor(uint32_t seed) {
+std::string digits(uint32_t crc) {
+    char text[9];
+    std::snprintf(text, sizeof text, "%08x", crc);
+    return text;
+}
+
+void packed_payload(uint32_t seed) {
     Random random(seed);
-    Bytes source(random.number(0, 70000)), payload(source.size() + 128, 1);
-    for (auto &byte : source) byte = uint8_t(random.number(0, 255));
-    uint32_t crc = kvl_crc32c(0, source.data(), source.size());
-    auto gather = [&](bool digest) {
-        return kvl_gather_dense(payload.data(), payload.size(), 64, source.data(), source.size(),
-                                digest);
-    };
-    CHECK(gather(true) == crc);
-    Bytes expected(payload.size(), 1);
-    std::copy(source.begin(), source.end(), expected.begin() + 64);
+    Bytes first = random.bytes(random.number(0, 3000)), last = random.bytes(random.number(1, 3000));
+    const std::string before = "{00000000,\"", after = ":00000000,00000000}";
+    uint64_t start = first.size() + random.number(0, 9),
+             space = 8 + before.size() + 6 + after.size();
+    uint64_t header = space + random.number(0, 40), total = header + start + last.size();
+    kvl_piece pieces[]{{0, first.size(), first.empty() ? KVL_NO_DIGEST : 1},
+                       {start, last.size(), 10}};
+    kvl_layout layout{
+        before.data(), before.size(), 1, after.data(), after.size(), 1, 17, pieces, 2};
+    const void *sources[]{first.data(), last.data()};
+    Bytes payload(total + 5, 1);
+    const char id[] = "\\\"id\\\"";
+    CHECK(kvl_pack(payload.data(), total, header, &layout, id, 6, sources) == KVL_OK);
+    std::string text = before + id + after;
+    text.resize(header - 8, ' ');
+    if (!first.empty())
+        text.replace(before.size() + 7, 8, digits(simple_crc(first.data(), first.size())));
+    text.replace(before.size() + 16, 8, digits(simple_crc(last.data(), last.size())));
+    auto bytes = [&] { return reinterpret_cast<const uint8_t *>(text.data()); };
+    text.replace(1, 8, digits(simple_crc(bytes(), text.size())));
+    Bytes expected(total + 5, 1);
+    std::fill(expected.begin(), expected.begin() + total, uint8_t(0));
+    expected[0] = uint8_t(header - 8);
+    std::copy(text.begin(), text.end(), expected.begin() + 8);
+    std::copy(first.begin(), first.end(), expected.begin() + header);
+    std::copy(last.begin(), last.end(), expected.begin() + header + start);
     CHECK(payload == expected);
-    CHECK(gather(false) == 0);
-    CHECK(payload == expected);
+    CHECK(kvl_match(text.data(), text.size(), &layout) == 2);
+    for (size_t at = 0; at < text.size(); at++) {
+        std::string other = text;
+        other[at] ^= 1;
+        CHECK(kvl_match(other.data(), other.size(), &layout) == 0);
+        CHECK(kvl_match(text.data(), at, &layout) == 0);
+    }
 }
 
 void known_answer() {
@@ -138,7 +165,7 @@ void test_copies(const char *features, int rounds) {
     for (int round = 0; round < rounds; round++) {
         round_trip(uint32_t(round), 1 + uint64_t(round) % 3, uint64_t(round / 3) % 3);
         expanded(uint32_t(round));
-        one_dense_tensor(uint32_t(round));
+        packed_payload(uint32_t(round));
     }
     std::vector<std::thread> callers;
     for (uint32_t caller = 0; caller < 4; caller++)

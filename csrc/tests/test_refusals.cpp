@@ -118,21 +118,52 @@ void test_calls() {
     CHECK(kvl_gather(nullptr, 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==
           KVL_EARGUMENT);
     CHECK(kvl_gather(r.payload.data(), 2048, nullptr, 0, nullptr, 0, nullptr, nullptr) == KVL_OK);
-    Bytes long_one(KVL_CHUNK + 1), payload(KVL_CHUNK + 2);
-    auto dense = [&](uint64_t start, const void *source, uint64_t nbytes, int digest) {
-        return kvl_gather_dense(payload.data(), payload.size(), start, source, nbytes, digest);
-    };
-    CHECK(dense(1, long_one.data(), KVL_CHUNK + 1, 0) == 0);
-    CHECK(dense(1, long_one.data(), KVL_CHUNK + 1, 1) == -KVL_EBOUNDS);  // two digests
-    CHECK(dense(2, long_one.data(), KVL_CHUNK + 1, 0) == -KVL_EBOUNDS);
-    CHECK(dense(0, payload.data() + 15, 16, 1) == -KVL_EOVERLAP);
-    CHECK(dense(0, nullptr, 16, 1) == -KVL_EARGUMENT);
-    CHECK(dense(0, nullptr, 0, 1) == 0);
     CHECK(kvl_select("mmx") == KVL_EUNSUPPORTED);
     CHECK(kvl_select(nullptr) == KVL_EUNSUPPORTED);
     CHECK(kvl_version() == KVL_ABI);
     CHECK(kvl_crc32c(0, "123456789", 9) == 0xE3069283);  // RFC 3720
     CHECK(kvl_crc32c(kvl_crc32c(0, "1234", 4), "56789", 5) == 0xE3069283);
+}
+
+void test_packing() {
+    Bytes payload(KVL_CHUNK + 200, 7), source(KVL_CHUNK + 1);
+    kvl_piece piece{0, 16, 1};
+    kvl_layout layout{"{00000000", 9, 1, ":00000000}", 10, 1, 8, &piece, 1};
+    const void *sources[]{source.data()};
+    auto pack = [&](uint64_t nbytes, uint64_t header) {
+        return kvl_pack(payload.data(), nbytes, header, &layout, "id", 2, sources);
+    };
+    CHECK(pack(45, 29) == KVL_OK);
+    CHECK(payload[45] == 7);
+    CHECK(pack(44, 29) == KVL_EBOUNDS);
+    CHECK(pack(45, 28) == KVL_EBOUNDS);
+    CHECK(pack(45, 46) == KVL_EBOUNDS);
+    CHECK(pack(45, 7) == KVL_EBOUNDS);
+    piece.nbytes = KVL_CHUNK + 1;
+    CHECK(pack(payload.size(), 29) == KVL_EBOUNDS);  // two digests
+    piece = {UINT64_MAX, 16, 1};
+    CHECK(pack(45, 29) == KVL_EBOUNDS);
+    piece = {0, 16, 3};
+    CHECK(pack(45, 29) == KVL_EBOUNDS);
+    piece = {0, 16, 1};
+    sources[0] = payload.data() + 40;
+    CHECK(pack(45, 29) == KVL_EOVERLAP);
+    sources[0] = nullptr;
+    CHECK(pack(45, 29) == KVL_EARGUMENT);
+    kvl_piece both[]{{4, 4, KVL_NO_DIGEST}, {7, 4, KVL_NO_DIGEST}};
+    const void *two[]{source.data(), source.data()};
+    layout.pieces = both;
+    layout.count = 2;
+    CHECK(kvl_pack(payload.data(), 60, 29, &layout, "id", 2, two) == KVL_EBOUNDS);
+    CHECK(kvl_pack(nullptr, 45, 29, &layout, "id", 2, two) == KVL_EARGUMENT);
+    CHECK(kvl_pack(payload.data(), 45, 29, nullptr, "id", 2, two) == KVL_EARGUMENT);
+    CHECK(kvl_pack(payload.data(), 45, 29, &layout, nullptr, 2, two) == KVL_EARGUMENT);
+    CHECK(kvl_pack(payload.data(), 45, 29, &layout, "id", 2, nullptr) == KVL_EARGUMENT);
+    CHECK(kvl_match(nullptr, 0, &layout) == 0);
+    CHECK(kvl_match("", 0, nullptr) == 0);
+    layout.crc = 2;
+    CHECK(kvl_pack(payload.data(), 45, 29, &layout, "id", 2, two) == KVL_EARGUMENT);
+    CHECK(kvl_match("{00000000", 9, &layout) == 0);
 }
 
 }  // namespace
@@ -142,4 +173,5 @@ void test_refusals() {
     test_indices();
     test_overlaps();
     test_calls();
+    test_packing();
 }

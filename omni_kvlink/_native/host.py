@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 from array import array
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from omni_kvlink.errors import NativeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 3
+ABI = 4
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -52,6 +53,16 @@ class Report(ctypes.Structure):
     """A `kvl_report`, of the call that failed."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("copy", "chunk", "threads"))
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (
+        *(("before", ctypes.c_char_p), ("before_nbytes", ctypes.c_uint64)),
+        ("crc", ctypes.c_uint64),
+        *(("after", ctypes.c_char_p), ("after_nbytes", ctypes.c_uint64)),
+        *(("digests", ctypes.c_uint64), ("digests_nbytes", ctypes.c_uint64)),
+        *(("pieces", ctypes.c_void_p), ("count", ctypes.c_uint64)),
+    )
 
 
 class CopyFailed(NativeError):
@@ -180,18 +191,59 @@ class CopyBatch:
             raise CopyFailed(_last_error(library), status, self.report)
 
 
-def gather_dense(
-    address: int, nbytes: int, start: int, source: int, length: int, *, digest: bool
-) -> int:
-    """Copy `length` bytes at address `source` to byte `start` of the payload at `address`.
+class PackedLayout:
+    """A `kvl_layout`: what the headers of one layout have in common, and the layout's tensors.
 
-    Returns their CRC-32C, 0 without `digest`, or a negative number if the library refused: then
-    `CopyBatch.gather` says why. With a digest, it copies no more than `CHUNK` bytes.
+    Args:
+        before: the text before the request id, with zeros for the eight digits of its CRC.
+        crc: where these are.
+        after: the text after the request id, with zeros for the digits of the digests.
+        digests: where the list of digests is, and its length.
+        pieces: of each tensor its start behind the header, its bytes, and where the eight digits of
+            its digest are in `after` (`NO_DIGEST`: it has none).
     """
-    library = _load()
-    calls = _held if nbytes <= SMALL else library
-    crc: int = calls.kvl_gather_dense(address, nbytes, start, source, length, digest)
-    return crc
+
+    def __init__(
+        self,
+        before: bytes,
+        crc: int,
+        after: bytes,
+        digests: tuple[int, int],
+        pieces: Sequence[tuple[int, int, int]],
+    ):
+        self._pieces = array("q", [number for piece in pieces for number in piece])
+        at = self._pieces.buffer_info()[0] if pieces else None
+        text = (before, len(before), crc, after, len(after), *digests)
+        self._struct = _Layout(*text, at, len(pieces))
+        self._address = ctypes.addressof(self._struct)
+        self._addresses = struct.Struct(f"{len(pieces)}P")
+
+    def pack(
+        self, address: int, nbytes: int, header_nbytes: int, quoted_id: bytes, sources: list[int]
+    ) -> None:
+        """Put a small payload together at `address`: its header, and tensors from `sources`.
+
+        Those are addresses of contiguous bytes. NativeError (`CopyFailed`) if the payload does not
+        fit into `nbytes`, or the header into `header_nbytes`.
+        """
+        library = _load()
+        calls = _held if nbytes <= SMALL else library
+        addresses = self._addresses.pack(*sources)
+        status = calls.kvl_pack(
+            address, nbytes, header_nbytes, self._address, quoted_id, len(quoted_id), addresses
+        )
+        if status:
+            raise CopyFailed(_last_error(library), status, Report())
+
+    def match(self, text: bytes) -> int:
+        """Compare a header's JSON with the layout and its own CRC; characters of its request id.
+
+        0 if it is another layout's or damaged, or if its request id is not simple.
+        """
+        library = _load()
+        calls = _held if len(text) <= SMALL else library
+        found: int = calls.kvl_match(text, len(text), self._address)
+        return found
 
 
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
@@ -234,8 +286,9 @@ def _declare(library: ctypes.CDLL) -> int:
         for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
             call = getattr(calls, name)  # AttributeError: another library
             call.argtypes = (pointer, number, pointer, number, pointer, number, *structs)
-        calls.kvl_gather_dense.argtypes = (pointer, number, number, pointer, number, ctypes.c_int)
-        calls.kvl_gather_dense.restype = ctypes.c_int64
+        calls.kvl_pack.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
+        calls.kvl_match.argtypes = (pointer, number, pointer)
+        calls.kvl_match.restype = number
         calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
         calls.kvl_crc32c.restype = ctypes.c_uint32
     _ = library.kvl_select

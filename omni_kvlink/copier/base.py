@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from omni_kvlink.copier.streams import StreamEvents, TorchEvent, device_of
+from omni_kvlink.memory.region import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +79,17 @@ class Copier(ABC):
         Raises:
             SchemaError: a source does not match the plan.
         """
+
+    def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
+        """Return a whole payload, header and tensors, as bytes of the process; for a small one.
+
+        Sources and errors are those of `gather`; each source lies on the host.
+        """
+        scratch = Scratch.take(manifest.nbytes)
+        scratch.clear(manifest.nbytes)
+        digests = self.gather(sources, manifest, scratch.region)
+        scratch.region.write(0, manifest.encode(digests))
+        return scratch.give_back(manifest.nbytes)
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record what the calling thread's current streams hold now, on the devices of tensors.

@@ -10,9 +10,18 @@ from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
+from omni_kvlink.memory.region import Scratch
 from omni_kvlink.payload.digests import mismatch
+from omni_kvlink.payload.header_template import quote_id
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, check_fit, is_dense, packed_host_view, tensor_view
+from omni_kvlink.payload.views import (
+    TensorView,
+    check_fit,
+    check_view_fits,
+    is_dense,
+    packed_host_view,
+    tensor_view,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,8 +34,6 @@ if TYPE_CHECKING:
 
 _SMALL = 1 << 20
 """Bytes of a payload that are not worth a second thread."""
-_FEW = 4
-"""Number of tensors up to which one call each is cheaper than packing all for a single call."""
 
 
 class NativeCopier(Copier):
@@ -61,9 +68,6 @@ class NativeCopier(Copier):
         """Copy in one call of the library; torch copies what it cannot address."""
         check_fit(sources, manifest, region)
         if manifest.nbytes <= _SMALL:
-            digests = self._gather_few(sources, manifest, region) if len(sources) <= _FEW else None
-            if digests is not None:
-                return digests
             packed = [packed_host_view(source) for source in sources]
             if all(packed):
                 return self._gather_small(packed, manifest, region)
@@ -79,22 +83,19 @@ class NativeCopier(Copier):
             by_name |= others.digest()
         return [by_name[spec.name] for spec in manifest.tensors]
 
-    def _gather_few(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> list[str] | None:
-        """Gather dense tensors, each by one call; None if a tensor is not dense, or was refused."""
-        data, digests = manifest.header_nbytes, []
-        for view, spec in zip(sources, manifest.tensors, strict=True):
-            if not is_dense(view):
-                return None
-            start, nbytes, digest = data + spec.start, spec.stop - spec.start, bool(spec.digest)
-            crc = host.gather_dense(
-                region.address, region.nbytes, start, view.data_ptr(), nbytes, digest=digest
-            )
-            if crc < 0:
-                return None
-            digests.append(f"{crc:08x}" if digest else "")
-        return digests
+    def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
+        """Put dense tensors together in one call of the library."""
+        layout, specs = manifest.template.packed, manifest.tensors
+        if layout is None or len(sources) != len(specs) or not all(map(is_dense, sources)):
+            return super().pack(sources, manifest)
+        addresses = list[int]()
+        for view, spec in zip(sources, specs, strict=True):
+            check_view_fits(view, spec)
+            addresses.append(view.data_ptr())  # type: ignore[union-attr]  # it is dense
+        nbytes, quoted_id = manifest.nbytes, quote_id(manifest.request_id)
+        scratch = Scratch.take(nbytes)
+        layout.pack(scratch.region.address, nbytes, manifest.header_nbytes, quoted_id, addresses)
+        return scratch.give_back(nbytes)
 
     def _gather_small(
         self, packed: Sequence[host.PackedView], manifest: Manifest, region: Region

@@ -52,7 +52,7 @@ class PinnedCopier(NativeCopier):
             raise NativeError(reason)
         super().__init__(threads=threads)
         threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._verifier = NativeCopier(threads=threads)
+        self._native = NativeCopier(threads=threads)
         self._crossover = cuda.crossover()
         self._warned = False
 
@@ -67,6 +67,10 @@ class PinnedCopier(NativeCopier):
         """Copy and wait; device tensors are copied while host tensors are."""
         with _CopiesInProgress() as copies:
             return self._begin(sources, manifest, region, copies)()
+
+    def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
+        """Leave it to the native copier: no source lies on a device."""
+        return self._native.pack(sources, manifest)
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record an event for each device on the calling thread's current stream."""
@@ -119,7 +123,7 @@ class PinnedCopier(NativeCopier):
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests where the payload lies."""
         is_near = region.device == "cpu"
-        (self._verifier.verify if is_near else device_payload.verify)(manifest, region)
+        (self._native.verify if is_near else device_payload.verify)(manifest, region)
 
     def begin_scatter(
         self,

@@ -196,7 +196,7 @@ class KVProducer(LinkEnd):
                 return None
             if key in packed:
                 raise DuplicateKeyError(SAME_ID)
-            _, packed[key] = pack_inline(plan, self._copier, ledger, views)
+            packed[key] = pack_inline(plan, self._copier, ledger, views)
             ledgers.append(ledger)
         return self._end.publish_inline_many(
             list(packed.items()), readers=readers, ttl=ttl, ledgers=ledgers
@@ -453,7 +453,8 @@ class PutOperation:
         plan, ledger = self.plan, self.ledger
         if any(map(is_on_device, views)):
             return None
-        self.header, payload = pack_inline(plan, self.copier, ledger, views)
+        payload = pack_inline(plan, self.copier, ledger, views)
+        self.header = payload[: plan.header_nbytes]
         started = time.perf_counter()
         receipt = self.producer.publish_inline(
             plan.request_id,

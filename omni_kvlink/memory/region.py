@@ -164,26 +164,27 @@ class Scratch:
     """Memory in which a small payload is put together, before it is kept as `bytes`; used again."""
 
     _spare: ClassVar[deque[Scratch]] = deque(maxlen=8)
+    _LEAST = 32 << 10
 
     def __init__(self, nbytes: int):
         self.region = Region.private(nbytes)
         self._view = self.region.view()
 
     @classmethod
-    def take(cls, nbytes: int, capacity: int) -> Scratch:
-        """Return memory that begins with `nbytes` zeros; it has `capacity` bytes if it is new."""
+    def take(cls, nbytes: int) -> Scratch:
+        """Return memory of `nbytes` at least, with any content."""
         try:
             scratch = cls._spare.pop()
         except IndexError:
-            scratch = cls(capacity)
-        if scratch.region.nbytes < nbytes:
-            return cls(nbytes)
-        scratch._view[:nbytes] = bytes(nbytes)
-        return scratch
+            scratch = cls(cls._LEAST)
+        return scratch if scratch.region.nbytes >= nbytes else cls(nbytes)
 
-    def give_back(self, header: bytes, nbytes: int) -> bytes:
-        """Write the header; return the first `nbytes`. The memory is used again from now on."""
-        self._view[: len(header)] = header
+    def clear(self, nbytes: int) -> None:
+        """Fill the first `nbytes` with zeros."""
+        self._view[:nbytes] = bytes(nbytes)
+
+    def give_back(self, nbytes: int) -> bytes:
+        """Return a copy of the first `nbytes`. The memory is used again from now on."""
         payload = bytes(self._view[:nbytes])
         self._spare.append(self)
         return payload

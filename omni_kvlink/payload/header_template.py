@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from omni_kvlink._native.host import crc32c
+from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.format import ALIGN, KV_VERSION, MAX_MARKS, VERSION
 
@@ -31,6 +31,7 @@ _SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
 _IS_SIMPLE = re.compile(_SIMPLE_ID)
 _WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
 _SCARCE = {mark: most for mark, most in MAX_MARKS.items() if most < MAX_SMALL}
+_OPEN = b'\\"'
 _COMMA = '\\",\\"'
 _ZEROS = bytes.maketrans(b"123456789abcdef", b"0" * 15)
 
@@ -46,6 +47,7 @@ class HeaderTemplate:
         branches: all branches of the payload.
         producer: who writes the header.
         entries: the tensors and the padding between them.
+        spans: start and stop of each tensor in the data section.
         digests: one string a tensor; those of all payloads of the layout are as long.
     """
 
@@ -56,6 +58,7 @@ class HeaderTemplate:
         branches: Sequence[Branch],
         producer: Mapping[str, str],
         entries: Mapping[str, HeaderEntry],
+        spans: Sequence[tuple[int, int]],
         digests: Sequence[str],
     ):
         version = KV_VERSION if all(branch.tree is None for branch in branches) else VERSION
@@ -68,10 +71,30 @@ class HeaderTemplate:
         self._blank = _digest_list(digests).translate(_ZEROS)
         tensors = b"," + msgspec.json.encode(entries)[1:] if entries else b"}"
         self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(producer)) + b'"}' + tensors
-        self._head_crc = crc32c(self._head + b"0" * _CRC)
+        self._head_crc = host.crc32c(self._head + b"0" * _CRC)
+        self._at_id = len(self._head) + _CRC + len(_AFTER_CRC)
         self._ends = len(self._middle), len(self._blank), len(self._tail)
         parts = (self._head, _AFTER_CRC, self._middle, self._blank, self._tail)
         self._fixed = 8 + _CRC + sum(map(len, parts))
+        self._spans, self._has_library = spans, host.missing() is None
+        self._packed: host.PackedLayout | None = None
+
+    @property
+    def packed(self) -> host.PackedLayout | None:
+        """The layout as the native library takes it; None if there is no library. Made once."""
+        if self._packed is None and self._has_library:
+            pieces, at = [], len(self._middle) + len(_OPEN)
+            for (start, stop), blank in zip(self._spans, self.blank_digests, strict=True):
+                pieces.append((start, stop - start, at if blank else host.NO_DIGEST))
+                at += len(blank) + len(_COMMA)
+            self._packed = host.PackedLayout(
+                before=self._head + b"0" * _CRC + _AFTER_CRC,
+                crc=len(self._head),
+                after=self._middle + self._blank + self._tail,
+                digests=(len(self._middle), len(self._blank)),
+                pieces=pieces,
+            )
+        return self._packed
 
     @property
     def is_small(self) -> bool:
@@ -88,7 +111,7 @@ class HeaderTemplate:
 
     def header_nbytes(self, request_id: str) -> int:
         """Bytes of the header of a payload, its length field included."""
-        return -(-(self._fixed + len(_quoted_id(request_id))) // ALIGN) * ALIGN
+        return -(-(self._fixed + len(quote_id(request_id))) // ALIGN) * ALIGN
 
     def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:
         """Return the header: length, JSON, and spaces up to the alignment and `nbytes` at least.
@@ -98,49 +121,53 @@ class HeaderTemplate:
         listed = _digest_list(digests)
         if listed.translate(_ZEROS) != self._blank:
             raise SchemaError("digests of other widths than the payload's tensors have")
-        quoted = _quoted_id(request_id)
+        quoted = quote_id(request_id)
         size = self._fixed + len(quoted)
         length = max(size + -size % ALIGN, nbytes) - 8
         rest = b"".join((_AFTER_CRC, quoted, self._middle, listed, self._tail))
         rest = rest.ljust(length - len(self._head) - _CRC)
-        crc = b"%08x" % crc32c(rest, self._head_crc)
+        crc = b"%08x" % host.crc32c(rest, self._head_crc)
         return b"".join((length.to_bytes(8, "little"), self._head, crc, rest))
 
-    def match(
-        self, text: bytes, found: re.Match[bytes] | None = None
-    ) -> tuple[str, list[str]] | None:
+    def match(self, text: bytes) -> tuple[str, list[str]] | None:
         """Request id and digests of which `render` makes this JSON with its padding, or None.
 
         Every byte is compared, and the CRC. None also for a request id that is not simple: the
-        decoder of all headers reads those. `found` is what `find_id` returned for the text.
+        decoder of all headers reads those.
         """
-        found = found or find_id(text)
-        if found is None:
+        packed = self.packed
+        length = self._match(text) if packed is None else packed.match(text)
+        if not length:
             return None
+        start = self._at_id + len(_OPEN)
+        first = start + length + len(_OPEN) + len(self._middle)
+        listed = text[first : first + len(self._blank)]
+        return text[start : start + length].decode(), _digests(listed)
+
+    def _match(self, text: bytes) -> int:
+        """What the native library does: `host.PackedLayout.match`."""
+        found = _WITH_ID.match(text, self._at_id - len(_AFTER_CRC))
+        if found is None:
+            return 0
         middle, blank, tail = self._ends
         start, at = found.span()
         first = at + middle
         last = first + blank
         end, listed = last + tail, text[first:last]
         if text[at:first] != self._middle or text[last:end] != self._tail:
-            return None
+            return 0
         if text[: start - _CRC] != self._head or listed.translate(_ZEROS) != self._blank:
-            return None
+            return 0
         if text[end:].strip(b" "):
-            return None
-        if text[start - _CRC : start] != b"%08x" % crc32c(text[start:], self._head_crc):
-            return None
-        return found[1].decode(), _digests(listed)
+            return 0
+        if text[start - _CRC : start] != b"%08x" % host.crc32c(text[start:], self._head_crc):
+            return 0
+        return len(found[1])
 
 
 def is_simple(request_id: str) -> bool:
     """Whether `match` finds this request id."""
     return _IS_SIMPLE.fullmatch(request_id) is not None
-
-
-def find_id(text: bytes) -> re.Match[bytes] | None:
-    """What follows the CRC in a header's JSON, up to the end of a simple request id."""
-    return _WITH_ID.match(text, _AT_ID)
 
 
 def _quoted(part: bytes) -> bytes:
@@ -152,7 +179,8 @@ def _head(version: tuple[int, int]) -> bytes:
     return b'{"__metadata__":{"kvlink":"' + _quoted((_HEAD % version).encode())
 
 
-def _quoted_id(request_id: str) -> bytes:
+def quote_id(request_id: str) -> bytes:
+    """The request id as it stands in a header."""
     if _IS_SIMPLE.fullmatch(request_id):
         return b'\\"%b\\"' % request_id.encode()
     return _quoted(msgspec.json.encode(request_id))
@@ -164,6 +192,3 @@ def _digests(listed: bytes) -> list[str]:
 
 def _digest_list(digests: Sequence[str]) -> bytes:
     return f'\\"{_COMMA.join(digests)}\\"'.encode() if digests else b""
-
-
-_AT_ID = len(_head(VERSION)) + _CRC  # both versions are as long

@@ -32,12 +32,10 @@ from omni_kvlink.payload.header_template import (
     MAX_ID,
     MAX_SMALL,
     HeaderTemplate,
-    find_id,
     is_simple,
 )
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink.memory.region import Region
@@ -233,6 +231,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 branches=self.branches,
                 producer=self.producer,
                 entries=_entries(self.tensors),
+                spans=[(spec.start, spec.stop) for spec in self.tensors],
                 digests=[spec.digest for spec in self.tensors],
             )
         return template
@@ -261,10 +260,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         total = len(buffer) if nbytes is None else nbytes
         text = _header_text(buffer, total)
-        found = find_id(text) if len(text) <= MAX_SMALL else None
-        if found is not None:
+        if len(text) <= MAX_SMALL:
             for layout in _received:
-                manifest = layout.match(text, total, found)
+                manifest = layout.match(text, total)
                 if manifest is not None:
                     _remember(layout)
                     return manifest
@@ -304,14 +302,12 @@ class Layout:
         """What `plan(request_id).with_digests(digests).encode()` returns."""
         return self._template.render(request_id, digests)
 
-    def match(
-        self, text: bytes, total: int, found: re.Match[bytes] | None = None
-    ) -> Manifest | None:
+    def match(self, text: bytes, total: int) -> Manifest | None:
         """What `Manifest.decode` returns for a header's JSON, or None if it is not of this layout.
 
-        `total` are the bytes of the payload; `found` is what `find_id` returned for the text.
+        `total` are the bytes of the payload.
         """
-        fields = self._template.match(text, found)
+        fields = self._template.match(text)
         header_nbytes = 8 + len(text)
         if fields is None or header_nbytes + self._data != total:
             return None

@@ -16,6 +16,7 @@ from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense, tensor_view
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, run_checked
@@ -69,6 +70,27 @@ def check_digests_off(copier: Copier) -> None:
     assert found == [""] * len(plan.tensors), found
     copier.verify(plan, region)
     _compare(plan, region, [dense(view) for view in data.tensors()])
+
+
+def check_a_small_payload_is_packed(copier: Copier) -> None:
+    """Header, tensors and zeros between: what `gather` and the header's encoder make, and no more.
+
+    Longer and shorter payloads in turn: no byte of an earlier one shows in the gaps.
+    """
+    for layout, tokens, digests in itertools.product(LAYOUTS, (7, 3, 0, 5), (True, False)):
+        sources = _sources("float16", layout, tokens, 3, 5) if tokens else []
+        data = TensorTransferData("r \u00e9", {str(n): one for n, one in enumerate(sources)})
+        plan = data.plan(digests=digests)
+        found = [f"{numpy_crc32c(reference(one)):08x}" if digests else "" for one in sources]
+        right = bytearray(plan.encode(found).ljust(plan.nbytes, b"\0"))
+        for spec, source in zip(plan.tensors, sources, strict=True):
+            start = plan.header_nbytes + spec.start
+            right[start : start + spec.nbytes] = reference(source)
+        assert copier.pack(data.tensors(), plan) == right, f"{layout}, {tokens} tokens"
+    sources = _sources("float16", "contiguous", 5, 2, 4)
+    plan = _cache(sources).plan()
+    for other in ([], [*sources, sources[0]], [sources[0].view(2, 5, 4), *sources[1:]]):
+        expect(SchemaError, copier.pack, other, plan)
 
 
 def check_sources_are_only_read(copier: Copier) -> None:

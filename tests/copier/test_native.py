@@ -16,8 +16,9 @@ from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.format import DIGEST_CHUNK
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing import COPIER_CHECKS
 
 if TYPE_CHECKING:
@@ -188,17 +189,15 @@ def test_callers_from_many_threads() -> None:
     assert not failures
 
 
-def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_payload_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [tensor_of([5, 3, 7], torch.float16, 1), torch.empty(0, 2, 2, dtype=torch.float16)]
+    monkeypatch.setattr(host, "CopyBatch", None)
     for digests in (True, False):
         data = TensorTransferData("r", dict(zip("ab", sources, strict=True)))
-        plan = data.plan(digests=digests)
-        region = Mapping.anonymous(plan.nbytes).region
-        with monkeypatch.context() as patch:
-            patch.setattr(host, "CopyBatch", None)
-            found = NativeCopier().gather(sources, plan, region)
-        assert found == (NativeCopier().digest(plan, region) if digests else ["", ""])
-        received = TensorTransferData.from_region(plan, region)
+        payload = NativeCopier().pack(sources, data.plan(digests=digests))
+        manifest = Manifest.decode(payload)
+        assert [bool(spec.digest) for spec in manifest.tensors] == [digests, False]
+        received = TensorTransferData.from_region(manifest, Region.copy_of(memoryview(payload)))
         assert torch.equal(received["a"].view(torch.int16), sources[0].view(torch.int16))
 
 

@@ -18,12 +18,13 @@ from payloads import cache, empty
 from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, SchemaError, TensorTransferData
+from omni_kvlink._native import host
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload import manifest as manifests
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
-from omni_kvlink.payload.header_template import MAX_SMALL
+from omni_kvlink.payload.header_template import MAX_SMALL, HeaderTemplate
 from omni_kvlink.payload.manifest import Layout, Manifest
 
 if TYPE_CHECKING:
@@ -50,8 +51,15 @@ request_ids = simple_ids | strategies.request_ids | st.sampled_from(HARD)
 extras = strategies.extras | st.dictionaries(st.sampled_from(HARD), st.sampled_from(HARD))
 
 
-@pytest.fixture(autouse=True)
-def no_known_layout() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["native", "python"])
+def no_known_layout(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """No layout is known, and headers are compared by the native library, or without one."""
+    if request.param == "python":
+        monkeypatch.setattr(HeaderTemplate, "packed", None)
+    elif reason := host.missing():
+        pytest.skip(reason)
     forget()
     yield
     forget()

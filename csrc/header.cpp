@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "header.h"
+
+#include <cstring>
+#include <initializer_list>
+
+#include "failure.h"
+#include "kernel.h"
+
+namespace kvl {
+namespace {
+
+constexpr uint64_t kDigits = 8;  // of a CRC
+constexpr uint64_t kLength = 8;  // bytes of the field before the text
+
+uint32_t crc32c(uint32_t crc, const char *data, uint64_t nbytes) {
+    return ~kernel().crc(~crc, data, nbytes);
+}
+
+void write_digits(char *at, uint32_t crc) {
+    for (int shift = 28; shift >= 0; shift -= 4) *at++ = "0123456789abcdef"[crc >> shift & 15];
+}
+
+bool is_digit(char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); }
+
+bool is_id_character(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ||
+           (c && strchr("0123456789_.:/@+=,-", c));
+}
+
+bool is_within(uint64_t start, uint64_t nbytes, uint64_t limit) {
+    return start <= limit && nbytes <= limit - start;
+}
+
+bool overlap(const char *a, const char *b, uint64_t a_nbytes, uint64_t b_nbytes) {
+    auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
+    return first < second + b_nbytes && second < first + a_nbytes;
+}
+
+bool is_valid(const kvl_layout &layout) {
+    return layout.before && layout.after && (layout.pieces || !layout.count) &&
+           is_within(layout.crc, kDigits, layout.before_nbytes) &&
+           is_within(layout.digests, layout.digests_nbytes, layout.after_nbytes);
+}
+
+// The tensors behind the header, and the digests in the header's text.
+void copy_pieces(char *data, uint64_t nbytes, char *after, const kvl_layout &layout,
+                 const void *const *sources, uint64_t &number) {
+    uint64_t at = 0;
+    for (; number < layout.count; number++) {
+        const kvl_piece &piece = layout.pieces[number];
+        auto source = static_cast<const char *>(sources[number]);
+        if (piece.start < at || !is_within(piece.start, piece.nbytes, nbytes))
+            fail(KVL_EBOUNDS, "bytes %llu to %llu of %llu", (unsigned long long)piece.start,
+                 (unsigned long long)(piece.start + piece.nbytes), (unsigned long long)nbytes);
+        if (piece.nbytes && !source) fail(KVL_EARGUMENT, "a null pointer");
+        if (overlap(data, source, nbytes, piece.nbytes))
+            fail(KVL_EOVERLAP, "a tensor lies where it is copied to");
+        memset(data + at, 0, piece.start - at);
+        if (piece.nbytes) memcpy(data + piece.start, source, piece.nbytes);
+        at = piece.start + piece.nbytes;
+        if (piece.digest == KVL_NO_DIGEST) continue;
+        if (!is_within(piece.digest, kDigits, layout.after_nbytes) || piece.nbytes > KVL_CHUNK)
+            fail(KVL_EBOUNDS, "a digest of %llu bytes at %llu", (unsigned long long)piece.nbytes,
+                 (unsigned long long)piece.digest);
+        // Of the copy: another thread may write to the source.
+        write_digits(after + piece.digest, crc32c(0, data + piece.start, piece.nbytes));
+    }
+    memset(data + at, 0, nbytes - at);
+}
+
+}  // namespace
+
+void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
+          const char *quoted_id, uint64_t quoted_id_nbytes, const void *const *sources,
+          uint64_t &piece) {
+    if (!is_valid(layout)) fail(KVL_EARGUMENT, "a layout that is none");
+    if (header_nbytes > nbytes || header_nbytes < kLength)
+        fail(KVL_EBOUNDS, "a header of %llu bytes in a payload of %llu",
+             (unsigned long long)header_nbytes, (unsigned long long)nbytes);
+    uint64_t space = header_nbytes - kLength, text = 0;
+    for (uint64_t part : {layout.before_nbytes, quoted_id_nbytes, layout.after_nbytes}) {
+        if (part > space - text)
+            fail(KVL_EBOUNDS, "the text does not fit into a header of %llu bytes",
+                 (unsigned long long)header_nbytes);
+        text += part;
+    }
+    for (uint64_t i = 0; i < kLength; i++) payload[i] = char(space >> 8 * i);
+    char *before = payload + kLength, *id = before + layout.before_nbytes;
+    char *after = id + quoted_id_nbytes;
+    memcpy(before, layout.before, layout.before_nbytes);
+    memcpy(id, quoted_id, quoted_id_nbytes);
+    memcpy(after, layout.after, layout.after_nbytes);
+    memset(before + text, ' ', space - text);
+    copy_pieces(payload + header_nbytes, nbytes - header_nbytes, after, layout, sources, piece);
+    write_digits(before + layout.crc, crc32c(0, before, space));
+}
+
+uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout) {
+    static const char quote[] = "\\\"";
+    constexpr uint64_t quote_nbytes = sizeof quote - 1;
+    uint64_t fixed = layout.before_nbytes + layout.after_nbytes + 2 * quote_nbytes;
+    if (!is_valid(layout) || nbytes < fixed) return 0;
+    uint64_t most = nbytes - fixed < KVL_MAX_ID ? nbytes - fixed : KVL_MAX_ID, length = 0;
+    uint64_t behind = layout.crc + kDigits;
+    if (memcmp(text, layout.before, layout.crc) ||
+        memcmp(text + behind, layout.before + behind, layout.before_nbytes - behind))
+        return 0;
+    const char *id = text + layout.before_nbytes, *end = text + nbytes;
+    if (memcmp(id, quote, quote_nbytes)) return 0;
+    id += quote_nbytes;
+    while (length < most && is_id_character(id[length])) length++;
+    if (memcmp(id + length, quote, quote_nbytes)) return 0;
+    const char *after = id + length + quote_nbytes;
+    uint64_t stop = layout.digests + layout.digests_nbytes;
+    if (memcmp(after, layout.after, layout.digests) ||
+        memcmp(after + stop, layout.after + stop, layout.after_nbytes - stop))
+        return 0;
+    for (uint64_t at = layout.digests; at < stop; at++)
+        if (layout.after[at] == '0' ? !is_digit(after[at]) : after[at] != layout.after[at])
+            return 0;
+    for (const char *pad = after + layout.after_nbytes; pad < end; pad++)
+        if (*pad != ' ') return 0;
+    char digits[kDigits];
+    uint32_t crc = crc32c(0, layout.before, behind);
+    write_digits(digits, crc32c(crc, text + behind, nbytes - behind));
+    return memcmp(text + layout.crc, digits, kDigits) ? 0 : length;
+}
+
+}  // namespace kvl

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small payloads whose layout is known: they are put together, and compared, in one call.
+#pragma once
+
+#include <cstdint>
+
+#include "kvlink.h"
+
+namespace kvl {
+
+// Write a whole payload of `nbytes`. `piece` is the number of the tensor that is copied. Throws a
+// Failure; nothing is written outside the payload.
+void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
+          const char *quoted_id, uint64_t quoted_id_nbytes, const void *const *sources,
+          uint64_t &piece);
+
+// See `kvl_match`.
+uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout);
+
+}  // namespace kvl
