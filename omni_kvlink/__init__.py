@@ -36,6 +36,7 @@ from omni_kvlink.link import KVLink as KVLink
 from omni_kvlink.link import KVProducer as KVProducer
 from omni_kvlink.link import LinkOptions as LinkOptions
 from omni_kvlink.link import Payload as Payload
+from omni_kvlink.link import PendingBatch as PendingBatch
 from omni_kvlink.link import PutStream as PutStream
 from omni_kvlink.link import Received as Received
 from omni_kvlink.link import ReceivedBatch as ReceivedBatch

@@ -18,7 +18,7 @@ from absent import run
 from fork_server import new_interpreters
 
 import omni_kvlink
-from omni_kvlink import KVConsumer, KVLink, KVProducer, errors
+from omni_kvlink import KVConsumer, KVLink, KVProducer, PendingBatch, errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,6 +128,7 @@ def test_every_blocking_verb_takes_a_timeout_by_keyword() -> None:
         KVConsumer.stream_get,
         KVConsumer.get_many,
         KVProducer.put_many,
+        PendingBatch.wait,
     )
     for verb in blocking:
         timeout = inspect.signature(verb).parameters["timeout"]
@@ -137,7 +138,9 @@ def test_every_blocking_verb_takes_a_timeout_by_keyword() -> None:
 def test_each_side_has_its_own_verbs() -> None:
     own = {
         KVProducer: {"put", "put_many", "stream_put", "open_stream", "allocate", "fail"},
-        KVConsumer: {"get", "get_many", "stream_get", "read_stream", "is_connected"},
+        KVConsumer: {
+            *("get", "get_many", "begin_get_many", "stream_get", "read_stream", "is_connected"),
+        },
     }
     shared = {"abort", "record", "stats", "close"}
     for kind, verbs in own.items():

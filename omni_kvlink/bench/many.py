@@ -18,6 +18,7 @@ from omni_kvlink.bench.pipelined import (
     put_batches,
     put_singly,
 )
+from omni_kvlink.bench.reader import freeze
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, table, wrapped
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Options
@@ -77,7 +78,7 @@ class ManySetup:
         return {
             "pipe": "bare bytes, one byte back",
             "single": "put, begin_get",
-            "batched": "put_many, get_many",
+            "batched": "put_many, begin_get_many",
             "few_live": f"single, {FEW} others live",
             "many_live": f"single, {self.live} others live",
         }[kind]
@@ -232,6 +233,8 @@ def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
     ):
         sender = ManySender(pair, setup, pipe)
         warm = [sender.run(kind) for kind in ("pipe", "single", "batched")]
+        pair.peer.call("freeze")
+        freeze()
         runs = list[ManyRun]()
         for number in range(setup.rounds):
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
@@ -345,6 +348,7 @@ def _setup_lines(result: ManyResult) -> list[str]:
         wrapped("payload", f"{payload} = {setup.paced.nbytes} bytes"),
         wrapped("link", link),
         wrapped("rounds", rounds),
+        wrapped("gc", "gc.freeze() in both processes after the warm-up; see docs/operations.md"),
     ]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from omni_kvlink import KVConsumer, KVProducer, Receipt
+    from omni_kvlink import KVConsumer, KVProducer, PendingBatch, Receipt
     from omni_kvlink.lowlevel import PendingGet
 
 PATIENCE = 30.0
@@ -134,14 +134,21 @@ def _open(
 
 
 def get_batches(link: KVConsumer, run: int, batch: int, into: RunRecorder) -> None:
-    """Receive with one `get_many` after the other; blocks."""
+    """Receive batch after batch, each requested before the one before it is read; blocks."""
+    ahead: tuple[range, PendingBatch] | None = None
     for start in range(0, into.count, batch):
-        _get_batch(link, run, range(start, min(start + batch, into.count)), into)
+        numbers = range(start, min(start + batch, into.count))
+        keys = [key_of(run, number) for number in numbers]
+        requested = numbers, link.begin_get_many(keys, timeout=PATIENCE)
+        if ahead is not None:
+            _take_batch(*ahead, into)
+        ahead = requested
+    if ahead is not None:
+        _take_batch(*ahead, into)
 
 
-def _get_batch(link: KVConsumer, run: int, numbers: range, into: RunRecorder) -> None:
-    keys = [key_of(run, number) for number in numbers]
-    with link.get_many(keys, timeout=PATIENCE) as payloads:
+def _take_batch(numbers: range, batch: PendingBatch, into: RunRecorder) -> None:
+    with batch.wait(timeout=PATIENCE) as payloads:
         for number, payload in zip(numbers, payloads, strict=True):
             into.take_payload(number, payload)
 

@@ -6,6 +6,7 @@ after another, so that no other thread disturbs what is timed. Moments are monot
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from typing import Any, Literal
@@ -29,6 +30,12 @@ def page_faults(*, own_thread: bool) -> int:
     """Minor page faults so far, of the process or of this thread alone."""
     who = resource.RUSAGE_THREAD if own_thread else resource.RUSAGE_SELF
     return resource.getrusage(who).ru_minflt
+
+
+def freeze() -> None:
+    """Have the garbage collector look no more at what there is now, as an engine does at start."""
+    gc.collect()
+    gc.freeze()
 
 
 class ReaderCommands(CommandSet):
@@ -143,6 +150,10 @@ class ReaderCommands(CommandSet):
     def open_runs(self, path: str, **paced: int) -> None:
         """Make the reader of `receive_run`, and open its end of a pipe."""
         self._runs = RunReader(self._link, path, **paced)
+
+    def freeze(self) -> None:
+        """See `freeze`."""
+        freeze()
 
     def receive_run(self, **run: Any) -> dict[str, int]:
         """Receive the small payloads of one run; see `RunReader.receive`."""

@@ -9,6 +9,7 @@ from omni_kvlink.link.chunk_stream import ChunkStream as ChunkStream
 from omni_kvlink.link.chunk_streams import ChunkStreams as ChunkStreams
 from omni_kvlink.link.consumer import GetAttempts as GetAttempts
 from omni_kvlink.link.consumer import KVConsumer as KVConsumer
+from omni_kvlink.link.consumer import PendingBatch as PendingBatch
 from omni_kvlink.link.consumer import Received as Received
 from omni_kvlink.link.consumer import ReceivedChunk as ReceivedChunk
 from omni_kvlink.link.consumer import Verify as Verify

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger
-from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
+from omni_kvlink.errors import (
+    ClosedError,
+    IntegrityError,
+    PeerLostError,
+    SchemaError,
+    WireError,
+)
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.received_batch import ReceivedBatch
@@ -81,23 +87,23 @@ class KVConsumer(LinkEnd):
         Raises what `get` raises for the first payload, in this order, that cannot be had. The
         others are released unread then: another call can have them.
         """
+        attempts = GetAttempts(check_timeout(timeout))
+        batch = self.begin_get_many(request_ids, timeout=attempts.seconds_left(), verify=verify)
+        return batch.wait(timeout=attempts.seconds_left())
+
+    def begin_get_many(
+        self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+    ) -> PendingBatch:
+        """Request several payloads, and do not wait for them; `PendingBatch.wait` does.
+
+        A reader that requests the next step's payloads before it reads those of this one does not
+        wait for the producer's answer in between. `timeout` bounds a reconnection and nothing else.
+        PeerLostError if the producer is gone and did not come back in time.
+        """
         check_verify(verify)
-        started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
-        pending = begin_gets(self, request_ids, timeout=attempts.seconds_left(), verify=verify)
-        received: list[Received] = []
-        try:
-            for request_id, get in zip(request_ids, pending, strict=True):
-                delivery = self._await(get, request_id, attempts, streamed=False, verify=verify)
-                received.append(Received(delivery, self._copier, started=started, verify=verify))
-            return ReceivedBatch(received)
-        except BaseException as error:
-            for one in received:
-                one.release_unread()
-            if isinstance(error, Exception):
-                for get in pending[len(received) + 1 :]:
-                    get.cancel()
-            pending.clear()  # after an interrupt their finalizers cancel them, without a lock
-            raise
+        started = time.perf_counter()
+        pending = begin_gets(self, request_ids, timeout=timeout, verify=verify)
+        return PendingBatch(self, request_ids, pending, started=started, verify=verify)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
@@ -385,6 +391,64 @@ class Received:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+
+class PendingBatch:
+    """Payloads that were requested together, from `KVConsumer.begin_get_many`.
+
+    One that is dropped is cancelled.
+    """
+
+    def __init__(
+        self,
+        consumer: KVConsumer,
+        request_ids: Sequence[str],
+        pending: list[PendingGet],
+        *,
+        started: float,
+        verify: Verify,
+    ):
+        self._consumer, self._request_ids = consumer, tuple(request_ids)
+        self._pending: list[PendingGet] | None = pending
+        self._started, self._verify = started, verify
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(get.is_done for get in self._pending or ())
+
+    def wait(self, *, timeout: float) -> ReceivedBatch[Received]:
+        """Wait for the payloads, and return them; blocks until all are here, and works once.
+
+        Raises what `KVConsumer.get_many` raises, which calls it; ClosedError if it has been called,
+        or the batch was cancelled.
+        """
+        consumer, verify = self._consumer, self._verify
+        attempts, pending = GetAttempts(check_timeout(timeout)), self._pending
+        copier, started = consumer._copier, self._started
+        if pending is None:
+            raise ClosedError("this batch was waited for, or cancelled; request it again")
+        received: list[Received] = []
+        try:
+            for request_id, get in zip(self._request_ids, pending, strict=True):
+                delivery = consumer._await(get, request_id, attempts, streamed=False, verify=verify)
+                received.append(Received(delivery, copier, started=started, verify=verify))
+            self._pending = None
+            return ReceivedBatch(received)
+        except BaseException as error:
+            for one in received:
+                one.release_unread()
+            if isinstance(error, Exception):
+                for get in pending[len(received) + 1 :]:
+                    get.cancel()
+            # After an interrupt the finalizers of the gets cancel them, without a lock.
+            self._pending = None
+            pending.clear()
+            raise
+
+    def cancel(self) -> None:
+        """Withdraw the requests: others may have the payloads. A second call does nothing."""
+        self._pending = None  # dropped gets cancel themselves
 
 
 class ReceivedChunk(Received):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.errors import (
     CapacityError,
+    ClosedError,
     DuplicateKeyError,
     IntegrityError,
     PeerLostError,
@@ -39,6 +40,7 @@ RECIPES = (
     Recipe("e", seed=5, tokens=0),
 )
 KEYS = [recipe.key for recipe in RECIPES]
+HALVES = slice(2), slice(2, None)
 
 
 def make_all() -> list[Payload]:
@@ -79,6 +81,34 @@ def check_many_are_received_in_order(rig: Rig) -> None:
     wait_all(receipts)
     assert producer.put_many([]) == []
     assert not here.get_many([], timeout=60)
+
+
+def check_many_are_requested_ahead(rig: Rig) -> None:
+    """A batch is requested while another is read, is had once, and goes to others if cancelled."""
+    producer, here = rig.serve(), rig.connect_here()
+    expected = list(map(fingerprint, make_all()))
+    first, second = (here.begin_get_many(KEYS[half], timeout=60) for half in HALVES)
+    until_requested(producer, len(KEYS))
+    assert not first.is_done
+    receipts = producer.put_many(make_all())
+    until(lambda: first.is_done and second.is_done, "all are here")
+    with first.wait(timeout=0.0) as data, second.wait(timeout=0.0) as rest:
+        assert list(map(fingerprint, [*data, *rest])) == expected
+    del data, rest
+    wait_all(receipts)
+    expect(ClosedError, first.wait, timeout=60, mentions=("request it again",))
+    late, cancelled = (here.begin_get_many([*KEYS, "missing"], timeout=60) for _ in range(2))
+    until_requested(producer, 2 * len(KEYS) + 2)
+    expect(TransferTimeout, late.wait, timeout=0.1, mentions=("'a'", "never"))
+    cancelled.cancel()
+    cancelled.cancel()
+    expect(ClosedError, cancelled.wait, timeout=0.0)
+    until_requested(producer, 0)
+    receipts = producer.put_many(make_all())
+    with here.get_many(KEYS, timeout=60) as data:
+        assert list(map(fingerprint, data)) == expected
+    del data
+    wait_all(receipts)
 
 
 def check_many_for_readers_that_wait(rig: Rig) -> None:
