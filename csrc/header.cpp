@@ -43,10 +43,11 @@ bool is_valid(const kvl_layout &layout) {
            is_within(layout.digests, layout.digests_nbytes, layout.after_nbytes);
 }
 
-// The tensors behind the header, and the digests in the header's text.
-void copy_pieces(char *data, uint64_t nbytes, char *after, const kvl_layout &layout,
-                 const void *const *sources, uint64_t &number) {
-    uint64_t at = 0;
+// The tensors behind the header, and their digests in its text.
+void copy_pieces(char *payload, uint64_t total, uint64_t header, char *after,
+                 const kvl_layout &layout, const void *const *sources, uint64_t &number) {
+    char *data = payload + header;
+    uint64_t nbytes = total - header, at = 0;
     for (; number < layout.count; number++) {
         const kvl_piece &piece = layout.pieces[number];
         auto source = static_cast<const char *>(sources[number]);
@@ -54,7 +55,7 @@ void copy_pieces(char *data, uint64_t nbytes, char *after, const kvl_layout &lay
             fail(KVL_EBOUNDS, "bytes %llu to %llu of %llu", (unsigned long long)piece.start,
                  (unsigned long long)(piece.start + piece.nbytes), (unsigned long long)nbytes);
         if (piece.nbytes && !source) fail(KVL_EARGUMENT, "a null pointer");
-        if (overlap(data, source, nbytes, piece.nbytes))
+        if (overlap(payload, source, total, piece.nbytes))
             fail(KVL_EOVERLAP, "a tensor lies where it is copied to");
         memset(data + at, 0, piece.start - at);
         if (piece.nbytes) memcpy(data + piece.start, source, piece.nbytes);
@@ -92,7 +93,7 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
     memcpy(id, quoted_id, quoted_id_nbytes);
     memcpy(after, layout.after, layout.after_nbytes);
     memset(before + text, ' ', space - text);
-    copy_pieces(payload + header_nbytes, nbytes - header_nbytes, after, layout, sources, piece);
+    copy_pieces(payload, nbytes, header_nbytes, after, layout, sources, piece);
     write_digits(before + layout.crc, crc32c(0, before, space));
 }
 

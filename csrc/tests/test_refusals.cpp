@@ -146,8 +146,10 @@ void test_packing() {
     piece = {0, 16, 3};
     CHECK(pack(45, 29) == KVL_EBOUNDS);
     piece = {0, 16, 1};
-    sources[0] = payload.data() + 40;
-    CHECK(pack(45, 29) == KVL_EOVERLAP);
+    for (uint64_t at : {0, 28, 44}) {
+        sources[0] = payload.data() + at;
+        CHECK(pack(45, 29) == KVL_EOVERLAP);
+    }
     sources[0] = nullptr;
     CHECK(pack(45, 29) == KVL_EARGUMENT);
     kvl_piece both[]{{4, 4, KVL_NO_DIGEST}, {7, 4, KVL_NO_DIGEST}};

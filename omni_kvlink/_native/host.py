@@ -304,6 +304,11 @@ _part = CompiledPart("compiled part", LIBRARY, ABI, CURE, _declare)
 missing = _part.missing
 
 
+def is_loaded() -> bool:
+    """Whether the library is there and loaded already, as it is after a call of `crc32c`."""
+    return _part.loaded is not None
+
+
 def _load() -> ctypes.CDLL:
     # Without a call once it is loaded: this is in every copy's path.
     return _part.loaded or _part.load()

@@ -165,6 +165,7 @@ class Scratch:
 
     _spare: ClassVar[deque[Scratch]] = deque(maxlen=8)
     _LEAST = 32 << 10
+    """Bytes of new memory: what most small payloads need."""
 
     def __init__(self, nbytes: int):
         self.region = Region.private(nbytes)

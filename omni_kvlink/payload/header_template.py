@@ -76,13 +76,15 @@ class HeaderTemplate:
         self._ends = len(self._middle), len(self._blank), len(self._tail)
         parts = (self._head, _AFTER_CRC, self._middle, self._blank, self._tail)
         self._fixed = 8 + _CRC + sum(map(len, parts))
-        self._spans, self._has_library = spans, host.missing() is None
+        self._spans = spans
         self._packed: host.PackedLayout | None = None
 
     @property
     def packed(self) -> host.PackedLayout | None:
         """The layout as the native library takes it; None if there is no library. Made once."""
-        if self._packed is None and self._has_library:
+        if not host.is_loaded():  # `__init__` has loaded it, if there is one
+            return None
+        if self._packed is None:
             pieces, at = [], len(self._middle) + len(_OPEN)
             for (start, stop), blank in zip(self._spans, self.blank_digests, strict=True):
                 pieces.append((start, stop - start, at if blank else host.NO_DIGEST))
