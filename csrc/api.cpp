@@ -103,6 +103,20 @@ int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t 
                     options, report);
 }
 
+int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start, const void *source,
+                         uint64_t length, int digest) {
+    uint32_t crc = 0;
+    bool has_digest = digest && length;
+    kvl_view view{
+        const_cast<void *>(source), length, 0, length, {1, 1, 1, 1}, {}, nullptr, 0, 1, 0};
+    kvl_copy copy{view, {start, length, has_digest ? 0 : KVL_NO_DIGEST}};
+    kvl_options options{1, KVL_STORES_AUTO};
+    // There is space for one digest, so that more than KVL_CHUNK bytes are refused.
+    int status = kvl::run(Mode::gather, false, {payload, nbytes, &crc, has_digest}, &copy, 1,
+                          &options, nullptr);
+    return status ? -int64_t{status} : int64_t{crc};
+}
+
 int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout *layout,
              const char *quoted_id, uint64_t quoted_id_nbytes, const void *const *sources) {
     return kvl::guarded(nullptr, [&](kvl_report &current) {

@@ -134,6 +134,12 @@ KVL_API int kvl_gather(void *payload, uint64_t nbytes, const kvl_copy *copies, u
                        uint32_t *digests, uint64_t num_digests, const kvl_options *options,
                        kvl_report *report);
 
+/* Copy `length` contiguous bytes to byte `start` of the payload; for small tensors, since the
+ * caller packs no structs. Return their CRC-32C, 0 without `digest`, or the negative status. With
+ * `digest`, more than KVL_CHUNK bytes are refused. */
+KVL_API int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start, const void *source,
+                                 uint64_t length, int digest);
+
 /* Put a payload together: its header, and the tensors behind it, with zeros between. `sources` are
  * the addresses of the layout's tensors, each contiguous; `quoted_id` is the request id as the
  * header has it. A header of `header_nbytes` that is longer than its text ends with spaces. */

@@ -101,6 +101,23 @@ void expanded(uint32_t seed) {
     CHECK(payload == expected_payload);
 }
 
+void one_dense_tensor(uint32_t seed) {
+    Random random(seed);
+    Bytes source(random.number(0, 70000)), payload(source.size() + 128, 1);
+    for (auto &byte : source) byte = uint8_t(random.number(0, 255));
+    uint32_t crc = kvl_crc32c(0, source.data(), source.size());
+    auto gather = [&](bool digest) {
+        return kvl_gather_dense(payload.data(), payload.size(), 64, source.data(), source.size(),
+                                digest);
+    };
+    CHECK(gather(true) == crc);
+    Bytes expected(payload.size(), 1);
+    std::copy(source.begin(), source.end(), expected.begin() + 64);
+    CHECK(payload == expected);
+    CHECK(gather(false) == 0);
+    CHECK(payload == expected);
+}
+
 std::string digits(uint32_t crc) {
     char text[9];
     std::snprintf(text, sizeof text, "%08x", crc);
@@ -165,6 +182,7 @@ void test_copies(const char *features, int rounds) {
     for (int round = 0; round < rounds; round++) {
         round_trip(uint32_t(round), 1 + uint64_t(round) % 3, uint64_t(round / 3) % 3);
         expanded(uint32_t(round));
+        one_dense_tensor(uint32_t(round));
         packed_payload(uint32_t(round));
     }
     std::vector<std::thread> callers;

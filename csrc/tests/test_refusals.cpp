@@ -118,6 +118,16 @@ void test_calls() {
     CHECK(kvl_gather(nullptr, 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==
           KVL_EARGUMENT);
     CHECK(kvl_gather(r.payload.data(), 2048, nullptr, 0, nullptr, 0, nullptr, nullptr) == KVL_OK);
+    Bytes long_one(KVL_CHUNK + 1), payload(KVL_CHUNK + 2);
+    auto dense = [&](uint64_t start, const void *source, uint64_t nbytes, int digest) {
+        return kvl_gather_dense(payload.data(), payload.size(), start, source, nbytes, digest);
+    };
+    CHECK(dense(1, long_one.data(), KVL_CHUNK + 1, 0) == 0);
+    CHECK(dense(1, long_one.data(), KVL_CHUNK + 1, 1) == -KVL_EBOUNDS);  // two digests
+    CHECK(dense(2, long_one.data(), KVL_CHUNK + 1, 0) == -KVL_EBOUNDS);
+    CHECK(dense(0, payload.data() + 15, 16, 1) == -KVL_EOVERLAP);
+    CHECK(dense(0, nullptr, 16, 1) == -KVL_EARGUMENT);
+    CHECK(dense(0, nullptr, 0, 1) == 0);
     CHECK(kvl_select("mmx") == KVL_EUNSUPPORTED);
     CHECK(kvl_select(nullptr) == KVL_EUNSUPPORTED);
     CHECK(kvl_version() == KVL_ABI);

@@ -191,6 +191,20 @@ class CopyBatch:
             raise CopyFailed(_last_error(library), status, self.report)
 
 
+def gather_dense(
+    address: int, nbytes: int, start: int, source: int, length: int, *, digest: bool
+) -> int:
+    """Copy `length` bytes at address `source` to byte `start` of the payload at `address`.
+
+    Returns their CRC-32C, 0 without `digest`, or a negative number if the library refused: then
+    `CopyBatch.gather` says why. With a digest, it copies no more than `CHUNK` bytes.
+    """
+    library = _load()
+    calls = _held if nbytes <= SMALL else library
+    crc: int = calls.kvl_gather_dense(address, nbytes, start, source, length, digest)
+    return crc
+
+
 class PackedLayout:
     """A `kvl_layout`: what the headers of one layout have in common, and the layout's tensors.
 
@@ -286,6 +300,8 @@ def _declare(library: ctypes.CDLL) -> int:
         for name in ("kvl_gather", "kvl_scatter", "kvl_digest", "kvl_verify"):
             call = getattr(calls, name)  # AttributeError: another library
             call.argtypes = (pointer, number, pointer, number, pointer, number, *structs)
+        calls.kvl_gather_dense.argtypes = (pointer, number, number, pointer, number, ctypes.c_int)
+        calls.kvl_gather_dense.restype = ctypes.c_int64
         calls.kvl_pack.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
         calls.kvl_match.argtypes = (pointer, number, pointer)
         calls.kvl_match.restype = number

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _SMALL = 1 << 20
 """Bytes of a payload that are not worth a second thread."""
+_FEW = 4
+"""Number of tensors up to which one call each is cheaper than packing all for a single call."""
 
 
 class NativeCopier(Copier):
@@ -68,6 +70,9 @@ class NativeCopier(Copier):
         """Copy in one call of the library; torch copies what it cannot address."""
         check_fit(sources, manifest, region)
         if manifest.nbytes <= _SMALL:
+            digests = self._gather_few(sources, manifest, region) if len(sources) <= _FEW else None
+            if digests is not None:
+                return digests
             packed = [packed_host_view(source) for source in sources]
             if all(packed):
                 return self._gather_small(packed, manifest, region)
@@ -96,6 +101,23 @@ class NativeCopier(Copier):
         scratch = Scratch.take(nbytes)
         layout.pack(scratch.region.address, nbytes, manifest.header_nbytes, quoted_id, addresses)
         return scratch.give_back(nbytes)
+
+    def _gather_few(
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+    ) -> list[str] | None:
+        """Gather dense tensors, each by one call; None if a tensor is not dense, or was refused."""
+        data, digests = manifest.header_nbytes, []
+        for view, spec in zip(sources, manifest.tensors, strict=True):
+            if not is_dense(view):
+                return None
+            start, nbytes, digest = data + spec.start, spec.stop - spec.start, bool(spec.digest)
+            crc = host.gather_dense(
+                region.address, region.nbytes, start, view.data_ptr(), nbytes, digest=digest
+            )
+            if crc < 0:
+                return None
+            digests.append(f"{crc:08x}" if digest else "")
+        return digests
 
     def _gather_small(
         self, packed: Sequence[host.PackedView], manifest: Manifest, region: Region

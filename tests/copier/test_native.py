@@ -201,6 +201,20 @@ def test_a_small_payload_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(received["a"].view(torch.int16), sources[0].view(torch.int16))
 
 
+def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [tensor_of([5, 3, 7], torch.float16, 1), torch.empty(0, 2, 2, dtype=torch.float16)]
+    for digests in (True, False):
+        data = TensorTransferData("r", dict(zip("ab", sources, strict=True)))
+        plan = data.plan(digests=digests)
+        region = Mapping.anonymous(plan.nbytes).region
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "CopyBatch", None)
+            found = NativeCopier().gather(sources, plan, region)
+        assert found == (NativeCopier().digest(plan, region) if digests else ["", ""])
+        received = TensorTransferData.from_region(plan, region)
+        assert torch.equal(received["a"].view(torch.int16), sources[0].view(torch.int16))
+
+
 def test_what_one_call_refuses_is_named() -> None:
     plan = TensorTransferData("r", {"a": torch.zeros(8)}).plan()
     region = Mapping.anonymous(plan.nbytes + 256).region
