@@ -94,7 +94,6 @@ typedef struct kvl_layout {
 } kvl_layout;
 
 #define KVL_MAX_ID 1024
-#define KVL_ID_CHARACTERS "A to Z, a to z, 0 to 9 and _.:/@+=,-"
 
 enum kvl_stores {
     KVL_STORES_AUTO = 0,   /* by size */
@@ -148,8 +147,8 @@ KVL_API int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes,
                      const void *const *sources);
 
 /* Compare a header's text, without its length field, with a layout and with its own CRC. Return the
- * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id
- * with other characters than KVL_ID_CHARACTERS. */
+ * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id of
+ * more than KVL_MAX_ID characters, or of others than A to Z, a to z, 0 to 9 and _.:/@+=,- */
 KVL_API uint64_t kvl_match(const char *text, uint64_t nbytes, const kvl_layout *layout);
 
 /* Copy the payload into views, none of which may contain a byte twice. Digests are compared in the

@@ -18,7 +18,7 @@ from omni_kvlink.bench.pipelined import (
     put_batches,
     put_singly,
 )
-from omni_kvlink.bench.reader import freeze
+from omni_kvlink.bench.reader import freeze_gc
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, table, wrapped
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Options
@@ -233,8 +233,8 @@ def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
     ):
         sender = ManySender(pair, setup, pipe)
         warm = [sender.run(kind) for kind in ("pipe", "single", "batched")]
-        pair.peer.call("freeze")
-        freeze()
+        pair.peer.call("freeze_gc")
+        freeze_gc()
         runs = list[ManyRun]()
         for number in range(setup.rounds):
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:

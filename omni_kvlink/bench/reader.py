@@ -32,7 +32,7 @@ def page_faults(*, own_thread: bool) -> int:
     return resource.getrusage(who).ru_minflt
 
 
-def freeze() -> None:
+def freeze_gc() -> None:
     """Have the garbage collector look no more at what there is now, as an engine does at start."""
     gc.collect()
     gc.freeze()
@@ -151,9 +151,9 @@ class ReaderCommands(CommandSet):
         """Make the reader of `receive_run`, and open its end of a pipe."""
         self._runs = RunReader(self._link, path, **paced)
 
-    def freeze(self) -> None:
-        """See `freeze`."""
-        freeze()
+    def freeze_gc(self) -> None:
+        """See the function `freeze_gc`."""
+        freeze_gc()
 
     def receive_run(self, **run: Any) -> dict[str, int]:
         """Receive the small payloads of one run; see `RunReader.receive`."""

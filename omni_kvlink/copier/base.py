@@ -81,7 +81,7 @@ class Copier(ABC):
         """
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
-        """Return a whole payload, header and tensors, as bytes of the process; for a small one.
+        """Copy a small payload together; return all of it, header and tensors, as `bytes`.
 
         Sources and errors are those of `gather`; each source lies on the host.
         """

@@ -414,7 +414,7 @@ class PendingBatch:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would not block."""
+        """Whether `wait` would not block; true after its call, and after `cancel`."""
         return all(get.is_done for get in self._pending or ())
 
     def wait(self, *, timeout: float) -> ReceivedBatch[Received]:
@@ -424,8 +424,9 @@ class PendingBatch:
         or the batch was cancelled.
         """
         consumer, verify = self._consumer, self._verify
-        attempts, pending = GetAttempts(check_timeout(timeout)), self._pending
         copier, started = consumer._copier, self._started
+        attempts = GetAttempts(check_timeout(timeout))
+        pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
             raise ClosedError("this batch was waited for, or cancelled; request it again")
         received: list[Received] = []
@@ -433,7 +434,6 @@ class PendingBatch:
             for request_id, get in zip(self._request_ids, pending, strict=True):
                 delivery = consumer._await(get, request_id, attempts, streamed=False, verify=verify)
                 received.append(Received(delivery, copier, started=started, verify=verify))
-            self._pending = None
             return ReceivedBatch(received)
         except BaseException as error:
             for one in received:
@@ -441,9 +441,7 @@ class PendingBatch:
             if isinstance(error, Exception):
                 for get in pending[len(received) + 1 :]:
                     get.cancel()
-            # After an interrupt the finalizers of the gets cancel them, without a lock.
-            self._pending = None
-            pending.clear()
+            pending.clear()  # after an interrupt their finalizers cancel them, without a lock
             raise
 
     def cancel(self) -> None:

@@ -402,7 +402,7 @@ class PutOperation:
     ttl: float
     stream: Lease | None = None  # of which the payload is a chunk
     is_allocated: bool = False  # whether its tensors may lie in its memory already
-    header: bytes = b""  # once it was written
+    header: bytes = b""  # once it was written; of a small payload, if it is a chunk
 
     @property
     def can_announce(self) -> bool:
@@ -454,7 +454,8 @@ class PutOperation:
         if any(map(is_on_device, views)):
             return None
         payload = pack_inline(plan, self.copier, ledger, views)
-        self.header = payload[: plan.header_nbytes]
+        if self.stream is not None:  # whose running digest covers it
+            self.header = payload[: plan.header_nbytes]
         started = time.perf_counter()
         receipt = self.producer.publish_inline(
             plan.request_id,

@@ -173,7 +173,7 @@ class Scratch:
 
     @classmethod
     def take(cls, nbytes: int) -> Scratch:
-        """Return memory of `nbytes` at least, with any content."""
+        """Return memory of at least `nbytes`; its content is undefined."""
         try:
             scratch = cls._spare.pop()
         except IndexError:

@@ -84,7 +84,7 @@ def check_many_are_received_in_order(rig: Rig) -> None:
 
 
 def check_many_are_requested_ahead(rig: Rig) -> None:
-    """A batch is requested while another is read, is had once, and goes to others if cancelled."""
+    """Requested while another batch is read; waited for once; others receive what was cancelled."""
     producer, here = rig.serve(), rig.connect_here()
     expected = list(map(fingerprint, make_all()))
     first, second = (here.begin_get_many(KEYS[half], timeout=60) for half in HALVES)
@@ -105,6 +105,10 @@ def check_many_are_requested_ahead(rig: Rig) -> None:
     expect(ClosedError, cancelled.wait, timeout=0.0)
     until_requested(producer, 0)
     receipts = producer.put_many(make_all())
+    arrived = here.begin_get_many(KEYS, timeout=60)
+    until(lambda: arrived.is_done, "all are here")
+    expect(ValueError, arrived.wait, timeout=-1.0)
+    arrived.cancel()
     with here.get_many(KEYS, timeout=60) as data:
         assert list(map(fingerprint, data)) == expected
     del data

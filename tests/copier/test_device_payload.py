@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +24,7 @@ from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.errors import ClosedError, IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.manifest import Manifest, header_bytes
+from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,6 +128,8 @@ def test_targets_in_the_payload_itself(device: FakeDevice) -> None:
 
 
 def test_memory_of_a_device(device: FakeDevice) -> None:
+    # A link of an earlier test may still be mapping memory of the same device.
+    until(lambda: not any(each.name == "kvlink-memory" for each in threading.enumerate()), "idle")
     before = device.allocated_nbytes
     region = DeviceMapping(0, 3 * MIB).region
     region.write(MIB - 2, b"abcd")
