@@ -278,6 +278,13 @@ def test_the_producer_closes_while_gets_receive(sockets: str) -> None:
                     assert type(each.exception(60)).__name__ in ("PeerLostError", "ClosedError")
 
 
+def go_round(session: ShmSession) -> None:
+    """Return after the session's loop has run every call that was pending."""
+    has_run = threading.Event()
+    session._loop.call(has_run.set)
+    assert has_run.wait(60)
+
+
 def test_the_loop_sleeps_while_it_may_not_receive(
     producer: KVProducer, consumer: KVConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,14 +299,13 @@ def test_the_loop_sleeps_while_it_may_not_receive(
     monkeypatch.setattr(session, "_on_events", watched)
     pending = begin_get(consumer, "k", timeout=60)
     until_requested(producer, 1)
+    go_round(session)  # its first call watches the channel, which would wake it once more
     with session._receiving:
         session._watch_channel()
         producer.put(data())
         until(lambda: bool(woken), "the loop is woken")
-        for _ in range(20):  # the loop goes round with each
-            has_run = threading.Event()
-            session._loop.call(has_run.set)
-            assert has_run.wait(60)
+        for _ in range(20):
+            go_round(session)
         assert len(woken) == 1
     session._watch_channel()  # as a thread does that receives no more
     pending.wait(timeout=60).release()
