@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm_fixtures import prompt
 from vllm_steps import BLOCK, SAMPLED, SteppedEngine
 
 from omni_kvlink import KVLink
+from omni_kvlink.integrations.vllm.loading import CacheLoad
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 USED = 4
@@ -284,9 +286,17 @@ def test_one_cache_and_no_prefix_cache(
 @pytest.mark.parametrize("is_put", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_the_first_of_two_that_name_one_cache_is_aborted(
-    engine: Open, is_put: bool, steps: int
+    engine: Open, monkeypatch: pytest.MonkeyPatch, is_put: bool, steps: int
 ) -> None:
-    """Its read is the other one's then."""
+    """While its cache is not in its blocks, its read is the other one's then."""
+    has_come, may_copy, copy = threading.Event(), threading.Event(), CacheLoad._run
+
+    def copy_later(load: CacheLoad) -> None:
+        has_come.set()
+        assert may_copy.wait(60)
+        copy(load)
+
+    monkeypatch.setattr(CacheLoad, "_run", copy_later)
     producer, consumer = engine("producer"), engine("consumer")
     if is_put:
         producer.prefill("k", TOKENS)
@@ -294,12 +304,36 @@ def test_the_first_of_two_that_name_one_cache_is_aborted(
         consumer.add(name, TOKENS, fetch("k"))
     for _ in range(steps):
         consumer.step()
+    if is_put and steps:
+        assert has_come.wait(60)
     consumer.abort("one")
     consumer.step()
+    may_copy.set()
     if not is_put:
         producer.prefill("k", TOKENS)
     assert consumer.run("two") == ["length"]
     check_served(producer, consumer, "two")
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_the_first_is_aborted_with_the_cache_in_its_blocks(
+    engine: Open, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    """The engine has not heard of it, so it is in no prefix cache: the other one cannot have it."""
+    producer, consumer = engine("producer"), engine("consumer", policy)
+    producer.prefill("k", TOKENS)
+    for name in ("one", "two"):
+        consumer.add(name, TOKENS, fetch("k"))
+    consumer.step()
+    (load,) = consumer.worker._loader._loading.values()
+    assert load.done.wait(60)
+    consumer.abort("one")
+    assert consumer.run("two") == ["error" if policy == "fail" else "length"]
+    (line,) = lines(caplog, "two")
+    assert "a request that was aborted" in line
+    consumer.settle()
+    producer.settle()
+    assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
 
 
 def test_both_requests_that_name_one_cache_are_aborted(engine: Open) -> None:
