@@ -11,7 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
@@ -332,12 +332,24 @@ class Producer(Connector):
         """Fail or abort a key, which need not exist: gets of it, also later ones, will raise."""
 
 
+class InlineTarget(Protocol):
+    """Memory for one payload that comes inside its offer, if it is what its reader expects."""
+
+    def open(self) -> None:
+        """Make the memory; called once, before the reader blocks, and not at all if it does not."""
+
+    def fill(self, payload: memoryview) -> Region | None:
+        """Copy the payload to it, and return it; None if it is another one, or was not opened."""
+
+
 class PendingGet(ABC):
     """A payload that was requested; `future` is done when `wait` would not block."""
 
     future: Future[Any]
     connection: object = None
     """What `receive_until` receives from; None if it does nothing."""
+    target: InlineTarget | None = None
+    """Of a connector whose small payloads come inside their offers: for `wait` to fill."""
 
     @property
     def is_done(self) -> bool:

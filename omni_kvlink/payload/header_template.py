@@ -137,14 +137,17 @@ class HeaderTemplate:
         Every byte is compared, and the CRC. None also for a request id that is not simple: the
         decoder of all headers reads those.
         """
-        packed = self.packed
-        length = self._match(text) if packed is None else packed.match(text)
-        if not length:
+        request_id = self.match_id(text)
+        if not request_id:
             return None
-        start = self._at_id + len(_OPEN)
-        first = start + length + len(_OPEN) + len(self._middle)
-        listed = text[first : first + len(self._blank)]
-        return text[start : start + length].decode(), _digests(listed)
+        first = self._at_id + len(request_id) + 2 * len(_OPEN) + len(self._middle)
+        return request_id, _digests(text[first : first + len(self._blank)])
+
+    def match_id(self, text: bytes) -> str:
+        """The request id that `match` returns, or ""."""
+        packed, start = self.packed, self._at_id + len(_OPEN)
+        length = self._match(text) if packed is None else packed.match(text)
+        return text[start : start + length].decode()
 
     def _match(self, text: bytes) -> int:
         """What the native library does: `host.PackedLayout.match`."""

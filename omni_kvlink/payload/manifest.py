@@ -273,7 +273,7 @@ class Layout:
     """What payloads have in common that differ in request id and digests only.
 
     Made from any manifest of the layout. It shares no dict with the manifests that it returns, so
-    that a caller may modify the metadata in them.
+    that a caller may modify the metadata in them. `data_nbytes` are the bytes behind the header.
     """
 
     def __init__(self, manifest: Manifest):
@@ -285,7 +285,7 @@ class Layout:
         self._is_plain = len(manifest.branches) == 1 and not (
             first.extra or first.tree is None or is_nested(first.tree)
         )
-        self._data = manifest.nbytes - manifest.header_nbytes
+        self.data_nbytes = manifest.nbytes - manifest.header_nbytes
         self._template = manifest.template
         rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
         self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
@@ -302,6 +302,10 @@ class Layout:
         """What `plan(request_id).with_digests(digests).encode()` returns."""
         return self._template.render(request_id, digests)
 
+    def is_header(self, text: bytes, request_id: str) -> bool:
+        """Whether this is the JSON of a header of this layout, with this request id."""
+        return self._template.match_id(text) == request_id
+
     def match(self, text: bytes, total: int) -> Manifest | None:
         """What `Manifest.decode` returns for a header's JSON, or None if it is not of this layout.
 
@@ -309,7 +313,7 @@ class Layout:
         """
         fields = self._template.match(text)
         header_nbytes = 8 + len(text)
-        if fields is None or header_nbytes + self._data != total:
+        if fields is None or header_nbytes + self.data_nbytes != total:
             return None
         request_id, digests = fields
         tensors = tuple(map(TensorSpec, *self._columns, digests))
@@ -331,7 +335,7 @@ class Layout:
             branches=branches,
             tensors=tensors,
             header_nbytes=header_nbytes,
-            nbytes=header_nbytes + self._data,
+            nbytes=header_nbytes + self.data_nbytes,
             producer=self._producer.copy(),
         )
 
@@ -365,6 +369,7 @@ class _Layouts:
 _planned = _Layouts()
 _received: tuple[Layout, ...] = ()
 """The layouts of the headers that were decoded last; replaced as a whole, since threads read it."""
+_repeated: Layout | None = None
 
 
 def plan_like_before(
@@ -385,11 +390,18 @@ def plan_like_before(
 
 def _remember(layout: Layout) -> None:
     """Make a layout the first that `Manifest.decode` compares."""
-    global _received
+    global _received, _repeated
     known = _received
-    if not known or known[0] is not layout:
+    is_repeated = bool(known) and known[0] is layout
+    _repeated = layout if is_repeated else None
+    if not is_repeated:
         others = [each for each in known if each is not layout]
         _received = (layout, *others[: _MAX_RECEIVED - 1])
+
+
+def repeated_layout() -> Layout | None:
+    """The layout of the last two headers that were decoded, if it was the same one."""
+    return _repeated
 
 
 def _copied(branches: Sequence[Branch]) -> tuple[Branch, ...]:

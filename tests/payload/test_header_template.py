@@ -25,7 +25,7 @@ from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload import manifest as manifests
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
 from omni_kvlink.payload.header_template import MAX_SMALL, HeaderTemplate
-from omni_kvlink.payload.manifest import Layout, Manifest
+from omni_kvlink.payload.manifest import Layout, Manifest, repeated_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def no_known_layout(
 
 
 def forget() -> None:
-    manifests._received = ()
+    manifests._received, manifests._repeated = (), None
     manifests._planned = manifests._Layouts()
 
 
@@ -520,3 +520,13 @@ def test_a_cache_that_was_received_has_metadata_of_its_own() -> None:
         assert received.metadata == cache(extra={"a": [1]}).metadata
         received.metadata.extra["a"].append(2)
         received.metadata.extra["b"] = 1
+
+
+def test_the_layout_that_is_repeated() -> None:
+    """Not that of one header, and not the last one where layouts alternate."""
+    first, second = (cache("a", layers=layers).plan() for layers in (2, 3))
+    seen = []
+    for each in (first, first, second, first, first, second, second):
+        Manifest.decode(each.encode(), each.nbytes)
+        seen.append(repeated_layout() is not None)
+    assert seen == [False, True, False, False, True, False, True]

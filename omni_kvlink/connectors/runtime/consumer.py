@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
@@ -121,6 +121,9 @@ class SessionGet(PendingGet):
 class MappedSession(Session):
     """A session with a producer whose memory is mapped in this process."""
 
+    has_inline: ClassVar[bool] = False
+    """Whether small payloads come inside their offers."""
+
     @abstractmethod
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer: its head, the payload, and `draft` bytes behind it.
@@ -180,6 +183,8 @@ class MappedGet(SessionGet):
         limit, answer = check_timeout(timeout), get_state.answer
         if not answer.is_set():
             deadline = time.monotonic() + limit
+            if self.target is not None and self.session.has_inline:
+                self.target.open()
             if os.getpid() == self._pid:
                 self.session.receive_until(answer, deadline)
             limit = max(0.0, deadline - time.monotonic())
@@ -215,10 +220,12 @@ class MappedGet(SessionGet):
         get_state, nbytes = self._get_state, offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
             raise WireError(f"a payload of {nbytes} bytes was offered as another")
-        region = Region.copy_of(offer.inline)
+        region = None if self.target is None else self.target.fill(offer.inline)
+        head = offer.inline if region is None else None
+        region = region or Region.copy_of(offer.inline)
         if fault_points.enabled:
             fault_points.point("get.mapped")
-        delivery = Delivery(get_state.key, region, lease, copies=1, head=offer.inline)
+        delivery = Delivery(get_state.key, region, lease, copies=1, head=head)
         get_state.settle()
         return delivery
 

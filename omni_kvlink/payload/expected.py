@@ -1,0 +1,67 @@
+"""`ExpectedPayload`: a small payload of a known layout, opened before its bytes come."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload.bundle import open_payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.manifest import Layout, Manifest
+
+
+class ExpectedPayload:
+    """A payload that a reader waits for, and that is likely to have the layout of earlier ones.
+
+    Its views take longer than all else that a small payload needs once its bytes are here. So they
+    are made of empty memory before the reader sleeps.
+
+    Attributes:
+        plan: its manifest without digests, after `open`.
+        data: the payload as views of its memory, after `open`.
+        make_manifest: makes its manifest, and keeps no view; None until it was filled.
+    """
+
+    plan: Manifest
+    data: Payload
+    make_manifest: Callable[[], Manifest] | None = None
+    _view: memoryview | None = None
+
+    def __init__(self, layout: Layout, request_id: str):
+        self._layout, self._request_id = layout, request_id
+
+    def open(self) -> None:
+        """Make the memory and the views; called once."""
+        self.plan = self._layout.plan(self._request_id)
+        self._region = Region.private(self.plan.nbytes)
+        self.data = open_payload(self.plan, self._region)
+        self._view = self._region.view()
+
+    def fill(self, payload: memoryview) -> Region | None:
+        """Copy a payload that came to the memory, which is returned; called once.
+
+        None if it is not as expected, or `open` was not called: nothing of it was checked then.
+        """
+        view, self._view = self._view, None
+        if view is None or payload.nbytes != len(view):
+            return None
+        text = bytes(payload[8 : self.plan.header_nbytes])
+        if int.from_bytes(payload[:8], "little") != len(text):
+            return None
+        if not self._layout.is_header(text, self._request_id):
+            return None
+        view[:] = payload
+        self._region.readonly = True
+        self.make_manifest = partial(_manifest, self._layout, text, payload.nbytes)
+        return self._region
+
+
+def _manifest(layout: Layout, text: bytes, nbytes: int) -> Manifest:
+    manifest = layout.match(text, nbytes)
+    assert manifest is not None  # the text was compared with the layout
+    return manifest

@@ -1,0 +1,150 @@
+"""Payloads that are opened before they come: what they hold is what came, or they are not used."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from payloads import cache, noise, written
+
+from omni_kvlink import KVCacheBundle, PrefixOf, TensorTransferData
+from omni_kvlink.payload.expected import ExpectedPayload
+from omni_kvlink.payload.manifest import Layout, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.payload.bundle import Payload
+
+
+def tensors(key: str = "key", *, seed: int = 0, **change: Any) -> TensorTransferData:
+    found = {"a": noise(seed, (3, 8)), "b": noise(seed + 1, (5,), "bfloat16"), **change}
+    return TensorTransferData(key, found)
+
+
+def nested(key: str = "key", *, seed: int = 0) -> TensorTransferData:
+    parts = [noise(seed + number, (number, 4)) for number in range(3)]
+    return TensorTransferData(key, {"tree": [parts, {"one": parts[1]}]}, {"steps": [{"at": 1}]})
+
+
+def bundle(key: str = "key", *, seed: int = 0) -> KVCacheBundle:
+    whole = cache(key, seed=seed)
+    prefix = PrefixOf("gen", 2, cache(shape=(2, 2, 4)).metadata)
+    return KVCacheBundle(key, {"gen": whole, "cfg": prefix})
+
+
+MAKERS: dict[str, Callable[..., Payload]] = {
+    "tensors": tensors,
+    "nested": nested,
+    "cache": cache,
+    "bundle": bundle,
+}
+
+
+def bytes_of(data: Payload, *, digests: bool = True) -> memoryview:
+    _, mapping = written(data, digests=digests)
+    return memoryview(bytes(mapping.region.view()))
+
+
+def expected_like(data: Payload, key: str = "key") -> ExpectedPayload:
+    expected = ExpectedPayload(Layout(Manifest.decode(bytes_of(data))), key)
+    expected.open()
+    return expected
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_comes_is_in_the_views(name: str) -> None:
+    """And the manifest is that of a payload that is decoded."""
+    make = MAKERS[name]
+    expected = expected_like(make("other"))
+    put = make("key", seed=7)
+    payload = bytes_of(put)
+    region = expected.fill(payload)
+    assert region is not None
+    assert region.readonly
+    assert bytes(region.view()) == payload
+    assert expected.data.difference(put) == ""  # type: ignore[arg-type]
+    assert expected.make_manifest is not None
+    assert expected.make_manifest() == Manifest.decode(payload)
+    plan = Manifest.decode(payload)
+    assert (expected.plan.nbytes, expected.plan.has_digests) == (plan.nbytes, plan.has_digests)
+
+
+OTHERS = {
+    "another request": bytes_of(tensors("kez")),
+    "a longer request id": bytes_of(tensors("a longer request id")),
+    "another name": bytes_of(
+        TensorTransferData("key", {"a": noise(0, (3, 8)), "c": noise(1, (5,), "bfloat16")})
+    ),
+    "another shape": bytes_of(tensors(a=noise(0, (8, 3)))),
+    "another dtype": bytes_of(tensors(a=noise(0, (3, 8), "int32"))),
+    "more bytes": bytes_of(tensors(b=noise(0, (500,)))),
+    "no digests": bytes_of(tensors(), digests=False),
+    "metadata": bytes_of(TensorTransferData("key", tensors().tree, {"step": 1})),
+    "cut": bytes_of(tensors())[:-1],
+    "empty": memoryview(b""),
+}
+"""Payloads beside `tensors("key")`."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_expected(name: str) -> None:
+    expected = expected_like(tensors())
+    assert expected.fill(OTHERS[name]) is None
+    assert expected.make_manifest is None
+
+
+def test_a_flipped_bit_of_the_header() -> None:
+    """Whichever: nothing is taken for what was expected."""
+    payload = bytes_of(tensors())
+    for bit in range(8 * (8 + int.from_bytes(payload[:8], "little"))):
+        flipped = bytearray(payload)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert expected_like(tensors()).fill(memoryview(flipped)) is None, bit
+
+
+def test_a_request_id_that_json_escapes() -> None:
+    """The decoder of all headers reads those."""
+    put = tensors('ä"')
+    assert expected_like(tensors(), 'ä"').fill(bytes_of(put)) is None
+
+
+def test_one_that_was_not_opened() -> None:
+    expected = ExpectedPayload(Layout(Manifest.decode(bytes_of(tensors()))), "key")
+    assert expected.fill(bytes_of(tensors())) is None
+
+
+def test_it_is_filled_once() -> None:
+    """The views of the first are its reader's."""
+    expected = expected_like(tensors())
+    assert expected.fill(bytes_of(tensors())) is not None
+    assert expected.fill(bytes_of(tensors(seed=3))) is None
+    assert expected.data.difference(tensors()) == ""  # type: ignore[arg-type]
+
+
+def test_metadata_is_its_readers_own() -> None:
+    layout = Layout(Manifest.decode(bytes_of(nested())))
+    for _ in range(2):
+        expected = ExpectedPayload(layout, "key")
+        expected.open()
+        assert expected.fill(bytes_of(nested())) is not None
+        assert expected.make_manifest is not None
+        data, manifest = expected.data, expected.make_manifest()
+        assert isinstance(data, TensorTransferData)
+        assert data.metadata == {"steps": [{"at": 1}]}
+        assert manifest.branches[0].extra == {"steps": [{"at": 1}]}
+        data.metadata["steps"][0]["at"] = 2
+        data.tree["more"] = torch.zeros(1)
+
+
+def test_the_manifest_keeps_no_memory() -> None:
+    expected = expected_like(tensors())
+    region = expected.fill(bytes_of(tensors()))
+    assert region is not None
+    span, make_manifest = weakref.ref(region.span), expected.make_manifest
+    del region, expected
+    assert span() is None
+    assert make_manifest is not None
+    assert make_manifest().request_id == "key"
