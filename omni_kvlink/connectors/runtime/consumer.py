@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
@@ -121,9 +121,6 @@ class SessionGet(PendingGet):
 class MappedSession(Session):
     """A session with a producer whose memory is mapped in this process."""
 
-    has_inline: ClassVar[bool] = False
-    """Whether small payloads come inside their offers."""
-
     @abstractmethod
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer: its head, the payload, and `draft` bytes behind it.
@@ -183,7 +180,7 @@ class MappedGet(SessionGet):
         limit, answer = check_timeout(timeout), get_state.answer
         if not answer.is_set():
             deadline = time.monotonic() + limit
-            if self.target is not None and self.session.has_inline:
+            if self.target is not None:
                 self.target.open()
             if os.getpid() == self._pid:
                 self.session.receive_until(answer, deadline)

@@ -550,8 +550,6 @@ class ShmSession(MappedSession):
         ConnectorError: it is another user's, or refused this process; or there is no descriptor.
     """
 
-    has_inline = True
-
     def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
         self._url = url
         pid, uid = rendezvous.peer_identity(sock)
