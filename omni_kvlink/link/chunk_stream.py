@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from omni_kvlink.connectors.protocol.get_table import StreamEnded, check_timeout
+from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError
-from omni_kvlink.payload.growing import StreamPosition, read_end, read_head
-from omni_kvlink.payload.manifest import Manifest, header_bytes
+from omni_kvlink.payload.expected import ExpectedPayload
+from omni_kvlink.payload.growing import (
+    PLAIN_CHUNK,
+    StreamPosition,
+    open_plain_chunk,
+    read_end,
+    read_head,
+)
+from omni_kvlink.payload.manifest import Manifest, header_bytes, repeated_layout
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 
 if TYPE_CHECKING:
@@ -57,7 +65,10 @@ class ChunkStream(Generic[C]):
         self,
         head: PendingGet,
         delivery: Delivery,
-        open_chunk: Callable[[Delivery, StreamPosition, Callable[[C, StreamPosition], None]], C],
+        open_chunk: Callable[
+            [Delivery, StreamPosition, Callable[[C, StreamPosition], None], ExpectedPayload | None],
+            C,
+        ],
         copier: Copier,
         *,
         start: int,
@@ -111,12 +122,17 @@ class ChunkStream(Generic[C]):
         if self._last is not None or len(self._requested) < AHEAD:
             self._delivery.coalesce(self._release_and_request)
         delivery, pending = None, self._requested.pop(self.position)
+        layout = None if pending.is_done else repeated_layout(INLINE)
+        expected: ExpectedPayload | None = None
+        if layout is not None and layout.names == PLAIN_CHUNK:
+            expected = ExpectedPayload(layout, self.request_id, open_plain_chunk)
+        pending.target = expected
         with contextlib.suppress(StreamEnded):
             delivery = pending.wait(timeout=limit)
         if delivery is None:
             self._finish(limit)
             return None
-        return self._open_chunk(delivery, self._position, self._accept)
+        return self._open_chunk(delivery, self._position, self._accept, expected)
 
     def concatenate(self) -> TensorTransferData:
         """Receive the chunks that are left, and return their tensors joined along `dim`, as copies.

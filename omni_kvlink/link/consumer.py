@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from omni_kvlink.link.scatter import scatter_delivery
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
-from omni_kvlink.payload.growing import check_chunk, open_chunk
+from omni_kvlink.payload.growing import check_chunk, open_chunk, tensors_of_chunk
 from omni_kvlink.payload.manifest import repeated_layout
 from omni_kvlink.payload.schema import check_request_id
 
@@ -77,7 +76,9 @@ class KVConsumer(LinkEnd):
         started = time.perf_counter()
         attempts = GetAttempts(check_timeout(timeout))
         pending = begin_get(self, request_id, timeout=attempts.seconds_left(), verify=verify)
-        pending.target = expected = None if pending.is_done else expect(request_id)
+        layout = None if pending.is_done else repeated_layout(INLINE)
+        expected = None if layout is None else ExpectedPayload(layout, request_id)
+        pending.target = expected
         delivery = self._await(pending, request_id, attempts, streamed=False, verify=verify)
         return Received(delivery, self._copier, started=started, verify=verify, expected=expected)
 
@@ -231,14 +232,6 @@ def begin_gets(
     return consumer._end.begin_gets(keys, timeout=limit, verify=verify != "off")
 
 
-def expect(request_id: str) -> ExpectedPayload | None:
-    """The small payload that is likely to come: one like the last two of this process."""
-    layout = repeated_layout()
-    if layout is None or layout.data_nbytes > INLINE:
-        return None
-    return ExpectedPayload(layout, request_id)
-
-
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
     """Whether a get that ended with PeerLostError can be requested again.
 
@@ -315,7 +308,8 @@ class Received:
     """
 
     data: Payload
-    _make_manifest: Callable[[], Manifest]
+    _manifest: Manifest | None = None
+    _make_manifest: Callable[[], Manifest] | None = None
 
     def __init__(
         self,
@@ -333,14 +327,15 @@ class Received:
         try:
             region = delivery.open_region()
             if expected is not None and expected.make_manifest is not None:
-                self._make_manifest, manifest = expected.make_manifest, expected.plan
+                self._make_manifest, plan = expected.make_manifest, expected.plan
                 self.data = expected.data
             else:
-                self.manifest = manifest = delivery.open_manifest(region)
-                self.data = self._open(manifest, region)
+                self._manifest = plan = delivery.open_manifest(region)
+                self.data = self._open(plan, region)
+            self._plan = plan
             ledger.seconds["view"] = time.perf_counter() - arrived
-            ledger.nbytes, ledger.copies = manifest.nbytes, delivery.copies
-            ledger.digests = "crc32c" if manifest.has_digests else "off"
+            ledger.nbytes, ledger.copies = plan.nbytes, delivery.copies
+            ledger.digests = "crc32c" if plan.has_digests else "off"
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
         except Exception as error:  # released without a reason, it would count as read
@@ -350,10 +345,16 @@ class Received:
             delivery.release_unread()
             raise
 
-    @functools.cached_property
+    @property
     def manifest(self) -> Manifest:
-        """Sizes, positions and digests of the payload."""
-        return self._make_manifest()  # that of an expected payload is made when it is needed
+        """Sizes, positions and digests of the tensors."""
+        return self._whole()
+
+    def _whole(self) -> Manifest:
+        if self._manifest is None:  # an expected payload was compared with a layout only
+            assert self._make_manifest is not None
+            self._manifest = self._make_manifest()
+        return self._manifest
 
     def _open(self, manifest: Manifest, region: Region) -> Payload:
         """The payload as views."""
@@ -371,15 +372,15 @@ class Received:
             raise
 
     def _verify(self, *, on_arrival: bool) -> None:
-        region = self._delivery.open_region()
-        if not self.manifest.is_covered:
+        region, manifest = self._delivery.open_region(), self._whole()
+        if not manifest.is_covered:
             raise IntegrityError(
                 f"payload {self._delivery.key!r} has no digests, so that its bytes cannot be "
                 'checked: put it with digests=True, or get it with verify="auto"'
             )
         if not on_arrival:
             with self.ledger.phase("verify"):
-                self._copier.verify(self.manifest, region)
+                self._copier.verify(manifest, region)
 
     def scatter(self, into: Payload | Sequence[TensorView]) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.
@@ -478,21 +479,22 @@ class ReceivedChunk(Received):
     """Chunk `number` of a stream, counted from 0; all else as of a payload that was got."""
 
     data: TensorTransferData
-    _sizes: RequestSizes | None
+    _sizes: RequestSizes | None = None
 
     def __init__(
         self,
         delivery: Delivery,
         position: StreamPosition,
         accept: Callable[[ReceivedChunk, StreamPosition], None],
+        expected: ExpectedPayload | None = None,
         *,
         copier: Copier,
         verify: Verify,
     ):
-        self.number = position.number
+        self.number, started = position.number, time.perf_counter()
         try:
-            super().__init__(delivery, copier, started=time.perf_counter(), verify=verify)
-            self.manifest, following = check_chunk(self.manifest, delivery.open_region(), position)
+            super().__init__(delivery, copier, started=started, verify=verify, expected=expected)
+            following = check_chunk(self._plan, delivery.open_region(), position)
             accept(self, following)
         except Exception as error:
             delivery.reject(str(error) or repr(error), at_once=True)
@@ -500,6 +502,11 @@ class ReceivedChunk(Received):
         except BaseException:  # an interrupt: it can be received again
             delivery.release_unread()
             raise
+
+    @property
+    def manifest(self) -> Manifest:
+        """Sizes, positions and digests of the tensors that were appended."""
+        return tensors_of_chunk(self._whole())
 
     def requests(self) -> ChunkRequests:
         """The tensors of each request in it, if the chunk was appended by `append_requests`.

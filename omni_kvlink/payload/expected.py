@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import open_payload
 
@@ -32,15 +34,21 @@ class ExpectedPayload:
     make_manifest: Callable[[], Manifest] | None = None
     _view: memoryview | None = None
 
-    def __init__(self, layout: Layout, request_id: str):
-        self._layout, self._request_id = layout, request_id
+    def __init__(
+        self,
+        layout: Layout,
+        request_id: str,
+        views_of: Callable[[Manifest, Region], Payload] = open_payload,
+    ):
+        self._layout, self._request_id, self._views_of = layout, request_id, views_of
 
     def open(self) -> None:
         """Make the memory and the views; called once."""
         self.plan = self._layout.plan(self._request_id)
         self._region = Region.private(self.plan.nbytes)
-        self.data = open_payload(self.plan, self._region)
-        self._view = self._region.view()
+        with contextlib.suppress(WireError):  # the last ones were of another kind
+            self.data = self._views_of(self.plan, self._region)
+            self._view = self._region.view()
 
     def fill(self, payload: memoryview) -> Region | None:
         """Copy a payload that came to the memory, which is returned; called once.

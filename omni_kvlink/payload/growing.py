@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.views import TensorView
 
 _POSITION = struct.Struct("<Q16s")
-_CHUNK = ("data", "position")
+PLAIN_CHUNK = ("data", "position")
+"""Names in the tree of a chunk that is of one request."""
 _WITH_REQUESTS = ("data", "requests", "position")
 Row = tuple[str, torch.dtype, list[int]]
 """Path, dtype and shape of a tensor, with -1 for the dimension that grows."""
@@ -218,25 +219,32 @@ def open_chunk(
     branch = manifest.branches[0]
     tree = branch.tree or {}
     has_requests = "requests" in tree
-    _check(manifest, *(_WITH_REQUESTS if has_requests else _CHUNK))
+    _check(manifest, *(_WITH_REQUESTS if has_requests else PLAIN_CHUNK))
     requests = _read_requests(manifest, region, tree) if has_requests else None
     views = tensor_views(region, _chunk_specs(manifest), manifest.header_nbytes)
     data = TensorTransferData.of_views(manifest.request_id, tree["data"], views, branch.extra)
     return data, requests
 
 
-def check_chunk(
-    manifest: Manifest, region: Region, position: StreamPosition
-) -> tuple[Manifest, StreamPosition]:
+def open_plain_chunk(manifest: Manifest, region: Region) -> TensorTransferData:
+    """Return the tensors of a chunk that is of one request, before its bytes are in the region."""
+    data, _ = open_chunk(manifest, region)
+    return data
+
+
+def check_chunk(manifest: Manifest, region: Region, position: StreamPosition) -> StreamPosition:
     """Check that what `open_chunk` took for a chunk is the one at `position`.
 
-    Returns the manifest of its tensors and the next position. IntegrityError as of
-    `StreamPosition.check`.
+    Returns the next position. IntegrityError as of `StreamPosition.check`.
     """
     carried = _position(manifest, region)
     position.check(carried)
-    tensors = manifest.only(_chunk_specs(manifest))
-    return tensors, carried.after(region.read(0, manifest.header_nbytes))
+    return carried.after(region.read(0, manifest.header_nbytes))
+
+
+def tensors_of_chunk(manifest: Manifest) -> Manifest:
+    """The same chunk, restricted to the tensors that were appended."""
+    return manifest.only(_chunk_specs(manifest))
 
 
 def read_end(manifest: Manifest, region: Region, position: StreamPosition) -> int:

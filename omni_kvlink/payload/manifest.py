@@ -273,7 +273,11 @@ class Layout:
     """What payloads have in common that differ in request id and digests only.
 
     Made from any manifest of the layout. It shares no dict with the manifests that it returns, so
-    that a caller may modify the metadata in them. `data_nbytes` are the bytes behind the header.
+    that a caller may modify the metadata in them.
+
+    Attributes:
+        data_nbytes: bytes behind the header.
+        names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
     """
 
     def __init__(self, manifest: Manifest):
@@ -286,6 +290,7 @@ class Layout:
             first.extra or first.tree is None or is_nested(first.tree)
         )
         self.data_nbytes = manifest.nbytes - manifest.header_nbytes
+        self.names = () if manifest.bundle else tuple(first.tree or ())
         self._template = manifest.template
         rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
         self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
@@ -399,9 +404,13 @@ def _remember(layout: Layout) -> None:
         _received = (layout, *others[: _MAX_RECEIVED - 1])
 
 
-def repeated_layout() -> Layout | None:
-    """The layout of the last two headers that were decoded, if it was the same one."""
-    return _repeated
+def repeated_layout(most: int) -> Layout | None:
+    """The layout of the last two headers that were decoded, if it was the same one.
+
+    None also if its payloads have more than `most` bytes behind the header.
+    """
+    layout = _repeated
+    return layout if layout is not None and layout.data_nbytes <= most else None
 
 
 def _copied(branches: Sequence[Branch]) -> tuple[Branch, ...]:

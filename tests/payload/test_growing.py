@@ -19,6 +19,7 @@ from omni_kvlink.payload.growing import (
     open_chunk,
     read_end,
     read_head,
+    tensors_of_chunk,
 )
 from omni_kvlink.payload.manifest import Manifest
 
@@ -57,7 +58,7 @@ def test_a_chunk_is_read_once_and_in_its_place() -> None:
     manifest, region = written(spec().chunk(tensors, {"step": 1}, SECOND))
     data, requests = open_chunk(manifest, region)
     assert requests is None
-    rest, following = check_chunk(manifest, region, SECOND)
+    rest, following = tensors_of_chunk(manifest), check_chunk(manifest, region, SECOND)
     assert torch.equal(data["a"], tensors["a"])
     assert data.metadata == {"step": 1}
     assert [each.name for each in rest.tensors] == ["tensors/data/a", "tensors/data/b/0"]
@@ -71,7 +72,7 @@ def test_a_chunk_is_read_once_and_in_its_place() -> None:
         with pytest.raises(IntegrityError, match=message):
             check_chunk(manifest, region, position)
     begun = StreamPosition(1, None)
-    assert check_chunk(manifest, region, begun)[1] == following
+    assert check_chunk(manifest, region, begun) == following
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_a_chunk_like_the_one_before_is_the_same_payload() -> None:
         assert region.read(0, region.nbytes) == other.read(0, other.nbytes)
         data, _ = open_chunk(manifest, region)
         assert data.difference(TensorTransferData("g", tensors)) == ""
-        _, position = check_chunk(manifest, region, position)
+        position = check_chunk(manifest, region, position)
     assert position.number == 6
 
 
@@ -209,7 +210,7 @@ def test_a_chunk_of_many_requests_is_taken_apart() -> None:
         part = TensorTransferData("r", found[key])
         rows = {"a": tensors["a"][:, columns], "b": [tensors["b"][0][:, columns]]}
         assert part.difference(TensorTransferData("r", rows)) == ""
-    rest, following = check_chunk(manifest, region, SECOND)
+    rest, following = tensors_of_chunk(manifest), check_chunk(manifest, region, SECOND)
     assert [each.name for each in rest.tensors] == ["tensors/data/a", "tensors/data/b/0"]
     assert following == SECOND.after(region.read(0, manifest.header_nbytes))
     found.failed.clear()

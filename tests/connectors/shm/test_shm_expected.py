@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVProducer, TensorTransferData
+from omni_kvlink import (
+    IntegrityError,
+    KVConsumer,
+    KVLink,
+    KVProducer,
+    SchemaError,
+    TensorTransferData,
+)
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.testing.rig import expect, until, until_freed
 
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from omni_kvlink.link import Received
+    from omni_kvlink.link.consumer import Verify
     from omni_kvlink.memory.region import Region
 
 
@@ -175,3 +183,86 @@ def test_two_that_wait_have_memory_of_their_own(
     for received, put in zip(found, puts, strict=True):
         check(received, put)
     assert calls.filled == [True, True]
+
+
+# Chunks of a stream that grows
+
+
+def rows(seed: int, count: int = 3) -> dict[str, torch.Tensor]:
+    return {"hidden": torch.full((count, 16), float(seed)), "ids": torch.arange(count) + seed}
+
+
+@pytest.mark.parametrize("verify", ["auto", "full"])
+def test_chunks_that_are_waited_for(
+    producer: KVProducer, consumer: KVConsumer, calls: Calls, verify: Verify
+) -> None:
+    """The third of one shape and those after it; not the first of another shape."""
+    sizes = (3, 3, 3, 3, 5, 3, 3, 3)
+    with (
+        producer.open_stream("g", rows(0)) as stream,
+        consumer.read_stream("g", timeout=60, verify=verify) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for number, count in enumerate(sizes):
+            opened, got = calls.opened, pool.submit(reader.receive)
+            if number in (2, 3, 4, 7):
+                until(lambda opened=opened: calls.opened == opened + 1, "it is opened")  # type: ignore[misc]
+            stream.append(rows(number, count))
+            chunk = got.result(60)
+            assert chunk is not None
+            assert chunk.number == number
+            expected = TensorTransferData("g", rows(number, count))
+            assert chunk.data.difference(expected) == ""
+            names = [spec.name for spec in chunk.manifest.tensors]
+            assert names == ["tensors/data/hidden", "tensors/data/ids"]
+            chunk.verify()
+            with pytest.raises(SchemaError, match="one request"):
+                chunk.requests()
+            target = {name: torch.zeros_like(one) for name, one in rows(0, count).items()}
+            chunk.scatter(list(target.values()))
+            assert torch.equal(target["hidden"], rows(number, count)["hidden"])
+        stream.commit()
+        assert reader.receive() is None
+        assert reader.count == len(sizes)
+
+
+def test_a_chunk_after_payloads_that_look_like_one(
+    producer: KVProducer, consumer: KVConsumer, calls: Calls
+) -> None:
+    """They have the names of a chunk's parts."""
+    with (
+        producer.open_stream("g", rows(0)) as stream,
+        consumer.read_stream("g", timeout=60) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for key in ("one", "two"):
+            tensors = {"data": torch.ones(3), "position": torch.ones(3)}
+            producer.put(TensorTransferData(key, tensors))
+            consumer.get(key, timeout=60).release()
+        opened, got = calls.opened, pool.submit(reader.receive)
+        until(lambda: calls.opened == opened + 1, "it was tried")
+        stream.append(rows(1))
+        chunk = got.result(60)
+        assert chunk is not None
+        assert chunk.data.difference(TensorTransferData("g", rows(1))) == ""
+
+
+def test_chunks_of_many_requests_are_not_expected(
+    producer: KVProducer, consumer: KVConsumer, calls: Calls
+) -> None:
+    """What they say of their requests is read as they come."""
+    with (
+        producer.open_stream("g", rows(0)) as stream,
+        consumer.read_stream("g", timeout=60) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        session = consumer._end._session  # type: ignore[attr-defined]
+        for number in range(4):
+            until(lambda: session._loop._sleeping != 0, "the loop receives nothing")
+            got = pool.submit(reader.receive)
+            until(lambda: session._leader != 0, "it waits")
+            stream.append_requests({"a": 1, "b": 2}, rows(number))
+            chunk = got.result(60)
+            assert chunk is not None
+            assert sorted(chunk.requests()) == ["a", "b"]
+    assert calls.opened == 0
