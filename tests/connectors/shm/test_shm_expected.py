@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from omni_kvlink.testing.rig import expect, until, until_freed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.link import Received
+    from omni_kvlink.link import AppendStream, ChunkStream, Received, ReceivedChunk
     from omni_kvlink.link.consumer import Verify
     from omni_kvlink.memory.region import Region
 
@@ -192,17 +193,26 @@ def rows(seed: int, count: int = 3) -> dict[str, torch.Tensor]:
     return {"hidden": torch.full((count, 16), float(seed)), "ids": torch.arange(count) + seed}
 
 
+@contextmanager
+def opened_stream(
+    producer: KVProducer, consumer: KVConsumer, verify: Verify = "auto"
+) -> Iterator[tuple[AppendStream, ChunkStream[ReceivedChunk], ThreadPoolExecutor]]:
+    """Both ends, and a thread to receive in."""
+    with (
+        producer.open_stream("g", rows(0)) as stream,
+        consumer.read_stream("g", timeout=60, verify=verify) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        yield stream, reader, pool
+
+
 @pytest.mark.parametrize("verify", ["auto", "full"])
 def test_chunks_that_are_waited_for(
     producer: KVProducer, consumer: KVConsumer, calls: Calls, verify: Verify
 ) -> None:
     """The third of one shape and those after it; not the first of another shape."""
     sizes = (3, 3, 3, 3, 5, 3, 3, 3)
-    with (
-        producer.open_stream("g", rows(0)) as stream,
-        consumer.read_stream("g", timeout=60, verify=verify) as reader,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with opened_stream(producer, consumer, verify) as (stream, reader, pool):
         for number, count in enumerate(sizes):
             opened, got = calls.opened, pool.submit(reader.receive)
             if number in (2, 3, 4, 7):
@@ -230,11 +240,7 @@ def test_a_chunk_after_payloads_that_look_like_one(
     producer: KVProducer, consumer: KVConsumer, calls: Calls
 ) -> None:
     """They have the names of a chunk's parts."""
-    with (
-        producer.open_stream("g", rows(0)) as stream,
-        consumer.read_stream("g", timeout=60) as reader,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with opened_stream(producer, consumer) as (stream, reader, pool):
         for key in ("one", "two"):
             tensors = {"data": torch.ones(3), "position": torch.ones(3)}
             producer.put(TensorTransferData(key, tensors))
@@ -251,11 +257,7 @@ def test_chunks_of_many_requests_are_not_expected(
     producer: KVProducer, consumer: KVConsumer, calls: Calls
 ) -> None:
     """What they say of their requests is read as they come."""
-    with (
-        producer.open_stream("g", rows(0)) as stream,
-        consumer.read_stream("g", timeout=60) as reader,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with opened_stream(producer, consumer) as (stream, reader, pool):
         session = consumer._end._session  # type: ignore[attr-defined]
         for number in range(4):
             until(lambda: session._loop._sleeping != 0, "the loop receives nothing")
