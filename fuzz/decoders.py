@@ -286,7 +286,7 @@ def plain(data: bytes) -> object:
     """Values of MessagePack; None if it is none."""
     try:
         return msgspec.msgpack.decode(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -318,7 +318,8 @@ def lookup_seeds() -> list[bytes]:
         lookup.Question("lookup/answer", 1.0, namespace=digest({"salt": "a"}).hex()),
     )
     prompt = tokens.encode([1, 2, 3], None)[DIGEST_SIZE:]
-    return [msgspec.msgpack.encode([msgspec.to_builtins(one), prompt]) for one in every]
+    seeds = [msgspec.msgpack.encode([msgspec.to_builtins(one), prompt]) for one in every]
+    return [*seeds, b"\x92" + b"\x91" * 2000]  # nested too deeply to be decoded
 
 
 def decode_engine(data: bytes) -> None:
