@@ -121,6 +121,9 @@ class SessionGet(PendingGet):
 class MappedSession(Session):
     """A session with a producer whose memory is mapped in this process."""
 
+    has_inline = True
+    """Whether the last payload came inside its offer; else the next one is not prepared for."""
+
     @abstractmethod
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer: its head, the payload, and `draft` bytes behind it.
@@ -180,7 +183,7 @@ class MappedGet(SessionGet):
         limit, answer = check_timeout(timeout), get_state.answer
         if not answer.is_set():
             deadline = time.monotonic() + limit
-            if self.target is not None:
+            if self.target is not None and self.session.has_inline:
                 self.target.open()
             if os.getpid() == self._pid:
                 self.session.receive_until(answer, deadline)
@@ -190,6 +193,7 @@ class MappedGet(SessionGet):
         try:
             if fault_points.enabled:
                 fault_points.point("get.offered")
+            self.session.has_inline = bool(offer.inline)
             if offer.inline:
                 return self._deliver_inline(offer, lease)
             nbytes, draft = offer.location.nbytes, offer.draft

@@ -144,6 +144,19 @@ def test_another_layout_comes(
     assert calls.filled == ([False] if rows == 9 else [])
 
 
+def test_a_link_whose_payloads_do_not_come_inside_their_offers(calls: Calls, sockets: str) -> None:
+    """It is tried once."""
+    with (
+        KVLink.serve("shm://other", directory=sockets, inline=0) as producer,
+        KVLink.connect("shm://other", timeout=60, directory=sockets) as consumer,
+    ):
+        received_while_waiting(producer, consumer, calls, data("k")).release()
+        for number in range(2):
+            producer.put(data(f"k{number}"))
+            consumer.get(f"k{number}", timeout=60).release()
+    assert (calls.opened, calls.filled) == (1, [])
+
+
 def test_a_tensor_that_is_kept_keeps_the_lease(
     producer: KVProducer, consumer: KVConsumer, calls: Calls
 ) -> None:
