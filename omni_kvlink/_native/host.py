@@ -321,7 +321,7 @@ missing = _part.missing
 
 
 def is_loaded() -> bool:
-    """Whether the library is there and loaded already, as it is after a call of `crc32c`."""
+    """Whether the library has been loaded; a call of `crc32c` loads it, if there is one."""
     return _part.loaded is not None
 
 

@@ -348,8 +348,8 @@ class PendingGet(ABC):
     future: Future[Any]
     connection: object = None
     """What `receive_until` receives from; None if it does nothing."""
-    target: InlineTarget | None = None
-    """Of a connector whose small payloads come inside their offers: for `wait` to fill."""
+    inline_target: InlineTarget | None = None
+    """Memory that `wait` fills where payloads come inside their offers; else it is not used."""
 
     @property
     def is_done(self) -> bool:

@@ -126,7 +126,7 @@ class ChunkStream(Generic[C]):
         expected: ExpectedPayload | None = None
         if layout is not None and layout.names == PLAIN_CHUNK:
             expected = ExpectedPayload(layout, self.request_id, open_plain_chunk)
-        pending.target = expected
+        pending.inline_target = expected
         with contextlib.suppress(StreamEnded):
             delivery = pending.wait(timeout=limit)
         if delivery is None:

@@ -78,7 +78,7 @@ class KVConsumer(LinkEnd):
         pending = begin_get(self, request_id, timeout=attempts.seconds_left(), verify=verify)
         layout = None if pending.is_done else repeated_layout(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
-        pending.target = expected
+        pending.inline_target = expected
         delivery = self._await(pending, request_id, attempts, streamed=False, verify=verify)
         return Received(delivery, self._copier, started=started, verify=verify, expected=expected)
 
@@ -348,9 +348,9 @@ class Received:
     @property
     def manifest(self) -> Manifest:
         """Sizes, positions and digests of the tensors."""
-        return self._whole()
+        return self._whole_manifest()
 
-    def _whole(self) -> Manifest:
+    def _whole_manifest(self) -> Manifest:
         if self._manifest is None:  # an expected payload was compared with a layout only
             assert self._make_manifest is not None
             self._manifest = self._make_manifest()
@@ -372,7 +372,7 @@ class Received:
             raise
 
     def _verify(self, *, on_arrival: bool) -> None:
-        region, manifest = self._delivery.open_region(), self._whole()
+        region, manifest = self._delivery.open_region(), self._whole_manifest()
         if not manifest.is_covered:
             raise IntegrityError(
                 f"payload {self._delivery.key!r} has no digests, so that its bytes cannot be "
@@ -506,7 +506,7 @@ class ReceivedChunk(Received):
     @property
     def manifest(self) -> Manifest:
         """Sizes, positions and digests of the tensors that were appended."""
-        return tensors_of_chunk(self._whole())
+        return tensors_of_chunk(self._whole_manifest())
 
     def requests(self) -> ChunkRequests:
         """The tensors of each request in it, if the chunk was appended by `append_requests`.

@@ -227,7 +227,7 @@ def open_chunk(
 
 
 def open_plain_chunk(manifest: Manifest, region: Region) -> TensorTransferData:
-    """Return the tensors of a chunk that is of one request, before its bytes are in the region."""
+    """Return the tensors of a chunk of one request as views; its bytes may come into them later."""
     data, _ = open_chunk(manifest, region)
     return data
 

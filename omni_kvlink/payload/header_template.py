@@ -144,7 +144,7 @@ class HeaderTemplate:
         return request_id, _digests(text[first : first + len(self._blank)])
 
     def match_id(self, text: bytes) -> str:
-        """The request id that `match` returns, or ""."""
+        """Return the request id of a header's JSON; "" where `match` returns None."""
         packed, start = self.packed, self._at_id + len(_OPEN)
         length = self._match(text) if packed is None else packed.match(text)
         return text[start : start + length].decode()

@@ -183,8 +183,8 @@ class MappedGet(SessionGet):
         limit, answer = check_timeout(timeout), get_state.answer
         if not answer.is_set():
             deadline = time.monotonic() + limit
-            if self.target is not None and self.session.has_inline:
-                self.target.open()
+            if self.inline_target is not None and limit and self.session.has_inline:
+                self.inline_target.open()
             if os.getpid() == self._pid:
                 self.session.receive_until(answer, deadline)
             limit = max(0.0, deadline - time.monotonic())
@@ -221,7 +221,8 @@ class MappedGet(SessionGet):
         get_state, nbytes = self._get_state, offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
             raise WireError(f"a payload of {nbytes} bytes was offered as another")
-        region = None if self.target is None else self.target.fill(offer.inline)
+        target = self.inline_target
+        region = None if target is None else target.fill(offer.inline)
         head = offer.inline if region is None else None
         region = region or Region.copy_of(offer.inline)
         if fault_points.enabled:

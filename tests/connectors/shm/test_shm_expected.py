@@ -17,6 +17,7 @@ from omni_kvlink import (
     KVProducer,
     SchemaError,
     TensorTransferData,
+    TransferTimeout,
 )
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.testing.rig import expect, until, until_freed
@@ -155,6 +156,11 @@ def test_a_link_whose_payloads_do_not_come_inside_their_offers(calls: Calls, soc
             producer.put(data(f"k{number}"))
             consumer.get(f"k{number}", timeout=60).release()
     assert (calls.opened, calls.filled) == (1, [])
+
+
+def test_a_get_that_does_not_wait_makes_nothing(consumer: KVConsumer, calls: Calls) -> None:
+    expect(TransferTimeout, lambda: consumer.get("k", timeout=0.0))
+    assert calls.opened == 0
 
 
 def test_a_tensor_that_is_kept_keeps_the_lease(
