@@ -24,7 +24,7 @@ from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SHAPE = (16, 24)
 STEPS = 5
@@ -121,6 +121,14 @@ def url(scheme: str = "shm") -> str:
     if scheme == "zmq":
         return "zmq+tcp://127.0.0.1:0"
     return f"{scheme}://engine-test-{next(_numbers)}"
+
+
+def until(true: Callable[[], Any]) -> None:
+    """Wait for something that no event announces: a message on its way, a state of a thread."""
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextmanager

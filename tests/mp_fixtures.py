@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from omni_kvlink.engine.core import ar_engine, stage_engine
 from omni_kvlink.engine.executor import remote_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from concurrent.futures import Future
 
     import torch
@@ -106,10 +105,3 @@ def engine_with_ranks(
             workers += made.workers
             made.engine.close()
         assert all(worker.error for worker in workers)
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

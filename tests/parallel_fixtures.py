@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_fixtures import WAIT, bundle, checkpoint, request
+from engine_fixtures import SHAPE, WAIT, bundle, checkpoint, request
 
 from omni_kvlink.engine import (
     DiffusionParallelConfig,
@@ -149,7 +149,9 @@ class Stage:
 
     def bundle_of(self, one: OmniDiffusionRequest) -> KVCacheBundle:
         """The KV of a request in the stage before."""
-        return bundle(one.request_id, one.prompt, one.sampling_params.seed or 0, dtype=self.dtype)
+        own = one.sampling_params
+        shape = (own.height or SHAPE[0], own.width or SHAPE[1])
+        return bundle(one.request_id, one.prompt, own.seed or 0, shape, self.dtype)
 
     def close(self) -> None:
         self.ranks.close()

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_fixtures import SHAPE, WAIT, bundle, config, link, pipeline, request
-from mp_fixtures import until
+from engine_fixtures import SHAPE, WAIT, bundle, config, link, pipeline, request, until
 
 from omni_kvlink.engine import DiffusionEngine, KVState
 from omni_kvlink.engine.models.bagel_pipeline import denoise_params, fill_params

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from engine_fixtures import WAIT
+from engine_fixtures import until
 
 from omni_kvlink import PrefixOf, SameAs
 from omni_kvlink.adapters import BagelAdapter
@@ -24,7 +23,7 @@ from .stages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from omni_kvlink import Payload
 
@@ -83,13 +82,6 @@ def test_streamed_out_of_allocated_memory(stages: Stages) -> None:
 
 def addresses_of(data: Payload) -> set[int]:
     return {cast("torch.Tensor", tensor).data_ptr() for tensor in data.tensors()}
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_what_is_not_sent_twice(stages: Stages) -> None:

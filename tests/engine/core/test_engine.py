@@ -19,6 +19,7 @@ from engine_fixtures import (
     link,
     pipeline,
     request,
+    until,
 )
 
 from omni_kvlink import (
@@ -259,13 +260,6 @@ def test_an_abort_ends_one_request_and_gives_its_memory_back(
     fixture.send("next", seed=2)
     assert torch.equal(fixture.submit("next", seed=2).result(WAIT).result()[0], alone(seed=2))
     assert fixture.manager.stats()["charged"] == 0
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_an_abort_in_a_batch_leaves_the_others(fixture: EngineFixture) -> None:

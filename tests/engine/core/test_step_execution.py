@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, config, request
-from mp_fixtures import until
+from engine_fixtures import WAIT, alone, config, request, until
 from step_fixtures import LONG, SHORT, is_close, latent_of, result, step_engine
 
 from omni_kvlink import SchemaError, TransferFailed

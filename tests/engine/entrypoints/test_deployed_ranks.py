@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import worker_fixtures
-from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint, pipeline
+from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint, pipeline, until
 from fork_server import NESTED
-from mp_fixtures import patient_calls, until
+from mp_fixtures import patient_calls
 
 from omni_kvlink.engine import EngineDeadError, OmniDiffusion
 from omni_kvlink.models.bagel import Tiling

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, config, request
-from mp_fixtures import EngineUnderTest, engine_with_ranks, until
+from engine_fixtures import WAIT, alone, config, request, until
+from mp_fixtures import EngineUnderTest, engine_with_ranks
 
 from omni_kvlink.engine import (
     EngineAsleepError,

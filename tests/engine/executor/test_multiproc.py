@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, config, request, url
+from engine_fixtures import WAIT, alone, checkpoint, config, request, until, url
 from frozen_processes import freeze
-from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks, until
+from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks
 
 from omni_kvlink import TransferFailed, TransferTimeout
 from omni_kvlink.engine import (

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, request
-from mp_fixtures import until
+from engine_fixtures import WAIT, request, until
 
 from omni_kvlink import CapacityError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import EngineError, KVConfig, KVState

@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, alone, bundle, checkpoint, close_to, request, url
-from mp_fixtures import engine_with_ranks, until
+from engine_fixtures import WAIT, alone, bundle, checkpoint, close_to, request, until, url
+from mp_fixtures import engine_with_ranks
 from parallel_fixtures import RankProcesses
 
 from omni_kvlink.engine import (

@@ -90,12 +90,8 @@ def test_latents_are_those_of_one_process(
 ) -> None:
     """Also of three latent rows and two markers, which no two ranks can have as many of."""
     stage, most = stages[name], STAGES[name][2]
-    shape = (fields["height"], fields["width"]) if "height" in fields else (16, 24)
     batch = requests(*names, **fields)
-    for one in batch:
-        stage.kv_sink.send(
-            bundle(one.request_id, one.prompt, one.sampling_params.seed or 0, shape, stage.dtype)
-        )
+    stage.send(*batch)
     found = stage.ranks.call_all(generate, *batch)
     images, latents = generate(
         single(stage.dtype), *requests(*names, need_kv_receive=False, **fields)

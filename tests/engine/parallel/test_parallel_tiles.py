@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import bundle, checkpoint
+from engine_fixtures import checkpoint
 from parallel_fixtures import RankProcesses, Stage, execute, generate, receive, requests, started
 
 from omni_kvlink.engine import (
@@ -93,13 +93,6 @@ def sized(*names: str, shape: tuple[int, int], **fields: Any) -> list[Any]:
     return requests(*names, height=shape[0], width=shape[1], **fields)
 
 
-def send(stage: Stage, batch: list[Any]) -> None:
-    for one in batch:
-        own = one.sampling_params
-        shape = (own.height, own.width)
-        stage.kv_sink.send(bundle(one.request_id, one.prompt, own.seed, shape, stage.dtype))
-
-
 @pytest.mark.parametrize(("shape", "count"), [(ONE, 1), (FIVE, 5), (NINE, 9)])
 @pytest.mark.parametrize("name", STAGES)
 def test_the_image_is_that_of_one_rank(
@@ -109,7 +102,7 @@ def test_the_image_is_that_of_one_rank(
     stage, degree = stages[name], STAGES[name]["vae_patch_parallel_size"]
     how: dict[str, Any] = {"shape": shape, "num_outputs_per_prompt": 2}
     batch = sized("ab", "cd", **how)
-    send(stage, batch)
+    stage.send(*batch)
     found = stage.ranks.call_all(generate, *batch)
     seen = stage.ranks.call_all(take_seen)
     latents = found[0][1]
@@ -140,7 +133,7 @@ def generate_streamed(worker: Any, one: Any) -> Any:
 def test_previews_are_decoded_by_the_leader_alone(stages: dict[str, Stage], single: Any) -> None:
     how: dict[str, Any] = {"shape": FIVE, "stream": True, "preview_interval": 2}
     stage, batch = stages["two"], sized("streamed", **how)
-    send(stage, batch)
+    stage.send(*batch)
     leader, other = stage.ranks.call_all(generate_streamed, *batch)
     counts = [len(seen) for seen in stage.ranks.call_all(take_seen)]
     assert counts == [3 + 2 * 5, 2]
@@ -172,7 +165,7 @@ def fail_at_tile(worker: Any, number: int) -> None:
 def check_generates(stage: Stage, single: Any) -> None:
     """The ranks still decode an image together."""
     batch = sized("well", shape=FIVE)
-    send(stage, batch)
+    stage.send(*batch)
     (images, (latent,)), *_ = stage.ranks.call_all(generate, *batch)
     assert torch.equal(images[0][0], single.runner.pipeline.decode(latent))
     take_seen(single)
@@ -181,7 +174,7 @@ def check_generates(stage: Stage, single: Any) -> None:
 
 def run_batch(stage: Stage, *names: str, **fields: Any) -> list[list[tuple[Any, Any]]]:
     batch = sized(*names, shape=FIVE, **fields)
-    send(stage, batch)
+    stage.send(*batch)
     stage.ranks.call_all(receive, *batch)
     found: list[list[tuple[Any, Any]]] = stage.ranks.call_all(execute, *batch)
     return found
@@ -264,7 +257,7 @@ def test_a_rank_that_is_killed_fails_the_batch_on_the_other(rank: int) -> None:
         stage.ranks.call_all(divide_small_images)
         stage.ranks.call(rank, die_at_tile)
         batch = sized("last", shape=FIVE)
-        send(stage, batch)
+        stage.send(*batch)
         stage.ranks.call_all(receive, *batch)
         for one in (0, 1):
             stage.ranks.send_call(one, execute, *batch)

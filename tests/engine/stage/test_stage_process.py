@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, params, url
+from engine_fixtures import WAIT, alone, checkpoint, params, until, url
 
 from omni_kvlink import CapacityError, KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -96,13 +95,6 @@ def test_a_dit_process_that_is_killed_while_it_generates() -> None:
         omni.restart(1)
         (image,) = omni.generate("a fox", {**HOW, "seed": 3}, timeout=WAIT, output_type="pt")
         assert torch.equal(image[0], alone(seed=3))
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("own_process", [False, True])
