@@ -10,8 +10,10 @@
 namespace kvl {
 namespace {
 
-constexpr uint64_t kDigits = 8;  // of a CRC
-constexpr uint64_t kLength = 8;  // bytes of the field before the text
+constexpr uint64_t kDigits = 8;    // of a CRC
+constexpr uint64_t kLength = 8;    // bytes of the field before the text
+constexpr char kQuote[] = "\\\"";  // as it stands inside a string of JSON
+constexpr uint64_t kQuoteBytes = sizeof kQuote - 1;
 
 uint32_t crc32c(uint32_t crc, const char *data, uint64_t nbytes) {
     return ~kernel().crc(~crc, data, nbytes);
@@ -98,9 +100,7 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
 }
 
 uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout) {
-    static const char quote[] = "\\\"";
-    constexpr uint64_t quote_nbytes = sizeof quote - 1;
-    uint64_t fixed = layout.before_nbytes + layout.after_nbytes + 2 * quote_nbytes;
+    uint64_t fixed = layout.before_nbytes + layout.after_nbytes + 2 * kQuoteBytes;
     if (!is_valid(layout) || nbytes < fixed) return 0;
     uint64_t most = nbytes - fixed < KVL_MAX_ID ? nbytes - fixed : KVL_MAX_ID, length = 0;
     uint64_t behind = layout.crc + kDigits;
@@ -108,11 +108,11 @@ uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout) {
         memcmp(text + behind, layout.before + behind, layout.before_nbytes - behind))
         return 0;
     const char *id = text + layout.before_nbytes, *end = text + nbytes;
-    if (memcmp(id, quote, quote_nbytes)) return 0;
-    id += quote_nbytes;
+    if (memcmp(id, kQuote, kQuoteBytes)) return 0;
+    id += kQuoteBytes;
     while (length < most && is_id_character(id[length])) length++;
-    if (memcmp(id + length, quote, quote_nbytes)) return 0;
-    const char *after = id + length + quote_nbytes;
+    if (memcmp(id + length, kQuote, kQuoteBytes)) return 0;
+    const char *after = id + length + kQuoteBytes;
     uint64_t stop = layout.digests + layout.digests_nbytes;
     if (memcmp(after, layout.after, layout.digests) ||
         memcmp(after + stop, layout.after + stop, layout.after_nbytes - stop))
@@ -126,6 +126,26 @@ uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout) {
     uint32_t crc = crc32c(0, layout.before, behind);
     write_digits(digits, crc32c(crc, text + behind, nbytes - behind));
     return memcmp(text + layout.crc, digits, kDigits) ? 0 : length;
+}
+
+bool verify_packed(const char *payload, uint64_t nbytes, uint64_t header_nbytes,
+                   const kvl_layout &layout) {
+    if (header_nbytes > nbytes || header_nbytes < kLength) return false;
+    const char *text = payload + kLength, *data = payload + header_nbytes;
+    uint64_t length = match(text, header_nbytes - kLength, layout);
+    if (!length) return false;
+    const char *after = text + layout.before_nbytes + length + 2 * kQuoteBytes;
+    for (uint64_t number = 0; number < layout.count; number++) {
+        const kvl_piece &piece = layout.pieces[number];
+        if (!is_within(piece.start, piece.nbytes, nbytes - header_nbytes)) return false;
+        if (piece.digest == KVL_NO_DIGEST) continue;
+        if (!is_within(piece.digest, kDigits, layout.after_nbytes) || piece.nbytes > KVL_CHUNK)
+            return false;
+        char digits[kDigits];
+        write_digits(digits, crc32c(0, data + piece.start, piece.nbytes));
+        if (memcmp(after + piece.digest, digits, kDigits)) return false;
+    }
+    return true;
 }
 
 }  // namespace kvl

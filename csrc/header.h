@@ -17,4 +17,8 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
 // See `kvl_match`.
 uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout);
 
+// See `kvl_verify_packed`.
+bool verify_packed(const char *payload, uint64_t nbytes, uint64_t header_nbytes,
+                   const kvl_layout &layout);
+
 }  // namespace kvl

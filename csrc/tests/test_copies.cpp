@@ -153,6 +153,14 @@ void packed_payload(uint32_t seed) {
     std::copy(first.begin(), first.end(), expected.begin() + header);
     std::copy(last.begin(), last.end(), expected.begin() + header + start);
     CHECK(payload == expected);
+    CHECK(kvl_verify_packed(payload.data(), total, header, &layout));
+    for (uint64_t at = 8; at < total; at++) {
+        bool is_gap = at >= header + first.size() && at < header + start;
+        payload[at] ^= 1;
+        CHECK(kvl_verify_packed(payload.data(), total, header, &layout) == is_gap);
+        payload[at] ^= 1;
+    }
+    CHECK(!kvl_verify_packed(payload.data(), total - 1, header, &layout));
     CHECK(kvl_match(text.data(), text.size(), &layout) == 2);
     for (size_t at = 0; at < text.size(); at++) {
         std::string other = text;

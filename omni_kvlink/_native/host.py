@@ -21,7 +21,7 @@ from omni_kvlink.errors import NativeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 4
+ABI = 5
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -259,6 +259,16 @@ class PackedLayout:
         found: int = calls.kvl_match(text, len(text), self._address)
         return found
 
+    def verify(self, address: int, nbytes: int, header_nbytes: int) -> bool:
+        """Whether a payload at `address` is of the layout, and its tensors are as its digests say.
+
+        Tensors without a digest are not compared, and of those of more than `CHUNK` bytes it knows
+        nothing: False then.
+        """
+        library = _load()
+        calls = _held if nbytes <= SMALL else library
+        return bool(calls.kvl_verify_packed(address, nbytes, header_nbytes, self._address))
+
 
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
     """Return the CRC-32C of contiguous bytes, continued from that of the bytes before them."""
@@ -305,6 +315,7 @@ def _declare(library: ctypes.CDLL) -> int:
         calls.kvl_pack.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
         calls.kvl_match.argtypes = (pointer, number, pointer)
         calls.kvl_match.restype = number
+        calls.kvl_verify_packed.argtypes = (pointer, number, number, pointer)
         calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
         calls.kvl_crc32c.restype = ctypes.c_uint32
     _ = library.kvl_select

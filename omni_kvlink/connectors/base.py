@@ -335,11 +335,17 @@ class Producer(Connector):
 class InlineTarget(Protocol):
     """Memory for one payload that comes inside its offer, if it is what its reader expects."""
 
+    is_covered: bool
+    """Whether the payload has a digest for every byte of its tensors; after `open`."""
+
     def open(self) -> None:
         """Make the memory; called once, before the reader blocks, and not at all if it does not."""
 
-    def fill(self, payload: memoryview) -> Region | None:
-        """Copy the payload to it, and return it; None if it is another one, or was not opened."""
+    def fill(self, payload: memoryview, *, verify: bool) -> Region | None:
+        """Copy the payload to it, and return it; None if it is another one, or was not opened.
+
+        With `verify` also None if a digest does not fit.
+        """
 
 
 class PendingGet(ABC):

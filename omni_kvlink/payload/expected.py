@@ -6,8 +6,9 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import WireError
+from omni_kvlink.errors import IntegrityError, WireError
 from omni_kvlink.memory.region import Region
+from omni_kvlink.payload import digests
 from omni_kvlink.payload.bundle import open_payload
 
 if TYPE_CHECKING:
@@ -26,11 +27,13 @@ class ExpectedPayload:
     Attributes:
         plan: its manifest without digests, after `open`.
         data: the payload as views of its memory, after `open`.
+        is_covered: whether its tensors have digests, after `open`.
         make_manifest: makes its manifest, and keeps no view; None until it was filled.
     """
 
     plan: Manifest
     data: Payload
+    is_covered: bool
     make_manifest: Callable[[], Manifest] | None = None
     _view: memoryview | None = None
 
@@ -45,15 +48,17 @@ class ExpectedPayload:
     def open(self) -> None:
         """Make the memory and the views; called once."""
         self.plan = self._layout.plan(self._request_id)
+        self.is_covered = self.plan.is_covered
         self._region = Region.private(self.plan.nbytes)
         with contextlib.suppress(WireError):  # the last ones were of another kind
             self.data = self._views_of(self.plan, self._region)
             self._view = self._region.view()
 
-    def fill(self, payload: memoryview) -> Region | None:
+    def fill(self, payload: memoryview, *, verify: bool) -> Region | None:
         """Copy a payload that came to the memory, which is returned; called once.
 
         None if it is not as expected, or `open` was not called: nothing of it was checked then.
+        With `verify`, each byte of its tensors is compared with its digest, too.
         """
         view, self._view = self._view, None
         if view is None or payload.nbytes != len(view):
@@ -64,9 +69,22 @@ class ExpectedPayload:
         if not self._layout.is_header(text, self._request_id):
             return None
         view[:] = payload
+        if verify and not self._is_as_committed(text):
+            return None
         self._region.readonly = True
         self.make_manifest = partial(_manifest, self._layout, text, payload.nbytes)
         return self._region
+
+    def _is_as_committed(self, text: bytes) -> bool:
+        """Whether the tensors in the memory are as the digests of this header say."""
+        region, packed = self._region, self._layout.packed
+        if packed is not None:
+            return packed.verify(region.address, region.nbytes, self.plan.header_nbytes)
+        try:
+            digests.verify(_manifest(self._layout, text, region.nbytes), region)
+        except IntegrityError:
+            return False
+        return True
 
 
 def _manifest(layout: Layout, text: bytes, nbytes: int) -> Manifest:

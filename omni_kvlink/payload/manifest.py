@@ -38,6 +38,7 @@ from omni_kvlink.payload.header_template import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from omni_kvlink._native.host import PackedLayout
     from omni_kvlink.memory.region import Region
 
 SLACK = 4096
@@ -310,6 +311,11 @@ class Layout:
     def is_header(self, text: bytes, request_id: str) -> bool:
         """Whether this is the JSON of a header of this layout, with this request id."""
         return self._template.match_id(text) == request_id
+
+    @property
+    def packed(self) -> PackedLayout | None:
+        """The layout as the native library takes it; None if there is no library."""
+        return self._template.packed
 
     def match(self, text: bytes, total: int) -> Manifest | None:
         """What `Manifest.decode` returns for a header's JSON, or None if it is not of this layout.

@@ -10,6 +10,7 @@ import torch
 from payloads import cache, noise, written
 
 from omni_kvlink import KVCacheBundle, PrefixOf, TensorTransferData
+from omni_kvlink._native import host
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.manifest import Layout, Manifest
 
@@ -54,16 +55,25 @@ def expected_like(data: Payload, key: str = "key") -> ExpectedPayload:
     return expected
 
 
+@pytest.fixture(params=["native", "no library"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "no library":
+        monkeypatch.setattr(host, "is_loaded", lambda: False)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_comes_is_in_the_views(name: str) -> None:
+def test_what_comes_is_in_the_views(name: str, verify: bool) -> None:
     """And the manifest is that of a payload that is decoded."""
     make = MAKERS[name]
     expected = expected_like(make("other"))
     put = make("key", seed=7)
     payload = bytes_of(put)
-    region = expected.fill(payload)
+    region = expected.fill(payload, verify=verify)
     assert region is not None
     assert region.readonly
+    assert expected.is_covered
     assert bytes(region.view()) == payload
     assert expected.data.difference(put) == ""  # type: ignore[arg-type]
     assert expected.make_manifest is not None
@@ -92,7 +102,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_expected(name: str) -> None:
     expected = expected_like(tensors())
-    assert expected.fill(OTHERS[name]) is None
+    assert expected.fill(OTHERS[name], verify=False) is None
     assert expected.make_manifest is None
 
 
@@ -102,25 +112,53 @@ def test_a_flipped_bit_of_the_header() -> None:
     for bit in range(8 * (8 + int.from_bytes(payload[:8], "little"))):
         flipped = bytearray(payload)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert expected_like(tensors()).fill(memoryview(flipped)) is None, bit
+        assert expected_like(tensors()).fill(memoryview(flipped), verify=False) is None, bit
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_flipped_bit_of_a_tensor(name: str) -> None:
+    """It is found by its digest, where that is asked; padding has none."""
+    put = MAKERS[name]("key")
+    payload = bytes_of(put)
+    manifest = Manifest.decode(payload)
+    data = manifest.header_nbytes
+    spans = [range(data + spec.start, data + spec.stop) for spec in manifest.tensors]
+    for at in range(data, len(payload)):
+        flipped = bytearray(payload)
+        flipped[at] ^= 4
+        expected = expected_like(put)
+        is_padding = not any(at in span for span in spans)
+        assert (expected.fill(memoryview(flipped), verify=True) is not None) is is_padding
+        assert (expected.make_manifest is not None) is is_padding
+    assert expected_like(put).fill(memoryview(flipped), verify=False) is not None
+
+
+@pytest.mark.usefixtures("library")
+def test_a_payload_without_digests_is_not_covered() -> None:
+    payload = bytes_of(tensors(), digests=False)
+    expected = ExpectedPayload(Layout(Manifest.decode(payload)), "key")
+    expected.open()
+    assert expected.fill(payload, verify=True) is not None
+    assert not expected.is_covered
 
 
 def test_a_request_id_that_json_escapes() -> None:
     """The decoder of all headers reads those."""
     put = tensors('ä"')
-    assert expected_like(tensors(), 'ä"').fill(bytes_of(put)) is None
+    assert expected_like(tensors(), 'ä"').fill(bytes_of(put), verify=False) is None
 
 
 def test_one_that_was_not_opened() -> None:
     expected = ExpectedPayload(Layout(Manifest.decode(bytes_of(tensors()))), "key")
-    assert expected.fill(bytes_of(tensors())) is None
+    assert expected.fill(bytes_of(tensors()), verify=False) is None
 
 
 def test_it_is_filled_once() -> None:
     """The views of the first are its reader's."""
     expected = expected_like(tensors())
-    assert expected.fill(bytes_of(tensors())) is not None
-    assert expected.fill(bytes_of(tensors(seed=3))) is None
+    assert expected.fill(bytes_of(tensors()), verify=False) is not None
+    assert expected.fill(bytes_of(tensors(seed=3)), verify=False) is None
     assert expected.data.difference(tensors()) == ""  # type: ignore[arg-type]
 
 
@@ -129,7 +167,7 @@ def test_metadata_is_its_readers_own() -> None:
     for _ in range(2):
         expected = ExpectedPayload(layout, "key")
         expected.open()
-        assert expected.fill(bytes_of(nested())) is not None
+        assert expected.fill(bytes_of(nested()), verify=False) is not None
         assert expected.make_manifest is not None
         data, manifest = expected.data, expected.make_manifest()
         assert isinstance(data, TensorTransferData)
@@ -141,7 +179,7 @@ def test_metadata_is_its_readers_own() -> None:
 
 def test_the_manifest_keeps_no_memory() -> None:
     expected = expected_like(tensors())
-    region = expected.fill(bytes_of(tensors()))
+    region = expected.fill(bytes_of(tensors()), verify=False)
     assert region is not None
     span, make_manifest = weakref.ref(region.span), expected.make_manifest
     del region, expected

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
+from omni_kvlink.connectors.control.inline_receiver import InlineReceiver
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.protocol.get_table import result_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
 
 S = TypeVar("S", bound="ControlSession")
 
@@ -118,6 +120,15 @@ class ControlSession(RemoteSession):
         self.transports = tuple[str, ...]()  # by which the producer can send bytes
         self._is_greeted = self._was_connected = self._is_handshaken = self._is_lost = False
         self._handshake_error = ""
+        self._inline_receiver = InlineReceiver(
+            self._loop, self.get_table, self._receive_pool, self._counters
+        )
+
+    def receive_inline(self, get: RemoteGet, deadline: float) -> None:
+        """Receive a small payload in the calling thread; see `RemoteSession`."""
+        socket, is_usable = self._socket, self.ready.done() and not self._fetching
+        if socket is not None and is_usable and not self._loop.is_own_thread:
+            self._inline_receiver.receive(socket, get, deadline)
 
     def set_ready(self, error: KVLinkError | None = None) -> None:
         """Complete `ready`; later calls change nothing."""
@@ -171,7 +182,8 @@ class ControlSession(RemoteSession):
     def _transmit(self, message: Message) -> None:
         assert self._socket is not None
         try:
-            self._socket.send([encode(message)])
+            with self._socket.lock:  # a get may receive in its own thread
+                self._socket.send([encode(message)])
         except zmq.ZMQError:
             if not self.ready.done():
                 return  # the connection is lost, and ZMQ makes another: `Hello` is sent again
@@ -181,6 +193,7 @@ class ControlSession(RemoteSession):
     def _close_connection(self) -> None:
         if self._socket is not None:
             self._socket.close()
+        self._inline_receiver.close()
 
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:

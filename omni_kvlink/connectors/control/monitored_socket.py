@@ -71,17 +71,19 @@ class MonitoredSocket:
     ):
         self.socket = socket = context.socket(kind)
         _set_options(socket, max_frame)
+        self.fd = int(socket.FD)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self._loop = loop
         self._on_message, self._on_event, self._on_idle = on_message, on_event, on_idle
         self._draining = self._closed = False
+        self._frames: list[zmq.Frame] = []  # of the next message, as far as it was received
         self.descriptors: set[int] = set()  # of the connections and of the listening socket
         self.lock = threading.RLock()
         _sockets.add(self)
 
     def watch(self) -> None:
         """Start reading; in the loop's thread."""
-        self._loop.watch(self.socket.FD, READ, self.drain)
+        self._loop.watch(self.fd, READ, self.drain)
         self._loop.watch(self._monitor.FD, READ, self.drain)
         self.drain()
 
@@ -92,6 +94,44 @@ class MonitoredSocket:
         """
         if not self._closed:
             self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)
+
+    def pause(self) -> bool:
+        """Leave messages to the caller's thread until `resume`; False if the socket is closed.
+
+        The loop still reads what it finds when it sends, or when the monitor has events.
+        """
+        with self.lock:
+            if not self._closed:
+                self._loop.unwatch(self.fd)
+            return not self._closed
+
+    def resume(self) -> None:
+        """Have the loop read again, also what is here already; any thread."""
+        has_more = False
+        with self.lock:
+            if not self._closed:
+                self._loop.watch(self.fd, READ, self.drain)
+                has_more = bool(self._frames) or _is_readable(self.socket)
+        if has_more:
+            self._loop.call(self.drain)
+
+    def peek(self) -> list[zmq.Frame]:
+        """Return the frames of the next message, which stays until `skip`; none if none is here.
+
+        The lock is held. An interrupt at any line loses nothing: the call that receives a frame
+        adds it to those that are kept.
+        """
+        frames = self._frames
+        if self._closed or not (frames or _is_readable(self.socket)):
+            return []
+        with contextlib.suppress(zmq.Again):  # dropped with its connection
+            while not frames or frames[-1].more:  # a message is whole once its first part is there
+                frames.extend(map(self.socket.recv, (_DONTWAIT,), (False,)))
+        return frames
+
+    def skip(self) -> None:
+        """Take away the message that `peek` returned; the lock is held."""
+        self._frames = []
 
     def drain(self, events: int = 0) -> None:
         """Read all messages and events; after 64 rounds let the loop continue with other work."""
@@ -105,8 +145,9 @@ class MonitoredSocket:
             for _ in range(_MAX_BATCHES):
                 if self._closed:
                     return
-                frames = _receive(self.socket)
-                if frames is not None:
+                frames = self.peek()
+                if frames:
+                    self.skip()
                     self._on_message(frames)
                 elif not self.read_events():  # else messages sent before the event may be there
                     self._on_idle()
@@ -176,8 +217,9 @@ class MonitoredSocket:
             if self._closed:
                 return
             self._closed = True
-            for one in (self.socket, self._monitor):
-                self._loop.unwatch(one.FD)
+            for fd in (self.fd, self._monitor.FD):
+                self._loop.unwatch(fd)
+            self._frames = []
             self.socket.disable_monitor()
             self._monitor.close(0)
             self.socket.close(LINGER_MS)

@@ -16,10 +16,10 @@ from omni_kvlink.memory.arena import ArenaPool, Block
 from omni_kvlink.memory.region import Mapping, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
-    from omni_kvlink.memory.arena import MakeArena
+    from omni_kvlink.memory.arena import MakeArena, QuotaShare
 
 _STREAM_MIN = 256 << 10
 """Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""
@@ -40,10 +40,10 @@ def _ignore() -> None:
 
 
 class ReceivePool:
-    """Reused memory of a consumer; all methods but `region` and `stats` are for the loop's thread.
+    """Reused memory of a consumer; methods are for the loop's thread, unless they say otherwise.
 
     The loop is never blocked: a block in mapped memory is given at once, a thread maps more memory,
-    and a request for which there is none waits until a block is freed. All blocks in use (`blocks`)
+    and a request for which there is none waits until a block is freed. All blocks and shares in use
     take `quota` bytes at most; `on_empty` is called when the last is freed. `make` maps other
     memory than the host's, and is called once, for all of the quota.
     """
@@ -69,7 +69,9 @@ class ReceivePool:
         self._is_growing = False
         self._borrowed: Counter[Block] = Counter()
         self._quarantined: set[Block] = set()
-        self.blocks = 0
+        self._blocks, self._has_shares = 0, make is None
+        # By owner: of the quota, or, if all of it is mapped, a block that is not written to.
+        self._shares: dict[Hashable, QuotaShare | Block | None] = {}
 
     def allocate(self, nbytes: int, waiter: AllocationWaiter) -> None:
         """Give a block to `waiter`: now, or as soon as there is memory."""
@@ -83,12 +85,40 @@ class ReceivePool:
 
     def free(self, block: Block) -> None:
         """Free a block; it is quarantined while a transport may still write to it."""
-        self.blocks -= 1
+        self._blocks -= 1
         if self._borrowed[block]:
             self._quarantined.add(block)
         else:
             self._free(block)
-        if not self.blocks:
+        if not self.is_in_use:
+            self._on_empty()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a block or a share is not freed."""
+        return self._blocks > 0 or any(list(self._shares.values()))
+
+    def share(self, owner: Hashable, nbytes: int) -> bool:
+        """Charge the quota for a payload in memory of its own; any thread, never blocks.
+
+        False if there is no room, or if the pool's memory is not the host's; also then the owner
+        calls `free_share` once. ClosedError if the pool was closed.
+        """
+        if self._has_shares:  # in one line: an interrupt comes before it or after it
+            self._shares[owner] = self._pool.share(nbytes) or self._pool.try_reserve(nbytes)
+        return self._shares.get(owner) is not None
+
+    def free_share(self, owner: Hashable) -> None:
+        """Undo `share`; does nothing if it was not called."""
+        share = self._shares.pop(owner, None)
+        if share is None:
+            return
+        if isinstance(share, Block):
+            self._pool.free(share)
+        else:
+            share.release()
+        self._serve_again()
+        if not self.is_in_use:
             self._on_empty()
 
     def borrow(self, block: Block, start: int, nbytes: int) -> Region:
@@ -123,6 +153,9 @@ class ReceivePool:
 
     def _free(self, block: Block) -> None:
         self._pool.free(block)
+        self._serve_again()
+
+    def _serve_again(self) -> None:
         self._blocked.clear()
         self._serve()
 
@@ -160,7 +193,7 @@ class ReceivePool:
     def _on_map_failed(self, waiter: AllocationWaiter, error: KVLinkError) -> None:
         """Wait for a block to be freed, if one is in use and the request can ever fit."""
         can_fit = isinstance(error, CapacityError) and self._waiting[waiter] <= self._pool.quota
-        if can_fit and (self.blocks or self._quarantined):
+        if can_fit and (self.is_in_use or self._quarantined):
             self._blocked.add(waiter)
         else:
             del self._waiting[waiter]
@@ -168,7 +201,7 @@ class ReceivePool:
 
     def _give(self, waiter: AllocationWaiter, block: Block) -> None:
         del self._waiting[waiter]
-        self.blocks += 1
+        self._blocks += 1
         waiter.on_allocated(block)
 
 

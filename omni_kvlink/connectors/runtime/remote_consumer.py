@@ -60,8 +60,12 @@ digests, and without; ranges that were fetched again; and payloads that were not
 class RemoteGet(SessionGet):
     """A pending get; its future completes when the payload has arrived, or with the error."""
 
+    session: RemoteSession
+    delivery: Delivery | None = None  # that `RemoteSession.receive_inline` has found, for `wait`
+
     def __init__(self, session: RemoteSession, get_state: GetState):
         self.session, self._get_table, self._get_state = session, session.get_table, get_state
+        self._pid = os.getpid()
         assert get_state.ready is not None
         self.future = get_state.ready
 
@@ -69,6 +73,12 @@ class RemoteGet(SessionGet):
         """Block until the payload has arrived; see `PendingGet`."""
         timeout = check_timeout(timeout)
         deadline = time.monotonic() + timeout
+        if timeout and not self._get_state.answer.is_set() and os.getpid() == self._pid:
+            self.session.receive_inline(self, deadline)
+            timeout = max(0.0, deadline - time.monotonic())
+        if self.delivery is not None:
+            found, self.delivery = self.delivery, None
+            return found
         self._get_table.wait(self._get_state, timeout)
         inbound = self._inbound
         try:
@@ -93,7 +103,7 @@ class RemoteGet(SessionGet):
 
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
-        get_state = self._get_state
+        get_state, self.delivery = self._get_state, None
         if get_state.is_settled:
             return
         if self._get_table.cancel(get_state):
@@ -107,6 +117,16 @@ class RemoteGet(SessionGet):
         get_state.settle()
 
     @property
+    def key(self) -> str:
+        """The payload's key."""
+        return self._get_state.key
+
+    @property
+    def get_state(self) -> GetState:
+        """The get in the session's table."""
+        return self._get_state
+
+    @property
     def _inbound(self) -> InboundTransfer:
         assert isinstance(self._get_state.inbound, InboundTransfer)
         return self._get_state.inbound
@@ -117,6 +137,9 @@ class RemoteSession(Session):
 
     Methods are called in the loop's thread, except those under "For any thread".
     """
+
+    has_inline = True
+    """Whether the last payload came inside its offer; else the next one is not prepared for."""
 
     def __init__(
         self,
@@ -164,6 +187,13 @@ class RemoteSession(Session):
         """Ask for several payloads at once; see `Session`."""
         get_states = self.get_table.request_all(keys, early=True, verify=verify, ready=_ready)
         return [RemoteGet(self, get_state) for get_state in get_states]
+
+    def receive_inline(self, get: RemoteGet, deadline: float) -> None:
+        """Receive a payload that comes inside its offer in the calling thread: `get.delivery`.
+
+        Blocks until the get has ended, to the `deadline` (`time.monotonic`) at most. It may return
+        earlier: if the payload does not come so, or the session leaves that to the loop.
+        """
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
@@ -239,6 +269,7 @@ class RemoteSession(Session):
         if get_state is None or offer.get_id in self._inbound_transfers:
             self.get_table.on_message(offer)  # cancelled, or a repeated offer
             return
+        self.has_inline = bool(inline_bytes)
         lease = GetLease(self.get_table, offer.get_id, offer.epoch)
         chunk = self.fetch_limits.chunk
         get_state.inbound = inbound = InboundTransfer(
@@ -301,12 +332,13 @@ class RemoteSession(Session):
         assert isinstance(message, Release)
         inbound = self._inbound_transfers.pop(message.get_id, None)
         self.send(message)
+        if inbound is not None and inbound in self._fetching:
+            self._fetching.remove(inbound)
+        # Not `flush`: it also reads, and an offer would find the memory still in use.
+        self._send_queued()
         if inbound is not None:
-            if inbound in self._fetching:
-                self._fetching.remove(inbound)
-            # Not `flush`: it also reads, and an offer would find the block still in use.
-            self._send_queued()
             inbound.close()
+        self._receive_pool.free_share((self.get_table, message.get_id))
 
     def flush(self) -> None:
         """Send queued messages in their order; subclasses also read."""
@@ -381,7 +413,7 @@ class RemoteConsumer(SessionConsumer):
 
     def _close_if_unused(self) -> None:
         """Close everything after `close`, unless a payload is in use."""
-        if not self._closing or self._receive_pool.blocks or self._is_shut_down:
+        if not self._closing or self._receive_pool.is_in_use or self._is_shut_down:
             return
         self._is_shut_down = True
         if isinstance(self._session, RemoteSession):

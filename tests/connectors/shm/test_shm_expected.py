@@ -67,8 +67,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, producer: KVProducer, consumer: KVCon
         open_payload(expected)
         made.opened += 1
 
-    def watched_fill(expected: ExpectedPayload, payload: memoryview) -> Region | None:
-        region = fill(expected, payload)
+    def watched_fill(
+        expected: ExpectedPayload, payload: memoryview, *, verify: bool
+    ) -> Region | None:
+        region = fill(expected, payload, verify=verify)
         made.filled.append(region is not None)
         return region
 
@@ -121,10 +123,10 @@ def test_every_byte_is_checked_where_that_is_asked(
     check(received_while_waiting(producer, consumer, calls, put, verify="full"), put)
     fill = ExpectedPayload.fill
 
-    def flipped(expected: ExpectedPayload, payload: memoryview) -> Region | None:
+    def flipped(expected: ExpectedPayload, payload: memoryview, *, verify: bool) -> Region | None:
         changed = bytearray(payload)
         changed[-1] ^= 1
-        return fill(expected, memoryview(changed))
+        return fill(expected, memoryview(changed), verify=verify)
 
     monkeypatch.setattr(ExpectedPayload, "fill", flipped)
     get = partial(received_while_waiting, producer, consumer, calls)

@@ -1,0 +1,368 @@
+"""A get that waits alone receives its small payload in its own thread; all else is the loop's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import zmq
+from zmq_fixtures import fresh_url
+
+from omni_kvlink import (
+    ClosedError,
+    KVConsumer,
+    KVLink,
+    KVProducer,
+    PeerLostError,
+    TensorTransferData,
+    TransferFailed,
+    TransferTimeout,
+)
+from omni_kvlink.connectors.control.inline_receiver import InlineReceiver
+from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
+from omni_kvlink.connectors.runtime import event_loop
+from omni_kvlink.lowlevel import begin_get, open_delivery
+from omni_kvlink.payload.expected import ExpectedPayload
+from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    from omni_kvlink import Received
+    from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
+    from omni_kvlink.memory.region import Region
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+LARGE = 1 << 20
+_sizes = itertools.count()  # of payloads whose layout was not received before
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def url(request: pytest.FixtureRequest, sockets: str) -> str:
+    return fresh_url(request.param, sockets)
+
+
+@pytest.fixture
+def producer(url: str, leaves_nothing: None) -> Iterator[KVProducer]:
+    with KVLink.serve(url, quota=16 * LARGE) as link:
+        yield link
+
+
+@pytest.fixture
+def consumer(producer: KVProducer) -> Iterator[KVConsumer]:
+    with KVLink.connect(producer.url, timeout=60, quota=16 * LARGE) as link:
+        yield link
+
+
+class Receipts:
+    """Threads that took a payload themselves, and those that received for it and did not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.own, self.left = list[int](), list[int]()
+        self.waiting = 0
+        receive, pause = InlineReceiver.receive, MonitoredSocket.pause
+
+        def watched(
+            receiver: InlineReceiver, socket: MonitoredSocket, get: RemoteGet, deadline: float
+        ) -> None:
+            receive(receiver, socket, get, deadline)
+            found = self.left if get.delivery is None else self.own
+            found.append(threading.get_ident())
+
+        def counted(socket: MonitoredSocket) -> bool:
+            paused = pause(socket)
+            self.waiting += 1
+            return paused
+
+        monkeypatch.setattr(InlineReceiver, "receive", watched)
+        monkeypatch.setattr(MonitoredSocket, "pause", counted)
+
+
+@pytest.fixture
+def receipts(monkeypatch: pytest.MonkeyPatch) -> Receipts:
+    return Receipts(monkeypatch)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def data(key: str = "k", *, seed: int = 0, nbytes: int = 4096) -> TensorTransferData:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, 255, (nbytes,), generator=generator, dtype=torch.uint8)
+    return TensorTransferData(key, {"hidden": made})
+
+
+def begin(
+    pool: ThreadPoolExecutor, consumer: KVConsumer, receipts: Receipts, key: str = "k", **how: Any
+) -> Future[Received]:
+    """A get that waits for its payload, and reads the socket."""
+    before = receipts.waiting
+    got = pool.submit(consumer.get, key, **{"timeout": 60, **how})
+    until_reading(receipts, before)
+    return got
+
+
+def until_reading(receipts: Receipts, before: int) -> None:
+    """Wait until a get reads the socket, and the loop has sent its request and reads no more."""
+    until(lambda: receipts.waiting > before, "it reads the socket")
+    loops = [loop for loop in event_loop._loops if loop._thread.is_alive()]
+    until(lambda: all(loop._sleeping and not loop._calls for loop in loops), "every loop sleeps")
+
+
+def check(received: Received, put: TensorTransferData) -> None:
+    assert received.data.difference(put) == ""  # type: ignore[arg-type]
+    received.verify()
+    assert received.manifest.request_id == put.request_id
+    received.release()
+
+
+def counts(consumer: KVConsumer) -> dict[str, int]:
+    return {name: count for name, count in consumer.stats()["verification"].items() if count}
+
+
+def test_its_own_thread_receives(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """And its memory counts until it is released."""
+    for number in range(4):
+        put = data(f"k{number}", seed=number)
+        got = begin(pool, consumer, receipts, put.request_id)
+        receipt = producer.put(put)
+        received = got.result(60)
+        assert consumer.stats()["memory"]["used"] == received.manifest.nbytes
+        check(received, put)
+        receipt.wait(timeout=60)
+        until_freed(producer)
+        until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
+    assert len(receipts.own) == 4
+    assert threading.get_ident() not in receipts.own
+    assert counts(consumer) == {"verified": 4}
+
+
+def test_all_of_the_quota_is_mapped(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """A payload is charged for a block then."""
+    producer.put(data("large", nbytes=LARGE))
+    consumer.get("large", timeout=60).release()
+    memory = consumer.stats()["memory"]
+    assert memory["mapped"] == memory["quota"]
+    for number in range(2):
+        got = begin(pool, consumer, receipts)
+        producer.put(data(seed=number))
+        received = got.result(60)
+        assert consumer.stats()["memory"]["used"] >= received.manifest.nbytes
+        check(received, data(seed=number))
+        until_freed(producer)
+        until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
+    assert len(receipts.own) == 2
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["first", "expected"])
+def test_a_damaged_byte_is_fetched_again(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+) -> None:
+    """By the loop; also of a payload whose views are made already, which are not used then."""
+    for number in range(before):
+        producer.put(data(f"k{number}"))
+        consumer.get(f"k{number}", timeout=60).release()
+    peek, filled, seen = MonitoredSocket.peek, list[bool](), list[Any]()
+    fill = ExpectedPayload.fill
+
+    def watched(expected: ExpectedPayload, payload: memoryview, *, verify: bool) -> Region | None:
+        region = fill(expected, payload, verify=verify)
+        filled.append(region is not None)
+        return region
+
+    class Damaged:
+        def __init__(self, frame: Any):
+            self.bytes, self.more = bytes([*frame.bytes[:-1], frame.bytes[-1] ^ 1]), False
+            self.buffer = memoryview(self.bytes)
+
+        def __len__(self) -> int:
+            return len(self.bytes)
+
+    def damaged(socket: MonitoredSocket) -> list[Any]:
+        frames: list[Any] = peek(socket)
+        if socket.socket.type == zmq.DEALER and len(frames) == 2 and not seen:
+            frames[1] = Damaged(frames[1])
+            seen.append(frames[1])
+        return frames
+
+    monkeypatch.setattr(ExpectedPayload, "fill", watched)
+    put = data("damaged", seed=5, nbytes=4096 if before else 5000 + next(_sizes))
+    got = begin(pool, consumer, receipts, "damaged")
+    with monkeypatch.context() as patch:
+        patch.setattr(MonitoredSocket, "peek", damaged)
+        producer.put(put)
+        check(got.result(60), put)
+    assert filled == [False] or not (before or any(filled))
+    assert counts(consumer) == {"verified": before + 1, "refetched": 1}
+    assert receipts.left[-1] != threading.get_ident()
+    until_freed(producer)
+    until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_bytes_that_nobody_compares(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    verify: str,
+) -> None:
+    for number in range(3):
+        put = data(f"k{number}", seed=number)
+        got = begin(pool, consumer, receipts, put.request_id, verify=verify)
+        producer.put(put)
+        check(got.result(60), put)
+    assert counts(consumer) == {("unverified" if verify == "off" else "verified"): 3}
+
+
+def test_a_payload_without_digests(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    for number in range(3):
+        got = begin(pool, consumer, receipts, f"k{number}")
+        producer.put(data(f"k{number}"), digests=False)
+        received = got.result(60)
+        assert received.data.difference(data(f"k{number}")) == ""  # type: ignore[arg-type]
+        received.release()
+    assert counts(consumer) == {"unverified": 3}
+    assert len(receipts.own) == 3
+
+
+def test_several_that_wait(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """One of them reads the socket; what is not its own is received by the loop."""
+    first = begin(pool, consumer, receipts, "k0")
+    others = [pool.submit(consumer.get, f"k{number}", timeout=60) for number in range(1, 4)]
+    until_requested(producer, 4)
+    for number in (2, 0, 3, 1):
+        producer.put(data(f"k{number}", seed=number))
+    for number, got in enumerate([first, *others]):
+        check(got.result(60), data(f"k{number}", seed=number))
+    until_freed(producer)
+
+
+def test_a_large_payload_is_the_loops(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    got = begin(pool, consumer, receipts)
+    put = data(nbytes=LARGE)
+    producer.put(put)
+    check(got.result(60), put)
+    assert receipts.own == []
+
+
+def test_there_is_no_room(
+    producer: KVProducer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """It is delivered when there is."""
+    with KVLink.connect(producer.url, timeout=60, quota=8192) as consumer:
+        producer.put(data("kept"))
+        kept = consumer.get("kept", timeout=60)
+        got = begin(pool, consumer, receipts, timeout=0.5)
+        producer.put(data())
+        error = expect(TransferTimeout, lambda: got.result(60))
+        assert "quota" in error.phase
+        got = pool.submit(consumer.get, "k", timeout=60)
+        until_requested(producer, 2)
+        kept.release()
+        check(got.result(60), data())
+        until_freed(producer)
+
+
+def test_a_timeout_tells_how_far_the_payload_is(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """The producer's status is read by the thread that waits."""
+    got = begin(pool, consumer, receipts, timeout=0.5)
+    allocation = producer.allocate(data())
+    error = expect(TransferTimeout, lambda: got.result(60))
+    allocation.data.close()
+    assert "still writing it" in error.phase
+    until(lambda: not producer.stats()["transfers"]["waiting"], "it is cancelled")
+
+
+def test_it_fails(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    got = begin(pool, consumer, receipts)
+    producer.fail("k", "out of blocks")
+    assert "out of blocks" in str(expect(TransferFailed, lambda: got.result(60)))
+    got = begin(pool, consumer, receipts, "other")
+    consumer.abort("other", "not wanted")
+    assert "not wanted" in str(expect(TransferFailed, lambda: got.result(60)))
+
+
+@pytest.mark.parametrize("side", ["here", "there"])
+def test_the_link_is_closed(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    side: str,
+) -> None:
+    got = begin(pool, consumer, receipts)
+    (consumer if side == "here" else producer).close()
+    expect(ClosedError if side == "here" else PeerLostError, lambda: got.result(60))
+
+
+def test_without_a_descriptor_it_is_the_loops(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    top = max(int(number) for number in os.listdir("/proc/self/fd"))
+    plugs = list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                plugs.append(os.dup(0))
+        got = pool.submit(consumer.get, "k", timeout=60)
+        until_requested(producer, 1)
+        producer.put(data())
+        check(got.result(60), data())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for plug in plugs:
+            os.close(plug)
+    assert receipts.own == []
+
+
+def test_a_get_with_a_future(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """It is done, whoever receives; `wait` returns the payload once, and `cancel` drops it."""
+    for is_cancelled in (False, True):
+        pending = begin_get(consumer, "k", timeout=60)
+        waited = pool.submit(pending.wait, timeout=60)
+        until_reading(receipts, len(receipts.own))
+        receipt = producer.put(data())
+        assert pending.future.result(60) is None
+        delivery = waited.result(60)
+        if is_cancelled:
+            pending.cancel()
+        check(open_delivery(consumer, delivery, started=0.0), data())
+        del delivery, waited
+        receipt.wait(timeout=60)
+        until_freed(producer)
+    assert len(receipts.own) == 2
