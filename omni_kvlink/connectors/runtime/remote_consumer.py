@@ -111,6 +111,9 @@ class RemoteGet(SessionGet):
         get_state.answer.wait(MAX_TIMEOUT)  # it is being set
         if get_state.answer.error is not None:
             return
+        if get_state.inbound is None:  # an interrupt ended `receive_inline`
+            self._get_table.drop(get_state)
+            return
         inbound = self._inbound
         if not inbound.cancel() and inbound.ready.exception() is None:
             inbound.release_unread()

@@ -27,6 +27,8 @@ from omni_kvlink import (
 )
 from omni_kvlink.connectors.control.inline_receiver import InlineReceiver
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
+from omni_kvlink.connectors.protocol.get_table import GetTable
+from omni_kvlink.connectors.protocol.messages import Offer
 from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.payload.expected import ExpectedPayload
@@ -366,3 +368,32 @@ def test_a_get_with_a_future(
         receipt.wait(timeout=60)
         until_freed(producer)
     assert len(receipts.own) == 2
+
+
+def test_a_wait_that_an_interrupt_has_ended_is_cancelled(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the moment when the get has its answer: another one receives the payload."""
+    on_message = GetTable.on_message
+
+    def interrupted(table: GetTable, message: Any) -> None:
+        on_message(table, message)
+        if isinstance(message, Offer) and not consumer._end._loop.is_own_thread:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    pending = begin_get(consumer, "k", timeout=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(GetTable, "on_message", interrupted)
+        waited = pool.submit(pending.wait, timeout=60)
+        until_reading(receipts, 0)
+        receipt = producer.put(data())
+        assert isinstance(waited.exception(60), KeyboardInterrupt)
+    pending.cancel()
+    until(lambda: receipt.state == "committed", "another can have it")
+    check(consumer.get("k", timeout=60), data())
+    until_freed(producer)
+    until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
