@@ -152,6 +152,23 @@ def test_its_own_thread_receives(
     assert counts(consumer) == {"verified": 4}
 
 
+def test_a_forked_child_keeps_its_copy(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """The memory is the process's own."""
+    got = begin(pool, consumer, receipts)
+    producer.put(data())
+    received = got.result(60)
+    (tensor,) = received.data.tensors()
+    assert isinstance(tensor, torch.Tensor)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(not torch.equal(tensor, data()["hidden"])))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    received.release()
+    assert len(receipts.own) == 1
+
+
 def test_all_of_the_quota_is_mapped(
     producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
 ) -> None:
