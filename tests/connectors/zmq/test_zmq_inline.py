@@ -332,6 +332,16 @@ def test_it_fails(
     assert "not wanted" in str(expect(TransferFailed, lambda: got.result(60)))
 
 
+def test_the_loop_ends_it(
+    producer: KVProducer, consumer: KVConsumer, pool: ThreadPoolExecutor, receipts: Receipts
+) -> None:
+    """The thread that reads the socket is woken, where no message comes."""
+    got = begin(pool, consumer, receipts)
+    session: Any = consumer._end._session  # type: ignore[attr-defined]
+    session.get_table.fail("k", TransferFailed("ended", key="k", reason="ended"))
+    expect(TransferFailed, lambda: got.result(60))
+
+
 @pytest.mark.parametrize("side", ["here", "there"])
 def test_the_link_is_closed(
     producer: KVProducer,
