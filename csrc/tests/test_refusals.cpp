@@ -178,6 +178,34 @@ void test_packing() {
     CHECK(kvl_match("{00000000", 9, &layout) == 0);
 }
 
+void test_verifying_packed() {
+    Bytes payload(KVL_CHUNK + 200), source(KVL_CHUNK + 1, 3);
+    kvl_piece piece{0, 16, 1};
+    kvl_layout layout{"{00000000", 9, 1, ":00000000}", 10, 1, 8, &piece, 1};
+    const void *sources[]{source.data()};
+    CHECK(kvl_pack(payload.data(), 49, 33, &layout, "\\\"id\\\"", 6, sources) == KVL_OK);
+    auto verify = [&](uint64_t nbytes, uint64_t header) {
+        return kvl_verify_packed(payload.data(), nbytes, header, &layout);
+    };
+    CHECK(verify(49, 33));
+    CHECK(!verify(48, 33));
+    CHECK(!verify(49, 32));
+    CHECK(!verify(49, 50));
+    CHECK(!verify(49, 7));
+    piece.nbytes = KVL_CHUNK + 1;
+    CHECK(!verify(payload.size(), 33));  // two digests
+    piece = {UINT64_MAX, 16, 1};
+    CHECK(!verify(49, 33));
+    piece = {0, 16, 3};
+    CHECK(!verify(49, 33));
+    piece = {0, 15, 1};
+    CHECK(!verify(49, 33));
+    piece = {0, 16, KVL_NO_DIGEST};
+    CHECK(verify(49, 33));
+    CHECK(!kvl_verify_packed(nullptr, 49, 33, &layout));
+    CHECK(!kvl_verify_packed(payload.data(), 49, 33, nullptr));
+}
+
 }  // namespace
 
 void test_refusals() {
@@ -186,4 +214,5 @@ void test_refusals() {
     test_overlaps();
     test_calls();
     test_packing();
+    test_verifying_packed();
 }
