@@ -126,8 +126,10 @@ class ControlSession(RemoteSession):
 
     def receive_inline(self, get: RemoteGet, deadline: float) -> None:
         """Receive a small payload in the calling thread; see `RemoteSession`."""
-        socket, is_usable = self._socket, self.ready.done() and not self._fetching
-        if socket is not None and is_usable and not self._loop.is_own_thread:
+        socket, is_alone = self._socket, self.get_table.waiting == 1 and not self._fetching
+        if socket is None or not is_alone or not self.ready.done():
+            return  # what comes is mostly for others, so that the loop would be woken, too
+        if not self._loop.is_own_thread:
             self._inline_receiver.receive(socket, get, deadline)
 
     def set_ready(self, error: KVLinkError | None = None) -> None:

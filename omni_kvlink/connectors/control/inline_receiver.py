@@ -61,7 +61,7 @@ class InlineReceiver:
 
     It takes that payload only, and only if it is as committed. Any other message stays in the
     socket for the loop, whose thread would otherwise receive all of them and wake the get. One
-    thread at a time; the others wait for the loop.
+    thread at a time; a get that comes meanwhile waits for the loop.
 
     A payload is charged to the quota of `receive_pool` until its `Release`.
     """
