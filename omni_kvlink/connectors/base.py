@@ -347,6 +347,9 @@ class InlineTarget(Protocol):
         With `verify` also None if a digest does not fit.
         """
 
+    def discard(self) -> None:
+        """Forget the payload that `fill` has copied: the get was not answered with it."""
+
 
 class PendingGet(ABC):
     """A payload that was requested; `future` is done when `wait` would not block."""

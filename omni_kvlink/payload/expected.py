@@ -75,6 +75,10 @@ class ExpectedPayload:
         self.make_manifest = partial(_manifest, self._layout, text, payload.nbytes)
         return self._region
 
+    def discard(self) -> None:
+        """Forget the payload that was filled in: what comes next is another one."""
+        self.make_manifest = None
+
     def _is_as_committed(self, text: bytes) -> bool:
         """Whether the tensors in the memory are as the digests of this header say."""
         region, packed = self._region, self._layout.packed

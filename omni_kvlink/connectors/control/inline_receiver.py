@@ -160,10 +160,13 @@ class InlineReceiver:
         if fault_points.enabled:
             fault_points.point("fetch.chunk")
         self._get_table.on_message(offer)
-        if get_state.offer is not offer:
-            return  # the get was ended meanwhile, and the payload released unread
+        if get_state.offer is not offer:  # it was ended meanwhile, and the payload released unread
+            if get.inline_target is not None:
+                get.inline_target.discard()
+            return
         if fault_points.enabled:
             fault_points.point("get.mapped")
+        get.session.has_inline = True
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self._get_table, offer.get_id, offer.epoch)
         get.delivery = Delivery(

@@ -66,7 +66,7 @@ class ReceivePool:
         self._loop, self._on_empty = loop, on_empty
         self._waiting: dict[AllocationWaiter, int] = {}
         self._blocked: set[AllocationWaiter] = set()  # wait for a block to be freed
-        self._is_growing = False
+        self._is_growing = self._was_freed = False  # a thread maps memory; some was freed meanwhile
         self._borrowed: Counter[Block] = Counter()
         self._quarantined: set[Block] = set()
         self._blocks, self._has_shares = 0, make is None
@@ -156,6 +156,7 @@ class ReceivePool:
         self._serve_again()
 
     def _serve_again(self) -> None:
+        self._was_freed = True
         self._blocked.clear()
         self._serve()
 
@@ -167,7 +168,7 @@ class ReceivePool:
                 self._give(waiter, block)
         first = next((waiter for waiter in self._waiting if waiter not in self._blocked), None)
         if first is not None and not self._is_growing:
-            self._is_growing = True
+            self._is_growing, self._was_freed = True, False
             map_more = partial(self._map, first, self._waiting[first])
             threading.Thread(target=map_more, name="kvlink-memory", daemon=True).start()
 
@@ -191,8 +192,10 @@ class ReceivePool:
         self._serve()
 
     def _on_map_failed(self, waiter: AllocationWaiter, error: KVLinkError) -> None:
-        """Wait for a block to be freed, if one is in use and the request can ever fit."""
+        """Wait for memory to be freed, if some is in use and the request can ever fit."""
         can_fit = isinstance(error, CapacityError) and self._waiting[waiter] <= self._pool.quota
+        if can_fit and self._was_freed:
+            return  # there may be room now: `_serve` tries again
         if can_fit and (self.is_in_use or self._quarantined):
             self._blocked.add(waiter)
         else:

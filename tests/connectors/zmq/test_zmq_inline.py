@@ -16,6 +16,7 @@ import zmq
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import (
+    CapacityError,
     ClosedError,
     KVConsumer,
     KVLink,
@@ -31,6 +32,7 @@ from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import Offer
 from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.lowlevel import begin_get, open_delivery
+from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink import Received
     from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
+    from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
@@ -238,6 +241,67 @@ def test_a_damaged_byte_is_fetched_again(
     until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
 
 
+def test_what_is_expected_after_a_large_payload(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing, until one has come inside its offer."""
+    producer.put(data("large", nbytes=LARGE))
+    consumer.get("large", timeout=60).release()
+    opened, open_payload = list[str](), ExpectedPayload.open
+
+    def watched(expected: ExpectedPayload) -> None:
+        open_payload(expected)
+        opened.append(expected.plan.request_id)
+
+    monkeypatch.setattr(ExpectedPayload, "open", watched)
+    for number in range(4):
+        put = data(f"k{number}", seed=number, nbytes=4096)
+        got = begin(pool, consumer, receipts, put.request_id)
+        producer.put(put)
+        check(got.result(60), put)
+    assert opened[-2:] == ["k2", "k3"]
+
+
+def test_a_payload_of_a_get_that_ended_meanwhile(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is released unread, and forgotten: a retry may bring another one."""
+    for number in range(2):
+        producer.put(data(f"k{number}"))
+        consumer.get(f"k{number}", timeout=60).release()
+    on_message, discard, discarded = GetTable.on_message, ExpectedPayload.discard, list[bool]()
+
+    def late(table: GetTable, message: Any) -> None:
+        if isinstance(message, Offer):
+            table.fail("k", TransferFailed("ended", key="k", reason="ended"))
+        on_message(table, message)
+
+    def watched(expected: ExpectedPayload) -> None:
+        assert expected.make_manifest is not None
+        discard(expected)
+        discarded.append(expected.make_manifest is None)
+
+    monkeypatch.setattr(ExpectedPayload, "discard", watched)
+    got = begin(pool, consumer, receipts)
+    with monkeypatch.context() as patch:
+        patch.setattr(GetTable, "on_message", late)
+        receipt = producer.put(data())
+        expect(TransferFailed, lambda: got.result(60))
+    assert discarded == [True]
+    until(lambda: receipt.state == "committed", "another can have it")
+    check(consumer.get("k", timeout=60), data())
+    until_freed(producer)
+    until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
+
+
 @pytest.mark.parametrize("verify", ["off", "full"])
 def test_bytes_that_nobody_compares(
     producer: KVProducer,
@@ -307,6 +371,42 @@ def test_there_is_no_room(
         kept.release()
         check(got.result(60), data())
         until_freed(producer)
+
+
+def test_room_that_comes_while_more_is_mapped(
+    producer: KVProducer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that maps has found none; it is tried again."""
+    reserve, is_freed = ArenaPool.reserve, threading.Event()
+    tried = list[bool]()
+    with KVLink.connect(producer.url, timeout=60, quota=8192) as consumer:
+        memory = consumer._end._receive_pool  # type: ignore[attr-defined]
+
+        def late(arenas: ArenaPool, nbytes: int, *, timeout: float = 0.0) -> Block:
+            if arenas is not memory._pool:
+                return reserve(arenas, nbytes, timeout=timeout)
+            tried.append(memory.is_in_use)
+            try:
+                return reserve(arenas, nbytes, timeout=timeout)
+            except CapacityError:
+                assert is_freed.wait(60)
+                raise
+
+        monkeypatch.setattr(ArenaPool, "reserve", late)
+        got = begin(pool, consumer, receipts, "kept")
+        producer.put(data("kept"))
+        kept = got.result(60)
+        got = begin(pool, consumer, receipts)
+        producer.put(data())
+        until(lambda: bool(tried), "more memory is mapped")
+        kept.release()
+        until(lambda: not memory.is_in_use, "there is room")
+        is_freed.set()
+        check(got.result(60), data())
+    assert tried == [True, False]
 
 
 def test_a_timeout_tells_how_far_the_payload_is(
