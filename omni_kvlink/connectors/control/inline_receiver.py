@@ -1,4 +1,4 @@
-"""`InlineReceiver`: a get receives its own small payload, without the loop's thread in between."""
+"""`InlineReceiver`: receives a get's small payload in the get's own thread, not in the loop's."""
 
 from __future__ import annotations
 
@@ -94,10 +94,11 @@ class InlineReceiver:
                 self._stop(socket)
             except BaseException:  # an interrupt: without this nobody would receive
                 self._stop(socket)
+                socket.resume()
                 raise
 
     def close(self) -> None:
-        """Free the descriptor when no thread uses it; the socket is closed."""
+        """Free the descriptor once no thread uses it; called when the socket is closed."""
         self._wake = None
 
     def _receive(self, socket: MonitoredSocket, get: RemoteGet, deadline: float) -> None:
@@ -113,15 +114,15 @@ class InlineReceiver:
         answer.add_done_callback(partial(self._on_answer, wake))
         if get.inline_target is not None and get.session.has_inline:
             get.inline_target.open()
-        while not answer.is_set() and self._is_silent(socket, get):
+        while not answer.is_set() and self._take_next(socket, get):
             left = deadline - time.monotonic()
             if left <= 0 or not (ready := poll.poll(min(1e3 * left + 1, _MAX_POLL))):
                 return
             if (wake.fd, select.POLLIN) in ready:
                 wake.clear()
 
-    def _is_silent(self, socket: MonitoredSocket, get: RemoteGet) -> bool:
-        """Take the payload if it is here; return whether no message is here.
+    def _take_next(self, socket: MonitoredSocket, get: RemoteGet) -> bool:
+        """Take the payload if it has come; return whether to wait on, since no message has.
 
         An interrupt at any line loses nothing: a message is taken away at last, and to handle it
         twice changes nothing.

@@ -64,6 +64,8 @@ class Session(ABC):
     get_table: GetTable
     incarnation: str
     is_closed = False
+    has_inline = True
+    """Whether the last payload came inside its offer; else the next one is not prepared for."""
     _loop: EventLoop
     """The loop in which `close` may be called."""
 
@@ -120,9 +122,6 @@ class SessionGet(PendingGet):
 
 class MappedSession(Session):
     """A session with a producer whose memory is mapped in this process."""
-
-    has_inline = True
-    """Whether the last payload came inside its offer; else the next one is not prepared for."""
 
     @abstractmethod
     def slot(self, location: Location, draft: int) -> Region:

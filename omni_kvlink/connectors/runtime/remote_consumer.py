@@ -141,9 +141,6 @@ class RemoteSession(Session):
     Methods are called in the loop's thread, except those under "For any thread".
     """
 
-    has_inline = True
-    """Whether the last payload came inside its offer; else the next one is not prepared for."""
-
     def __init__(
         self,
         url: str,

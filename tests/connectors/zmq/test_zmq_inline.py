@@ -132,6 +132,13 @@ def check(received: Received, put: TensorTransferData) -> None:
     received.release()
 
 
+def deliver(producer: KVProducer, consumer: KVConsumer, count: int) -> None:
+    """Payloads of one layout; after two, the next is expected."""
+    for number in range(count):
+        producer.put(data(f"k{number}"))
+        consumer.get(f"k{number}", timeout=60).release()
+
+
 def counts(consumer: KVConsumer) -> dict[str, int]:
     return {name: count for name, count in consumer.stats()["verification"].items() if count}
 
@@ -201,9 +208,7 @@ def test_a_damaged_byte_is_fetched_again(
     before: int,
 ) -> None:
     """By the loop; also of a payload whose views are made already, which are not used then."""
-    for number in range(before):
-        producer.put(data(f"k{number}"))
-        consumer.get(f"k{number}", timeout=60).release()
+    deliver(producer, consumer, before)
     peek, filled, seen = MonitoredSocket.peek, list[bool](), list[Any]()
     fill = ExpectedPayload.fill
 
@@ -274,9 +279,7 @@ def test_a_payload_of_a_get_that_ended_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is released unread, and forgotten: a retry may bring another one."""
-    for number in range(2):
-        producer.put(data(f"k{number}"))
-        consumer.get(f"k{number}", timeout=60).release()
+    deliver(producer, consumer, 2)
     on_message, discard, discarded = GetTable.on_message, ExpectedPayload.discard, list[bool]()
 
     def late(table: GetTable, message: Any) -> None:
@@ -524,3 +527,32 @@ def test_a_wait_that_an_interrupt_has_ended_is_cancelled(
     check(consumer.get("k", timeout=60), data())
     until_freed(producer)
     until(lambda: not consumer.stats()["memory"]["used"], "its memory is free")
+
+
+def test_an_interrupt_while_it_leaves_the_socket(
+    producer: KVProducer,
+    consumer: KVConsumer,
+    pool: ThreadPoolExecutor,
+    receipts: Receipts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop reads again: gets that nobody waits for are answered."""
+    resume, calls = MonitoredSocket.resume, list[MonitoredSocket]()
+
+    def interrupted(socket: MonitoredSocket) -> None:
+        calls.append(socket)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        resume(socket)
+
+    monkeypatch.setattr(MonitoredSocket, "resume", interrupted)
+    got = begin(pool, consumer, receipts)
+    producer.put(data())
+    assert isinstance(got.exception(60), KeyboardInterrupt)
+    del got  # its traceback has the payload
+    pending = [begin_get(consumer, f"k{number}", timeout=60) for number in range(2)]
+    until_requested(producer, 2)
+    for number, one in enumerate(pending):
+        producer.put(data(f"k{number}"))
+        one.future.result(60)
+        one.cancel()
