@@ -132,10 +132,12 @@ uint64_t kvl_match(const char *text, uint64_t nbytes, const kvl_layout *layout) 
     return text && layout ? kvl::match(text, nbytes, *layout) : 0;
 }
 
-int kvl_verify_packed(const void *payload, uint64_t nbytes, uint64_t header_nbytes,
-                      const kvl_layout *layout) {
-    return payload && layout &&
-           kvl::verify_packed(static_cast<const char *>(payload), nbytes, header_nbytes, *layout);
+int kvl_is_packed(const void *payload, uint64_t nbytes, uint64_t header_nbytes,
+                  const kvl_layout *layout, const char *quoted_id, uint64_t quoted_id_nbytes,
+                  int digests) {
+    return payload && layout && quoted_id &&
+           kvl::is_packed(static_cast<const char *>(payload), nbytes, header_nbytes, *layout,
+                          quoted_id, quoted_id_nbytes, digests);
 }
 
 int kvl_scatter(const void *payload, uint64_t nbytes, const kvl_copy *copies, uint64_t count,

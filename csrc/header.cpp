@@ -72,6 +72,28 @@ void copy_pieces(char *payload, uint64_t total, uint64_t header, char *after,
     memset(data + at, 0, nbytes - at);
 }
 
+// Whether a text is the layout's before and behind its quoted request id, and has its own CRC.
+// There is space for both.
+bool matches_around(const char *text, uint64_t nbytes, const kvl_layout &layout,
+                    uint64_t quoted_id_nbytes) {
+    uint64_t behind = layout.crc + kDigits, stop = layout.digests + layout.digests_nbytes;
+    const char *after = text + layout.before_nbytes + quoted_id_nbytes, *end = text + nbytes;
+    if (memcmp(text, layout.before, layout.crc) ||
+        memcmp(text + behind, layout.before + behind, layout.before_nbytes - behind) ||
+        memcmp(after, layout.after, layout.digests) ||
+        memcmp(after + stop, layout.after + stop, layout.after_nbytes - stop))
+        return false;
+    for (uint64_t at = layout.digests; at < stop; at++)
+        if (layout.after[at] == '0' ? !is_digit(after[at]) : after[at] != layout.after[at])
+            return false;
+    for (const char *pad = after + layout.after_nbytes; pad < end; pad++)
+        if (*pad != ' ') return false;
+    char digits[kDigits];
+    uint32_t crc = crc32c(0, layout.before, behind);
+    write_digits(digits, crc32c(crc, text + behind, nbytes - behind));
+    return !memcmp(text + layout.crc, digits, kDigits);
+}
+
 }  // namespace
 
 void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
@@ -103,39 +125,28 @@ uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout) {
     uint64_t fixed = layout.before_nbytes + layout.after_nbytes + 2 * kQuoteBytes;
     if (!is_valid(layout) || nbytes < fixed) return 0;
     uint64_t most = nbytes - fixed < KVL_MAX_ID ? nbytes - fixed : KVL_MAX_ID, length = 0;
-    uint64_t behind = layout.crc + kDigits;
-    if (memcmp(text, layout.before, layout.crc) ||
-        memcmp(text + behind, layout.before + behind, layout.before_nbytes - behind))
-        return 0;
-    const char *id = text + layout.before_nbytes, *end = text + nbytes;
+    const char *id = text + layout.before_nbytes;
     if (memcmp(id, kQuote, kQuoteBytes)) return 0;
     id += kQuoteBytes;
     while (length < most && is_id_character(id[length])) length++;
     if (memcmp(id + length, kQuote, kQuoteBytes)) return 0;
-    const char *after = id + length + kQuoteBytes;
-    uint64_t stop = layout.digests + layout.digests_nbytes;
-    if (memcmp(after, layout.after, layout.digests) ||
-        memcmp(after + stop, layout.after + stop, layout.after_nbytes - stop))
-        return 0;
-    for (uint64_t at = layout.digests; at < stop; at++)
-        if (layout.after[at] == '0' ? !is_digit(after[at]) : after[at] != layout.after[at])
-            return 0;
-    for (const char *pad = after + layout.after_nbytes; pad < end; pad++)
-        if (*pad != ' ') return 0;
-    char digits[kDigits];
-    uint32_t crc = crc32c(0, layout.before, behind);
-    write_digits(digits, crc32c(crc, text + behind, nbytes - behind));
-    return memcmp(text + layout.crc, digits, kDigits) ? 0 : length;
+    return matches_around(text, nbytes, layout, length + 2 * kQuoteBytes) ? length : 0;
 }
 
-bool verify_packed(const char *payload, uint64_t nbytes, uint64_t header_nbytes,
-                   const kvl_layout &layout) {
-    if (header_nbytes > nbytes || header_nbytes < kLength) return false;
-    const char *text = payload + kLength, *data = payload + header_nbytes;
-    uint64_t length = match(text, header_nbytes - kLength, layout);
-    if (!length) return false;
-    const char *after = text + layout.before_nbytes + length + 2 * kQuoteBytes;
-    for (uint64_t number = 0; number < layout.count; number++) {
+bool is_packed(const char *payload, uint64_t nbytes, uint64_t header_nbytes,
+               const kvl_layout &layout, const char *quoted_id, uint64_t quoted_id_nbytes,
+               bool with_digests) {
+    if (!is_valid(layout) || header_nbytes > nbytes || header_nbytes < kLength) return false;
+    uint64_t space = header_nbytes - kLength, fixed = layout.before_nbytes + layout.after_nbytes;
+    if (!is_within(fixed, quoted_id_nbytes, space)) return false;
+    for (uint64_t i = 0; i < kLength; i++)
+        if (payload[i] != char(space >> 8 * i)) return false;
+    const char *text = payload + kLength, *id = text + layout.before_nbytes;
+    if (memcmp(id, quoted_id, quoted_id_nbytes) ||
+        !matches_around(text, space, layout, quoted_id_nbytes))
+        return false;
+    const char *after = id + quoted_id_nbytes, *data = payload + header_nbytes;
+    for (uint64_t number = 0; with_digests && number < layout.count; number++) {
         const kvl_piece &piece = layout.pieces[number];
         if (!is_within(piece.start, piece.nbytes, nbytes - header_nbytes)) return false;
         if (piece.digest == KVL_NO_DIGEST) continue;

@@ -17,8 +17,9 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
 // See `kvl_match`.
 uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout);
 
-// See `kvl_verify_packed`.
-bool verify_packed(const char *payload, uint64_t nbytes, uint64_t header_nbytes,
-                   const kvl_layout &layout);
+// See `kvl_is_packed`.
+bool is_packed(const char *payload, uint64_t nbytes, uint64_t header_nbytes,
+               const kvl_layout &layout, const char *quoted_id, uint64_t quoted_id_nbytes,
+               bool with_digests);
 
 }  // namespace kvl

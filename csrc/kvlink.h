@@ -21,7 +21,7 @@ extern "C" {
 #define KVL_API __attribute__((visibility("default")))
 
 /* Incremented with every change of a struct or function below; callers compare it. */
-#define KVL_ABI 5
+#define KVL_ABI 6
 #define KVL_DIMS 4
 /* One CRC-32C (Castagnoli) for each started MiB of a span. */
 #define KVL_CHUNK 1048576
@@ -151,10 +151,12 @@ KVL_API int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes,
  * more than KVL_MAX_ID characters, or of others than A to Z, a to z, 0 to 9 and _.:/@+=,- */
 KVL_API uint64_t kvl_match(const char *text, uint64_t nbytes, const kvl_layout *layout);
 
-/* Whether a payload's header is as `kvl_match` wants it, and each tensor as its digest says. False
- * also for a digest of more than KVL_CHUNK bytes, and for a piece outside the payload. */
-KVL_API int kvl_verify_packed(const void *payload, uint64_t nbytes, uint64_t header_nbytes,
-                              const kvl_layout *layout);
+/* Whether a payload's header is as `kvl_pack` writes it for this request id; with `digests`, also
+ * whether each tensor is as its digest says. False then for a digest of more than KVL_CHUNK bytes,
+ * and for a piece outside the payload. */
+KVL_API int kvl_is_packed(const void *payload, uint64_t nbytes, uint64_t header_nbytes,
+                          const kvl_layout *layout, const char *quoted_id,
+                          uint64_t quoted_id_nbytes, int digests);
 
 /* Copy the payload into views, none of which may contain a byte twice. Digests are compared in the
  * same pass: after KVL_EDIGEST the content of the targets is invalid. */

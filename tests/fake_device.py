@@ -20,14 +20,16 @@ import pytest
 import torch
 
 from omni_kvlink._native import cuda, cuda_context
-from omni_kvlink.copier import device_payload, pinned, streams
+from omni_kvlink.copier import device_payload, native, pinned, streams
 from omni_kvlink.link import producer
 from omni_kvlink.payload import views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import TensorSpec
     from omni_kvlink.payload.views import TensorView
 
 ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
@@ -159,6 +161,12 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     for module in (pinned, streams):
         monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
     monkeypatch.setattr(producer, "is_on_device", lambda view: device.holds(view))
+
+    def host_addresses(sources: Sequence[TensorView], specs: Sequence[TensorSpec]) -> Any:
+        on_device = any(map(device.holds, sources))
+        return None if on_device else views.dense_addresses(sources, specs)
+
+    monkeypatch.setattr(native, "dense_addresses", host_addresses)
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     monkeypatch.setattr(device_payload, "synchronize", device.run)
     monkeypatch.setattr(cuda_context, "use_device", lambda number: None)

@@ -153,14 +153,20 @@ void packed_payload(uint32_t seed) {
     std::copy(first.begin(), first.end(), expected.begin() + header);
     std::copy(last.begin(), last.end(), expected.begin() + header + start);
     CHECK(payload == expected);
-    CHECK(kvl_verify_packed(payload.data(), total, header, &layout));
-    for (uint64_t at = 8; at < total; at++) {
+    auto is_packed = [&](uint64_t nbytes, bool with_digests) {
+        return kvl_is_packed(payload.data(), nbytes, header, &layout, id, 6, with_digests);
+    };
+    CHECK(is_packed(total, true));
+    for (uint64_t at = 0; at < total; at++) {
         bool is_gap = at >= header + first.size() && at < header + start;
         payload[at] ^= 1;
-        CHECK(kvl_verify_packed(payload.data(), total, header, &layout) == is_gap);
+        CHECK(is_packed(total, true) == is_gap);
+        CHECK(is_packed(total, false) == (at >= header));
         payload[at] ^= 1;
     }
-    CHECK(!kvl_verify_packed(payload.data(), total - 1, header, &layout));
+    CHECK(!is_packed(total - 1, true));
+    for (const char *other : {"\\\"ie\\\"", "\\\"i\\\" ", "id\\\":0"})
+        CHECK(!kvl_is_packed(payload.data(), total, header, &layout, other, 6, false));
     CHECK(kvl_match(text.data(), text.size(), &layout) == 2);
     for (size_t at = 0; at < text.size(); at++) {
         std::string other = text;

@@ -185,7 +185,7 @@ void test_verifying_packed() {
     const void *sources[]{source.data()};
     CHECK(kvl_pack(payload.data(), 49, 33, &layout, "\\\"id\\\"", 6, sources) == KVL_OK);
     auto verify = [&](uint64_t nbytes, uint64_t header) {
-        return kvl_verify_packed(payload.data(), nbytes, header, &layout);
+        return kvl_is_packed(payload.data(), nbytes, header, &layout, "\\\"id\\\"", 6, 1);
     };
     CHECK(verify(49, 33));
     CHECK(!verify(48, 33));
@@ -202,8 +202,15 @@ void test_verifying_packed() {
     CHECK(!verify(49, 33));
     piece = {0, 16, KVL_NO_DIGEST};
     CHECK(verify(49, 33));
-    CHECK(!kvl_verify_packed(nullptr, 49, 33, &layout));
-    CHECK(!kvl_verify_packed(payload.data(), 49, 33, nullptr));
+    const char *id = "\\\"id\\\"";
+    CHECK(!kvl_is_packed(nullptr, 49, 33, &layout, id, 6, 1));
+    CHECK(!kvl_is_packed(payload.data(), 49, 33, nullptr, id, 6, 1));
+    CHECK(!kvl_is_packed(payload.data(), 49, 33, &layout, nullptr, 6, 1));
+    CHECK(!kvl_is_packed(payload.data(), 49, 33, &layout, id, UINT64_MAX, 1));
+    CHECK(!kvl_is_packed(payload.data(), 49, 33, &layout, id, 5, 1));
+    CHECK(!kvl_is_packed(payload.data(), 49, 33, &layout, id, 7, 1));
+    layout.after = nullptr;
+    CHECK(!verify(49, 33));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ from omni_kvlink.errors import NativeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 5
+ABI = 6
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -259,15 +259,19 @@ class PackedLayout:
         found: int = calls.kvl_match(text, len(text), self._address)
         return found
 
-    def verify(self, address: int, nbytes: int, header_nbytes: int) -> bool:
-        """Whether a payload at `address` is of the layout, and its tensors are as its digests say.
+    def is_packed(
+        self, address: int, nbytes: int, header_nbytes: int, quoted_id: bytes, *, digests: bool
+    ) -> bool:
+        """Whether the header of a payload at `address` is as `pack` writes it.
 
-        Tensors without a digest are not compared, and of those of more than `CHUNK` bytes it knows
-        nothing: False then.
+        With `digests` also whether its tensors are as their digests say. Tensors without one are
+        not compared, and of those of more than `CHUNK` bytes it knows nothing: False then.
         """
-        library = _load()
-        calls = _held if nbytes <= SMALL else library
-        return bool(calls.kvl_verify_packed(address, nbytes, header_nbytes, self._address))
+        calls = _held if nbytes <= SMALL else _load()
+        found: int = calls.kvl_is_packed(
+            address, nbytes, header_nbytes, self._address, quoted_id, len(quoted_id), digests
+        )
+        return bool(found)
 
 
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
@@ -315,7 +319,9 @@ def _declare(library: ctypes.CDLL) -> int:
         calls.kvl_pack.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
         calls.kvl_match.argtypes = (pointer, number, pointer)
         calls.kvl_match.restype = number
-        calls.kvl_verify_packed.argtypes = (pointer, number, number, pointer)
+        calls.kvl_is_packed.argtypes = (
+            *(pointer, number, number, pointer, pointer, number, ctypes.c_int),
+        )
         calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
         calls.kvl_crc32c.restype = ctypes.c_uint32
     _ = library.kvl_select

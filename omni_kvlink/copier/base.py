@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import Layout, Manifest
     from omni_kvlink.payload.views import TensorView
 
 
@@ -90,6 +90,16 @@ class Copier(ABC):
         digests = self.gather(sources, manifest, scratch.region)
         scratch.region.write(0, manifest.encode(digests))
         return scratch.give_back(manifest.nbytes)
+
+    def pack_known(
+        self, sources: Sequence[TensorView], layout: Layout, request_id: str
+    ) -> bytes | None:
+        """Do what `pack` does, without a manifest, for the layout of an earlier payload.
+
+        None if this copier cannot, or a source is not dense or not as the layout says: `pack` then
+        copies it, or says what is wrong.
+        """
+        return None
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record what the calling thread's current streams hold now, on the devices of tensors.

@@ -17,7 +17,7 @@ from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.views import (
     TensorView,
     check_fit,
-    check_view_fits,
+    dense_addresses,
     is_dense,
     packed_host_view,
     tensor_view,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
 
 
 _SMALL = 1 << 20
@@ -90,17 +90,23 @@ class NativeCopier(Copier):
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
         """Put dense tensors together in one call of the library."""
-        layout, specs = manifest.template.packed, manifest.tensors
-        if layout is None or len(sources) != len(specs) or not all(map(is_dense, sources)):
+        layout, addresses = manifest.template.packed, dense_addresses(sources, manifest.tensors)
+        if layout is None or addresses is None:
             return super().pack(sources, manifest)
-        addresses = list[int]()
-        for view, spec in zip(sources, specs, strict=True):
-            check_view_fits(view, spec)
-            addresses.append(view.data_ptr())  # type: ignore[union-attr]  # it is dense
-        nbytes, quoted_id = manifest.nbytes, quote_id(manifest.request_id)
-        scratch = Scratch.take(nbytes)
-        layout.pack(scratch.region.address, nbytes, manifest.header_nbytes, quoted_id, addresses)
-        return scratch.give_back(nbytes)
+        quoted_id = quote_id(manifest.request_id)
+        return _packed(layout, manifest.header_nbytes, manifest.nbytes, quoted_id, addresses)
+
+    def pack_known(
+        self, sources: Sequence[TensorView], layout: Layout, request_id: str
+    ) -> bytes | None:
+        """Put dense tensors together in one call of the library."""
+        packed, addresses = layout.packed, dense_addresses(sources, layout.tensors)
+        if packed is None or addresses is None:
+            return None
+        quoted_id = quote_id(request_id)
+        header_nbytes = layout.header_nbytes(quoted_id)
+        nbytes = header_nbytes + layout.data_nbytes
+        return _packed(packed, header_nbytes, nbytes, quoted_id, addresses)
 
     def _gather_few(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
@@ -187,6 +193,18 @@ class NativeCopier(Copier):
         """Count the device tensors among those that torch copies."""
         if views:
             self._copies.add("pageable", views)
+
+
+def _packed(
+    layout: host.PackedLayout,
+    header_nbytes: int,
+    nbytes: int,
+    quoted_id: bytes,
+    addresses: list[int],
+) -> bytes:
+    scratch = Scratch.take(nbytes)
+    layout.pack(scratch.region.address, nbytes, header_nbytes, quoted_id, addresses)
+    return scratch.give_back(nbytes)
 
 
 class _Batch:

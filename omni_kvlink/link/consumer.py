@@ -328,14 +328,14 @@ class Received:
             region = delivery.open_region()
             if expected is not None and expected.make_manifest is not None:
                 self._make_manifest, plan = expected.make_manifest, expected.plan
-                self.data = expected.data
+                self.data, has_digests = expected.data, expected.has_digests
             else:
                 self._manifest = plan = delivery.open_manifest(region)
-                self.data = self._open(plan, region)
+                self.data, has_digests = self._open(plan, region), plan.has_digests
             self._plan = plan
             ledger.seconds["view"] = time.perf_counter() - arrived
             ledger.nbytes, ledger.copies = plan.nbytes, delivery.copies
-            ledger.digests = "crc32c" if plan.has_digests else "off"
+            ledger.digests = "crc32c" if has_digests else "off"
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
         except Exception as error:  # released without a reason, it would count as read

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.transfer import Ledger
     from omni_kvlink.copier import Copier
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.manifest import Layout, Manifest
     from omni_kvlink.payload.views import TensorView
 
 
@@ -20,18 +21,34 @@ def pack_inline(
     plan: Manifest, copier: Copier, ledger: Ledger, views: Sequence[TensorView]
 ) -> bytes:
     """Copy a small payload's tensors; return all of it, header included."""
-    # Timed without `phase`, which costs a payload this small more than the copy.
-    seconds, clock = ledger.seconds, time.perf_counter
-    started = clock()
+    started = time.perf_counter()
     if fault_points.enabled:
         fault_points.point("put.reserved")
-    seconds["reserve"] = 0.0
     payload = copier.pack(views, plan)
-    ledger.copies = int(plan.nbytes > plan.header_nbytes)
+    _record(ledger, payload, int(plan.nbytes > plan.header_nbytes), started)
+    return payload
+
+
+def pack_known(data: Payload, layout: Layout, copier: Copier, ledger: Ledger) -> bytes | None:
+    """`pack_inline` for a payload whose layout an earlier one had; None if only that can pack it.
+
+    Without the payload's manifest, which takes longer to make than all else here.
+    """
+    started = time.perf_counter()
+    if fault_points.enabled:
+        fault_points.point("put.reserved")
+    payload = copier.pack_known(data.tensors(), layout, data.request_id)
+    if payload is not None:
+        _record(ledger, payload, int(layout.data_nbytes > 0), started)
+    return payload
+
+
+def _record(ledger: Ledger, payload: bytes, copies: int, started: float) -> None:
+    # Timed without `phase`, which costs a payload this small more than the copy.
+    ledger.nbytes, ledger.copies, seconds = len(payload), copies, ledger.seconds
+    seconds["reserve"] = 0.0
+    seconds["copy"] = time.perf_counter() - started
+    seconds["publish"] = 0.0
     if fault_points.enabled:
         fault_points.point("put.copied")
         fault_points.point("put.encoded")
-    ledger.nbytes = plan.nbytes
-    seconds["copy"] = clock() - started
-    seconds["publish"] = 0.0
-    return payload

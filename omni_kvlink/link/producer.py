@@ -21,7 +21,7 @@ from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError, Tran
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
-from omni_kvlink.link.inline_payload import pack_inline
+from omni_kvlink.link.inline_payload import pack_inline, pack_known
 from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.copier import GatherHandle, StreamEvents
     from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.manifest import Layout
     from omni_kvlink.payload.tensor_data import TensorTransferData
 
 MAX_DIGITS = 80_000
@@ -101,7 +102,14 @@ class KVProducer(LinkEnd):
         ledger, limit = self._ledger(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
         started = time.perf_counter()
-        plan, views = self._plan(data, ledger), data.tensors()
+        layout = self._layout(data, ledger)
+        ledger.seconds["plan"] = time.perf_counter() - started
+        if layout is not None and not (direct or background):
+            receipt = self._put_known(data, layout, ledger, readers, ttl)
+            if receipt is not None:
+                return receipt
+        plan = self._plan(data, ledger) if layout is None else layout.plan(data.request_id)
+        views = data.tensors()
         ledger.seconds["plan"] = time.perf_counter() - started
         is_allocated = plan.request_id in self._allocations
         if background and not is_allocated:
@@ -188,15 +196,19 @@ class KVProducer(LinkEnd):
             if number % TURN == 0:
                 self._end.give_way()
             started = time.perf_counter()
-            plan, views = self._plan(data, ledger), data.tensors()
-            ledger.seconds["plan"] = time.perf_counter() - started
-            key = plan.request_id
-            is_large = plan.nbytes > limit or key in self._allocations
-            if is_large or any(map(is_on_device, views)):
-                return None
+            key, layout = data.request_id, self._layout(data, ledger)
             if key in packed:
                 raise DuplicateKeyError(SAME_ID)
-            packed[key] = pack_inline(plan, self._copier, ledger, views)
+            ledger.seconds["plan"] = time.perf_counter() - started
+            payload = None if layout is None else self._pack_known(data, layout, ledger)
+            if payload is None:
+                plan, views = self._plan(data, ledger), data.tensors()
+                ledger.seconds["plan"] = time.perf_counter() - started
+                is_large = plan.nbytes > limit or key in self._allocations
+                if is_large or any(map(is_on_device, views)):
+                    return None
+                payload = pack_inline(plan, self._copier, ledger, views)
+            packed[key] = payload
             ledgers.append(ledger)
         return self._end.publish_inline_many(
             list(packed.items()), readers=readers, ttl=ttl, ledgers=ledgers
@@ -333,12 +345,41 @@ class KVProducer(LinkEnd):
         copier = self._copier
         return Ledger(copier=copier.name, instructions=copier.features, digests=algorithm)
 
+    def _layout(self, data: Payload, ledger: Ledger) -> Layout | None:
+        """The layout of a payload, if an earlier one had the same, and no memory is allocated."""
+        ledger.reused_nbytes = data.reused_nbytes
+        if data.request_id in self._allocations:
+            return None
+        return data.layout(digests=ledger.digests != "off")
+
     def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
         """Lay a payload out in the memory that was allocated for it, or in new memory."""
-        ledger.reused_nbytes = getattr(data, "reused_nbytes", 0)
+        ledger.reused_nbytes = data.reused_nbytes
         allocation = self._allocations.get(data.request_id)
         capacity = None if allocation is None else allocation.capacity
         return data.plan(digests=ledger.digests != "off", capacity=capacity)
+
+    def _pack_known(self, data: Payload, layout: Layout, ledger: Ledger) -> bytes | None:
+        """Pack a payload that travels inside its offers; None if it does not, or takes a plan."""
+        limit = self._end.inline_limit
+        if layout.data_nbytes >= limit:
+            return None
+        payload = pack_known(data, layout, self._copier, ledger)
+        return payload if payload is not None and len(payload) <= limit else None
+
+    def _put_known(
+        self, data: Payload, layout: Layout, ledger: Ledger, readers: int, ttl: float
+    ) -> Receipt | None:
+        """Put a payload inside its offers; None if it takes a plan, or memory of the link."""
+        payload = self._pack_known(data, layout, ledger)
+        if payload is None:
+            return None
+        started = time.perf_counter()
+        receipt = self._end.publish_inline(
+            data.request_id, payload, readers=readers, ttl=ttl, ledger=ledger
+        )
+        ledger.seconds["publish"] = time.perf_counter() - started
+        return receipt
 
     def _reserve(
         self, plan: Manifest, timeout: float, ledger: Ledger, *, draft: int

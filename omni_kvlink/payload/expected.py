@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import IntegrityError, WireError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload import digests
 from omni_kvlink.payload.bundle import open_payload
+from omni_kvlink.payload.digests import verify as verify_digests
+from omni_kvlink.payload.header_template import is_simple, quote_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +28,19 @@ class ExpectedPayload:
     Attributes:
         plan: its manifest without digests, after `open`.
         data: the payload as views of its memory, after `open`.
-        is_covered: whether its tensors have digests, after `open`.
+        has_digests: whether its tensors have digests, after `open`.
+        is_covered: whether each byte of its tensors has one, after `open`.
         make_manifest: makes its manifest, and keeps no view; None until it was filled.
     """
 
     plan: Manifest
     data: Payload
+    has_digests: bool
     is_covered: bool
     make_manifest: Callable[[], Manifest] | None = None
     _view: memoryview | None = None
+    _is_packed: Callable[..., bool] | None = None
+    """Whether the memory holds the payload, and with `digests` as its digests say."""
 
     def __init__(
         self,
@@ -47,12 +52,18 @@ class ExpectedPayload:
 
     def open(self) -> None:
         """Make the memory and the views; called once."""
+        if not is_simple(self._request_id):
+            return  # the layout does not read its header
         self.plan = self._layout.plan(self._request_id)
-        self.is_covered = self.plan.is_covered
-        self._region = Region.private(self.plan.nbytes)
+        self.is_covered, self.has_digests = self.plan.is_covered, self.plan.has_digests
+        region = self._region = Region.private(self.plan.nbytes)
+        packed, sizes = self._layout.packed, (self.plan.nbytes, self.plan.header_nbytes)
+        if packed is not None:
+            quoted_id = quote_id(self._request_id)
+            self._is_packed = partial(packed.is_packed, region.address, *sizes, quoted_id)
         with contextlib.suppress(WireError):  # the last ones were of another kind
-            self.data = self._views_of(self.plan, self._region)
-            self._view = self._region.view()
+            self.data = self._views_of(self.plan, region)
+            self._view = region.view()
 
     def fill(self, payload: memoryview, *, verify: bool) -> Region | None:
         """Copy a payload that came to the memory, which is returned; called once.
@@ -63,31 +74,31 @@ class ExpectedPayload:
         view, self._view = self._view, None
         if view is None or payload.nbytes != len(view):
             return None
-        text = bytes(payload[8 : self.plan.header_nbytes])
-        if int.from_bytes(payload[:8], "little") != len(text):
-            return None
-        if not self._layout.is_header(text, self._request_id):
-            return None
         view[:] = payload
-        if verify and not self._is_as_committed(text):
+        if not (self._is_packed or self._is_as_expected)(digests=verify):
             return None
-        self._region.readonly = True
+        text = bytes(payload[8 : self.plan.header_nbytes])
         self.make_manifest = partial(_manifest, self._layout, text, payload.nbytes)
+        self._region.readonly = True
         return self._region
 
     def discard(self) -> None:
         """Forget the payload that was filled in: what comes next is another one."""
         self.make_manifest = None
 
-    def _is_as_committed(self, text: bytes) -> bool:
-        """Whether the tensors in the memory are as the digests of this header say."""
-        region, packed = self._region, self._layout.packed
-        if packed is not None:
-            return packed.verify(region.address, region.nbytes, self.plan.header_nbytes)
-        try:
-            digests.verify(_manifest(self._layout, text, region.nbytes), region)
-        except IntegrityError:
+    def _is_as_expected(self, *, digests: bool) -> bool:
+        """What `_is_packed` tells, without the native library."""
+        region = self._region
+        text = region.read(8, self.plan.header_nbytes)
+        if int.from_bytes(region.read(0, 8), "little") != len(text):
             return False
+        if not self._layout.is_header(text, self._request_id):
+            return False
+        if digests:
+            try:
+                verify_digests(_manifest(self._layout, text, region.nbytes), region)
+            except IntegrityError:
+                return False
         return True
 
 

@@ -111,9 +111,9 @@ class HeaderTemplate:
         """A digest for each tensor, all its digits zero."""
         return _digests(self._blank)
 
-    def header_nbytes(self, request_id: str) -> int:
-        """Bytes of the header of a payload, its length field included."""
-        return -(-(self._fixed + len(quote_id(request_id))) // ALIGN) * ALIGN
+    def header_nbytes(self, quoted_id: bytes) -> int:
+        """Bytes of the header of a payload, its length field included; see `quote_id`."""
+        return -(-(self._fixed + len(quoted_id)) // ALIGN) * ALIGN
 
     def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:
         """Return the header: length, JSON, and spaces up to the alignment and `nbytes` at least.

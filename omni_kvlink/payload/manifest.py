@@ -33,10 +33,11 @@ from omni_kvlink.payload.header_template import (
     MAX_SMALL,
     HeaderTemplate,
     is_simple,
+    quote_id,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omni_kvlink._native.host import PackedLayout
     from omni_kvlink.memory.region import Region
@@ -278,6 +279,7 @@ class Layout:
 
     Attributes:
         data_nbytes: bytes behind the header.
+        tensors: the tensors, the digits of their digests zero.
         names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
     """
 
@@ -295,14 +297,18 @@ class Layout:
         self._template = manifest.template
         rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
         self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
-        self._tensors = tuple(map(TensorSpec, *self._columns, self._template.blank_digests))
+        self.tensors = tuple(map(TensorSpec, *self._columns, self._template.blank_digests))
 
     def plan(self, request_id: str) -> Manifest:
         """What `Manifest.lay_out` returns for a payload of this layout."""
-        header_nbytes = self._template.header_nbytes(request_id)
-        manifest = self._manifest(request_id, self._tensors, header_nbytes)
+        header_nbytes = self._template.header_nbytes(quote_id(request_id))
+        manifest = self._manifest(request_id, self.tensors, header_nbytes)
         manifest.__dict__["template"] = self._template
         return manifest
+
+    def header_nbytes(self, quoted_id: bytes) -> int:
+        """Bytes of the header of a payload with this request id, as `quote_id` returns it."""
+        return self._template.header_nbytes(quoted_id)
 
     def header(self, request_id: str, digests: Sequence[str]) -> bytes:
         """What `plan(request_id).with_digests(digests).encode()` returns."""
@@ -383,20 +389,18 @@ _received: tuple[Layout, ...] = ()
 _repeated: Layout | None = None
 
 
-def plan_like_before(
-    request_id: str, key: tuple[Any, ...], lay_out: Callable[[], Manifest]
-) -> Manifest:
-    """What `lay_out` returns, from the layout of an earlier payload where one had the same key.
+def find_layout(key: tuple[Any, ...]) -> Layout | None:
+    """The layout of an earlier payload that had the same key; None if none is remembered.
 
     The key tells all that `Manifest.lay_out` takes but the request id.
     """
-    layout = _planned.get(key)
-    if layout is not None:
-        return layout.plan(request_id)
-    plan = lay_out()
+    return _planned.get(key)
+
+
+def remember_plan(key: tuple[Any, ...], plan: Manifest) -> None:
+    """Remember what `Manifest.lay_out` returned, for later payloads with this key."""
     if plan.template.is_small:
         _planned.put(key, Layout(plan))
-    return plan
 
 
 def _remember(layout: Layout) -> None:

@@ -7,7 +7,6 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -28,7 +27,7 @@ from omni_kvlink.payload.branches import (
     tensor_names,
 )
 from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.manifest import Manifest, plan_like_before
+from omni_kvlink.payload.manifest import Layout, Manifest, find_layout, remember_plan
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (
@@ -53,6 +52,10 @@ LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
 """Name, dtype code and shape of a tensor that a payload is to have."""
 
+_ABOUT = operator.attrgetter(
+    *("kv_lens", "ropes", "num_layers", "seq_len", "dtype", "layout", "block_size", "image_shape")
+)
+"""Metadata that no caller can modify: all but `extra` and `shard`."""
 _MAX_BLOCK_IDS = 64
 """Block ids of a payload above which its layout is not kept."""
 
@@ -192,6 +195,11 @@ class PayloadBase(ABC):
     request_id: str
     _is_bundle: ClassVar[bool] = False
 
+    @property
+    def reused_nbytes(self) -> int:
+        """Bytes that need not be sent, because a branch is a prefix of another or the same."""
+        return 0
+
     @abstractmethod
     def tensors(self) -> list[TensorView]:
         """All tensors, in the order of the wire."""
@@ -213,24 +221,32 @@ class PayloadBase(ABC):
     def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
         """The branches of a validated payload as views."""
 
-    def _structure(self) -> Hashable | None:
-        """What a header says of the payload besides request id, `_shapes` and digests.
+    def _key(self) -> Hashable | None:
+        """What a header says of the payload besides request id and digests.
 
         None if other payloads rarely say the same.
         """
         branches = self._branches()
         if sum([len(branch.block_ids) for branch in branches]) > _MAX_BLOCK_IDS:
             return None
-        return msgspec.json.encode(branches)
+        return msgspec.json.encode(branches), self._shapes()
 
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        lay_out = partial(self._lay_out, digests, capacity)
-        structure = None if capacity is not None else self._structure()
-        if structure is None:
-            return lay_out()
-        key = (self._is_bundle, digests, structure, self._shapes())
-        return plan_like_before(self.request_id, key, lay_out)
+        if capacity is None:
+            layout = self.layout(digests=digests)
+            if layout is not None:
+                return layout.plan(self.request_id)
+        plan = self._lay_out(digests, capacity)
+        key = None if capacity is not None else self._key()
+        if key is not None:
+            remember_plan((self._is_bundle, digests, key), plan)
+        return plan
+
+    def layout(self, *, digests: bool) -> Layout | None:
+        """The layout, if an earlier payload had the same; it was planned then."""
+        key = self._key()
+        return None if key is None else find_layout((self._is_bundle, digests, key))
 
     def _lay_out(self, digests: bool, capacity: Manifest | None) -> Manifest:
         branches = self._branches()
@@ -335,8 +351,8 @@ class KVCacheTransferData(PayloadBase):
         """All tensors in the order of the wire: layer by layer, K before V; as they were given."""
         if self.is_empty:
             return []
-        parts = [self.layer_blocks[CACHES[part]] for part in PARTS[self.metadata.layout]]
-        return [view for layer in zip(*parts, strict=True) for view in layer if view is not None]
+        layers = zip(*self.layer_blocks.values(), strict=True)  # the parts in the wire's order
+        return [view for view in chain.from_iterable(layers) if view is not None]
 
     @classmethod
     def blank(
@@ -482,6 +498,14 @@ class KVCacheTransferData(PayloadBase):
     def _branches(self) -> list[Branch]:
         return [self.as_branch(SINGLE)]
 
+    def _key(self) -> Hashable | None:
+        metadata, blocks = self.metadata, self._blocks
+        if self.block_ids or metadata.shard is not None or blocks is None:
+            return super()._key()
+        first = next(iter(blocks.values()))[0] if metadata.seq_len else None
+        extra = _through_json(metadata.extra, "metadata: extra")[0] if metadata.extra else b""
+        return _ABOUT(metadata), extra, None if first is None else first.shape
+
 
 def _complete_layers(
     layer_blocks: LayerBlocks, metadata: KVMetadata
@@ -563,12 +587,18 @@ def _converted(values: object, kind: type[T]) -> T:
 
 def json_copy(values: dict[str, Any], where: str) -> dict[str, Any]:
     """A private copy of a JSON object; SchemaError if it does not come back from JSON as it was."""
+    return _through_json(values, where)[1]
+
+
+def _through_json(values: dict[str, Any], where: str) -> tuple[bytes, dict[str, Any]]:
+    """The text of a JSON object, and the copy that is read from it; errors as `json_copy`."""
     try:
-        copy = msgspec.json.decode(msgspec.json.encode(values))
+        text = msgspec.json.encode(values)
+        copy = msgspec.json.decode(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"{where} is not JSON: {error}") from None
     if not isinstance(copy, dict) or copy != values:
         raise SchemaError(
             f"{where} changes when written as JSON; use string keys, lists and finite numbers"
         )
-    return copy
+    return text, copy

@@ -160,9 +160,9 @@ class TensorTransferData(PayloadBase):
     def _branches(self) -> list[Branch]:
         return [self.as_branch(TENSORS)]
 
-    def _structure(self) -> Hashable | None:
+    def _key(self) -> Hashable | None:
         names = self._names()
-        return super()._structure() if names is None else names
+        return super()._key() if names is None else (names, self._shapes())
 
     def _shapes(self) -> tuple[Any, ...]:
         return tuple([(view.dtype, tuple(view.shape)) for view in self.tensors()])

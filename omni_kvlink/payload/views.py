@@ -129,6 +129,25 @@ def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
     return isinstance(view, torch.Tensor) and view.is_cpu and _is_flat(view)
 
 
+def dense_addresses(views: Sequence[TensorView], specs: Sequence[TensorSpec]) -> list[int] | None:
+    """The addresses of views that are dense, and as their specs say; None if one is not.
+
+    One call for all: with one a tensor and test, a small payload would spend more on calls.
+    """
+    if len(views) != len(specs):
+        return None
+    addresses = list[int]()
+    for view, spec in zip(views, specs, strict=True):
+        if not isinstance(view, torch.Tensor) or not view.is_cpu or view.is_neg():
+            return None
+        if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
+            return None
+        if not view.is_contiguous():
+            return None
+        addresses.append(view.data_ptr())
+    return addresses
+
+
 def dense(view: TensorView) -> torch.Tensor:
     """The tensor itself; for a paged tensor a new one."""
     return view.dense() if isinstance(view, PagedTensor) else view

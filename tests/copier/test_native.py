@@ -18,7 +18,8 @@ from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.format import DIGEST_CHUNK
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Layout, Manifest
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing import COPIER_CHECKS
 
 if TYPE_CHECKING:
@@ -199,6 +200,24 @@ def test_a_small_payload_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None
         assert [bool(spec.digest) for spec in manifest.tensors] == [digests, False]
         received = TensorTransferData.from_region(manifest, Region.copy_of(memoryview(payload)))
         assert torch.equal(received["a"].view(torch.int16), sources[0].view(torch.int16))
+
+
+def test_a_known_layout_needs_no_manifest() -> None:
+    """Where all tensors are dense; the others are copied in another way."""
+    dense = torch.randn(30, 2, 8)
+    data = TensorTransferData("r", {"a": dense, "b": torch.zeros(0)})
+    known, right = Layout(data.plan()), NativeCopier().pack(data.tensors(), data.plan())
+    assert NativeCopier().pack_known(data.tensors(), known, "r") == right
+    longer = NativeCopier().pack_known(data.tensors(), known, "an \u00e9 more")
+    assert longer is not None
+    assert Manifest.decode(longer).request_id == "an \u00e9 more"
+    lazy = torch._neg_view(dense)
+    assert (lazy.is_neg(), lazy.is_contiguous()) == (True, True)
+    table = BlockTable.of_blocks([0, 1], tokens=30, block_size=16)
+    paged = PagedTensor(torch.zeros(2, 16, 2, 8), table)
+    for other in (torch.randn(30, 8, 2).transpose(1, 2), lazy, paged):
+        assert other.shape == dense.shape
+        assert NativeCopier().pack_known([other, torch.zeros(0)], known, "r") is None
 
 
 def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) -> None:

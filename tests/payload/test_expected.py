@@ -106,6 +106,7 @@ def test_what_is_not_expected(name: str) -> None:
     assert expected.make_manifest is None
 
 
+@pytest.mark.usefixtures("library")
 def test_a_flipped_bit_of_the_header() -> None:
     """Whichever: nothing is taken for what was expected."""
     payload = bytes_of(tensors())

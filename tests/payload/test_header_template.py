@@ -449,6 +449,56 @@ def test_layouts_differ_in_what_the_header_shows(extra: dict[str, Any]) -> None:
     assert cache(extra=extra).plan().encode() == planned_cold(cache(extra=extra)).encode()
 
 
+def caches() -> list[KVCacheTransferData]:
+    """No two say the same in their headers."""
+    shard = {"rank": 0, "world": 2, "heads": [0, 2]}
+    return [
+        cache(),
+        cache(layers=1),
+        cache(ropes=[7]),
+        cache(kv_lens=[1, 2], ropes=[3, 3]),
+        cache(kv_lens=[2, 1], ropes=[3, 3]),
+        cache(dtype="bfloat16"),
+        cache(dtype="float16"),
+        cache(shape=(3, 1, 8)),
+        cache(shape=(3, 8)),
+        cache(block_size=16),
+        cache(block_size=16, block_ids=[1]),
+        cache(block_size=16, block_ids=[2]),
+        cache(image_shape=(2, 1)),
+        cache(image_shape=(1, 2)),
+        cache(extra={"a": 1}),
+        cache(shard=shard),
+        cache(shard=shard | {"heads": [2, 4]}),
+        empty(),
+        empty(layers=1),
+        empty(ropes=[3]),
+    ]
+
+
+def test_layouts_differ_in_the_metadata_of_a_cache() -> None:
+    for data in (*caches(), *caches()):
+        assert data.plan() == planned_cold(data)
+    assert len(manifests._planned) == len(caches())
+    for data in caches():
+        layout = data.layout(digests=True)
+        assert layout is not None
+        assert layout.plan("r") == planned_cold(data)
+        assert data.layout(digests=False) is None
+
+
+@pytest.mark.parametrize("value", [(None,), [float("nan")]], ids=["tuple", "nan"])
+def test_metadata_that_was_changed_to_no_json_is_refused(value: Any) -> None:
+    """Although its JSON text is that of a payload whose layout is known."""
+    cache(extra={"a": [None]}).plan()
+    data = cache(extra={"a": [None]})
+    data.metadata.extra["a"] = value
+    with pytest.raises(SchemaError, match="metadata: extra"):
+        data.plan()
+    with pytest.raises(SchemaError, match="metadata: extra"):
+        data.layout(digests=True)
+
+
 def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:
     tensors = (torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6), torch.zeros(2, 3).int())
     for tensor in (*tensors, *tensors):

@@ -242,13 +242,15 @@ class TransferTable:
         if transfer.direct is not None:
             transfer.direct.release_tensors()
         transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
-        self._schedule(transfer)
-        self.counters["committed"] += 1
-        for peer, get_id in transfer.leases:
-            self._send(peer, Committed(get_id))
-        if transfer.growing is not None:
-            self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
-        self._offer(transfer)
+        try:
+            for peer, get_id in transfer.leases:
+                self._send(peer, Committed(get_id))
+            if transfer.growing is not None:
+                self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
+            self._offer(transfer)
+        finally:  # last, because a reader may sleep until it has the offer
+            self._schedule(transfer)
+            self.counters["committed"] += 1
         if not transfer.unclaimed and not transfer.leases:
             self._end(transfer, TransferState.RELEASED, "", "closed")
 
@@ -499,10 +501,12 @@ class TransferTable:
                 reason = GROWS if transfer.growing is not None else GROWS_NOT
                 self._send(peer, Failed(get_id, reason, "failed"))
             elif streamed or transfer.state is not TransferState.STREAMING:
-                self._remove_waiting(transfer.key, claim)
                 if transfer.growing is not None:
                     transfer.growing.add_reader(claim, start)
-                self._lease(transfer, transfer.location, claim)
+                try:
+                    self._lease(transfer, transfer.location, claim)
+                finally:
+                    self._remove_waiting(transfer.key, claim)
                 self._free_released(transfer)
 
     def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:

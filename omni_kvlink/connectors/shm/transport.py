@@ -206,9 +206,9 @@ class ShmChannel:
 
     def skip(self) -> None:
         """Discard the messages that `peek` returned."""
-        with self._lock, contextlib.suppress(OSError):  # the connection may have ended
+        with self._lock:
             if self._sock is not None:
-                self._sock.recv(1)
+                _skip(self._sock)
 
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
@@ -259,6 +259,13 @@ def _peeked(sock: socket.socket) -> bytes | None:
         return sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
     except BlockingIOError:
         return None
+
+
+def _skip(sock: socket.socket) -> None:
+    try:  # noqa: SIM105 (a context manager costs a small `get` more than the call)
+        sock.recv(1)
+    except OSError:  # the connection has ended
+        pass
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -715,9 +722,11 @@ class ShmSession(MappedSession):
         if self._leader == threading.get_ident():
             self._leader = 0
         is_released = False
-        with contextlib.suppress(RuntimeError):  # another thread receives
+        try:
             self._receiving.release()
             is_released = True
+        except RuntimeError:  # another thread receives
+            pass
         if is_released:  # only now: what is here wakes the loop once
             self._watch_channel()
 

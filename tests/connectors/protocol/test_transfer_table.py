@@ -29,6 +29,24 @@ def test_get_before_commit(bench: Bench) -> None:
     assert bench.freed == [transfer]
 
 
+def test_an_interrupted_offer_leaves_a_payload_that_expires(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is committed: its producer cannot give it up, and a reader is missing."""
+
+    def interrupt(peer: object, message: object) -> None:
+        raise KeyboardInterrupt
+
+    transfer = bench.transfers.reserve("k")
+    bench.request("a", 1, "k")
+    monkeypatch.setattr(bench.transfers, "_send", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.transfers.commit(transfer, HERE, 2, 100.0)
+    assert bench.transfers.stats()["committed"] == 1
+    bench.transfers.tick(100.0)
+    assert transfer.state.value == "expired"
+
+
 def test_get_after_commit(bench: Bench) -> None:
     transfer = bench.put("k")
     assert transfer.state.value == "committed"

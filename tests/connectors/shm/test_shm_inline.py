@@ -17,6 +17,7 @@ from omni_kvlink import (
     KVConsumer,
     KVLink,
     KVProducer,
+    SchemaError,
     TensorTransferData,
     TransferTimeout,
 )
@@ -96,6 +97,57 @@ def test_each_size_arrives_aligned(producer: KVProducer, consumer: KVConsumer, n
     assert received.ledger.copies == int(receipt.ledger.nbytes <= INLINE)
     del received, found
     receipt.wait(timeout=60)
+
+
+def test_the_header_counts_for_the_limit(sockets: str) -> None:
+    """Also of the second payload, whose layout is known."""
+    with (
+        KVLink.serve("shm://limit", directory=sockets, inline=INLINE) as producer,
+        KVLink.connect("shm://limit", timeout=60, directory=sockets) as consumer,
+    ):
+        for key in ("a", "b"):
+            producer.put(data(key, INLINE - 100))
+            received = consumer.get(key, timeout=60)
+            with received as found:
+                assert found.difference(data(key, INLINE - 100)) == ""  # type: ignore[arg-type]
+            assert received.ledger.copies == 0
+            del found, received
+
+
+def test_tensors_of_a_known_layout_may_lie_otherwise(
+    producer: KVProducer, consumer: KVConsumer
+) -> None:
+    """A payload that cannot be packed at once, or must not be put at all, after one that was."""
+    dense = torch.arange(64, dtype=torch.int16).view(8, 8)
+    producer.put(TensorTransferData("dense", {"x": dense}))
+    for key in ("strided", "again"):
+        producer.put(TensorTransferData(key, {"x": dense.t()}))
+    for key, tensor in (("dense", dense), ("strided", dense.t()), ("again", dense.t())):
+        with consumer.get(key, timeout=60) as found:
+            assert isinstance(found, TensorTransferData)
+            assert torch.equal(found["x"], tensor)
+    blank = TensorTransferData.blank("blank", {"x": dense})
+    expect(SchemaError, lambda: producer.put(blank))
+    expect(SchemaError, lambda: producer.put_many([blank]))
+
+
+def test_allocated_memory_is_used_for_a_known_layout(
+    producer: KVProducer, consumer: KVConsumer
+) -> None:
+    producer.put(data("before"))
+    consumer.get("before", timeout=60).release()
+    for put in (producer.put, lambda payload: producer.put_many([payload])[0]):
+        allocation = producer.allocate(data("k"))
+        target = allocation.data.tensors()[0]
+        assert isinstance(target, torch.Tensor)
+        target.copy_(data()["hidden"])
+        receipt = put(TensorTransferData("k", {"hidden": target}))
+        assert receipt.ledger.copies == 0
+        del target, allocation
+        with consumer.get("k", timeout=60) as found:
+            assert found.difference(data()) == ""  # type: ignore[arg-type]
+        del found
+        receipt.wait(timeout=60)
 
 
 def test_it_counts_against_the_quota(producer: KVProducer, consumer: KVConsumer) -> None:
