@@ -14,6 +14,10 @@ namespace {
 // first-level cache.
 constexpr size_t kDirect = 256;
 constexpr size_t kStage = 2048;
+// Pieces up to this size, such as a pool's blocks: the processor's prefetchers restart at each, and
+// know nothing of the next one. In longer pieces they do better alone.
+constexpr size_t kPiece = 64 << 10;
+constexpr size_t kPage = 4096;
 
 bool aligned(char *const *lanes) {
     uintptr_t bits = 0;
@@ -39,6 +43,7 @@ uint32_t Mover::move(const Chunk &chunk, bool digest) {
 // Copy the four quarters of the chunk in parallel lanes.
 void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest) {
     char *payload[kLanes], *view[kLanes];
+    const char *next[kLanes] = {};
     for (int lane = 0; lane < kLanes; lane++) payload[lane] = chunk.payload + lane * lane_nbytes;
     if (mode_ == Mode::scan) return kernel_.digest(payload, lane_nbytes, crcs);
 
@@ -60,10 +65,13 @@ void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool d
             if (staged[lane] && !into_view) cursor.move<false>(stages[lane], n);
         }
         char **dst = into_view ? view : payload, **src = into_view ? payload : view;
+        bool ahead = direct && n >= (into_view ? kPage : kDirect) && n <= kPiece;
+        for (int lane = 0; ahead && lane < kLanes; lane++)
+            next[lane] = into_view || staged[lane] ? src[lane] + n : cursors[lane].behind(n);
         bool stream = stream_ && (direct || !into_view) && aligned(dst);
         auto copy = digest ? (stream ? kernel_.stream_digest : kernel_.copy_digest)
                            : (stream ? kernel_.stream : kernel_.copy);
-        copy(dst, src, n, crcs);
+        copy(dst, src, n, crcs, ahead ? next : nullptr);
         for (int lane = 0; lane < kLanes; lane++) {
             if (!staged[lane])
                 cursors[lane].advance(n);

@@ -34,6 +34,14 @@ class Cursor {
         if (!left) next();
     }
 
+    // Where the bytes lie that follow the next n, which are the piece's rest or a part of it.
+    const char *behind(size_t n) const {
+        if (n < left) return at + n;
+        Cursor after = *this;
+        after.next();
+        return after.at ? after.at : at + n;
+    }
+
     // Copy the next n bytes, over any number of pieces, to or from contiguous memory.
     template <bool kIntoView>
     void move(char *flat, size_t n) {

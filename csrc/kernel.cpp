@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kStep = 4096;  // copied, then hashed while it is in the first-level cache
 
 template <bool kDigest>
-void copy(Dst dst, Src src, size_t n, uint32_t *crcs) {
+void copy(Dst dst, Src src, size_t n, uint32_t *crcs, Src) {
     for (int lane = 0; lane < kLanes; lane++)
         for (size_t at = 0; at < n; at += kStep) {
             size_t step = n - at < kStep ? n - at : kStep;

@@ -16,14 +16,19 @@ constexpr size_t kLine = 64;
 using Dst = char *const *;
 using Src = const char *const *;
 
+// How far to prefetch ahead in a piece of n bytes: enough to hide the memory's latency, but no byte
+// behind the next piece.
+inline size_t distance(size_t n) { return n < 1024 ? n : n < 4096 ? 1024 : 2048; }
+
 struct Kernel {
     const char *name;
-    // Copy n bytes (a multiple of kLine) in each lane, and continue each lane's CRC.
-    // The stream variants require destinations aligned to kLine.
-    void (*copy)(Dst dst, Src src, size_t n, uint32_t *crcs);
-    void (*copy_digest)(Dst dst, Src src, size_t n, uint32_t *crcs);
-    void (*stream)(Dst dst, Src src, size_t n, uint32_t *crcs);
-    void (*stream_digest)(Dst dst, Src src, size_t n, uint32_t *crcs);
+    // Copy n bytes (a multiple of kLine) in each lane, and continue each lane's CRC. With `next`,
+    // the address where each lane goes on to read, prefetch `distance(n)` bytes ahead. The stream
+    // variants require destinations aligned to kLine.
+    void (*copy)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
+    void (*copy_digest)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
+    void (*stream)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
+    void (*stream_digest)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
     // The CRCs alone.
     void (*digest)(Src src, size_t n, uint32_t *crcs);
     // One CRC over any number of bytes.

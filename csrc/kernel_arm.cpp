@@ -44,7 +44,7 @@ inline __attribute__((always_inline)) void stream_line(char *to, const uint8x16x
 }
 
 template <bool kStream, bool kDigest>
-KVL_CRC void lanes(Dst dst, Src src, size_t n, uint32_t *crcs) {
+KVL_CRC void lanes(Dst dst, Src src, size_t n, uint32_t *crcs, Src) {
     char *to[kLanes];
     const char *from[kLanes];
     uint32_t crc[kLanes] = {};

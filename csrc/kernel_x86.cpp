@@ -21,10 +21,19 @@
 namespace kvl {
 namespace {
 
-// Prefetch this far ahead in pieces of some pages, such as a pool's blocks, where the processor's
-// prefetchers restart too often. They do better alone in longer pieces; shorter ones gain nothing.
-constexpr size_t kDistance = 2048;
-inline bool is_piece(size_t n) { return n >= 2 * kDistance && n <= 32 * kDistance; }
+// What to prefetch when a lane copies its byte `at`: a byte of the piece, then, from byte `split`
+// on, one of the next piece.
+struct Hints {
+    const char *at[kLanes];
+    size_t split;
+
+    Hints(Src src, size_t n) : split(n - distance(n)) {
+        for (int lane = 0; lane < kLanes; lane++) at[lane] = src[lane] + distance(n);
+    }
+    void turn(Src next) {
+        for (int lane = 0; lane < kLanes; lane++) at[lane] = next[lane] - split;
+    }
+};
 
 // The bytes are read again for the CRC: a first-level cache hit, and cheaper than extracting
 // them from the vector registers. The four lanes' instructions alternate, so none waits for
@@ -39,7 +48,7 @@ KVL_SSE42 inline __attribute__((always_inline)) void crc_line(Src src, size_t at
 }
 
 template <bool kStream, bool kDigest, bool kAhead>
-KVL_AVX512 void lanes_avx512(Dst dst, Src src, size_t n, uint32_t *crcs) {
+KVL_AVX512 void lanes_avx512(Dst dst, Src src, size_t n, uint32_t *crcs, Src next) {
     char *to[kLanes];
     const char *from[kLanes];
     uint64_t crc[kLanes] = {};
@@ -47,9 +56,11 @@ KVL_AVX512 void lanes_avx512(Dst dst, Src src, size_t n, uint32_t *crcs) {
         to[lane] = dst[lane], from[lane] = src[lane];
         if (kDigest) crc[lane] = crcs[lane];
     }
+    Hints hints(src, n);
     for (size_t at = 0; at < n; at += kLine) {
+        if (kAhead && at == hints.split) hints.turn(next);
         for (int lane = 0; lane < kLanes; lane++) {
-            if (kAhead) _mm_prefetch(from[lane] + at + kDistance, _MM_HINT_T0);
+            if (kAhead) _mm_prefetch(hints.at[lane] + at, _MM_HINT_T0);
             __m512i line = _mm512_loadu_si512(from[lane] + at);
             if (kStream)
                 _mm512_stream_si512(reinterpret_cast<__m512i *>(to[lane] + at), line);
@@ -63,18 +74,19 @@ KVL_AVX512 void lanes_avx512(Dst dst, Src src, size_t n, uint32_t *crcs) {
 }
 
 template <bool kStream, bool kDigest>
-void copy_avx512(Dst dst, Src src, size_t n, uint32_t *crcs) {
-    return is_piece(n) ? lanes_avx512<kStream, kDigest, true>(dst, src, n, crcs)
-                       : lanes_avx512<kStream, kDigest, false>(dst, src, n, crcs);
+void copy_avx512(Dst dst, Src src, size_t n, uint32_t *crcs, Src next) {
+    return next ? lanes_avx512<kStream, kDigest, true>(dst, src, n, crcs, next)
+                : lanes_avx512<kStream, kDigest, false>(dst, src, n, crcs, next);
 }
 
 // Below this size the final reduction of a fold costs more than the fold saves.
 constexpr size_t kFold = 1024;
 
-// Copies one line of one lane and returns it.
+// Copies one line of one lane and returns it; prefetches the one at `ahead`.
 template <bool kStore, bool kStream, bool kAhead>
-KVL_CLMUL inline __attribute__((always_inline)) __m512i pass(char *to, const char *from) {
-    if (kAhead) _mm_prefetch(from + kDistance, _MM_HINT_T0);
+KVL_CLMUL inline __attribute__((always_inline)) __m512i pass(char *to, const char *from,
+                                                             const char *ahead) {
+    if (kAhead) _mm_prefetch(ahead, _MM_HINT_T0);
     __m512i line = _mm512_loadu_si512(from);
     if (kStore && kStream)
         _mm512_stream_si512(reinterpret_cast<__m512i *>(to), line);
@@ -99,21 +111,33 @@ KVL_CLMUL inline __attribute__((always_inline)) __m512i add_line(__m512i folded,
 // line instead of eight CRC instructions. Without `kStore`, the CRC alone. Four variables instead
 // of arrays, since compilers keep those in registers. n is at least one line.
 template <bool kStore, bool kStream, bool kAhead>
-KVL_CLMUL void fold(Dst dst, Src src, size_t n, uint32_t *crcs) {
+KVL_CLMUL void fold(Dst dst, Src src, size_t n, uint32_t *crcs, Src next) {
     // x^(512 + 32) and x^(512 - 32) modulo the polynomial, in the order of the instruction.
     const __m512i by = _mm512_set4_epi32(0, int(0x9e4addf8), 0, 0x740eef02);
     char *to0 = nullptr, *to1 = nullptr, *to2 = nullptr, *to3 = nullptr;
     if (kStore) to0 = dst[0], to1 = dst[1], to2 = dst[2], to3 = dst[3];
     const char *from0 = src[0], *from1 = src[1], *from2 = src[2], *from3 = src[3];
-    __m512i folded0 = with_crc(pass<kStore, kStream, kAhead>(to0, from0), crcs[0]);
-    __m512i folded1 = with_crc(pass<kStore, kStream, kAhead>(to1, from1), crcs[1]);
-    __m512i folded2 = with_crc(pass<kStore, kStream, kAhead>(to2, from2), crcs[2]);
-    __m512i folded3 = with_crc(pass<kStore, kStream, kAhead>(to3, from3), crcs[3]);
+    Hints hints(src, n);
+    if (kAhead && !hints.split) hints.turn(next);
+    const char *ahead0 = hints.at[0], *ahead1 = hints.at[1];
+    const char *ahead2 = hints.at[2], *ahead3 = hints.at[3];
+    __m512i folded0 = with_crc(pass<kStore, kStream, kAhead>(to0, from0, ahead0), crcs[0]);
+    __m512i folded1 = with_crc(pass<kStore, kStream, kAhead>(to1, from1, ahead1), crcs[1]);
+    __m512i folded2 = with_crc(pass<kStore, kStream, kAhead>(to2, from2, ahead2), crcs[2]);
+    __m512i folded3 = with_crc(pass<kStore, kStream, kAhead>(to3, from3, ahead3), crcs[3]);
     for (size_t at = kLine; at < n; at += kLine) {
-        folded0 = add_line(folded0, pass<kStore, kStream, kAhead>(to0 + at, from0 + at), by);
-        folded1 = add_line(folded1, pass<kStore, kStream, kAhead>(to1 + at, from1 + at), by);
-        folded2 = add_line(folded2, pass<kStore, kStream, kAhead>(to2 + at, from2 + at), by);
-        folded3 = add_line(folded3, pass<kStore, kStream, kAhead>(to3 + at, from3 + at), by);
+        if (kAhead && at == hints.split) {
+            hints.turn(next);
+            ahead0 = hints.at[0], ahead1 = hints.at[1], ahead2 = hints.at[2], ahead3 = hints.at[3];
+        }
+        folded0 =
+            add_line(folded0, pass<kStore, kStream, kAhead>(to0 + at, from0 + at, ahead0 + at), by);
+        folded1 =
+            add_line(folded1, pass<kStore, kStream, kAhead>(to1 + at, from1 + at, ahead1 + at), by);
+        folded2 =
+            add_line(folded2, pass<kStore, kStream, kAhead>(to2 + at, from2 + at, ahead2 + at), by);
+        folded3 =
+            add_line(folded3, pass<kStore, kStream, kAhead>(to3 + at, from3 + at, ahead3 + at), by);
     }
     // The folded line has the CRC of all lines: hash it.
     alignas(kLine) char lines[kLanes][kLine];
@@ -128,14 +152,14 @@ KVL_CLMUL void fold(Dst dst, Src src, size_t n, uint32_t *crcs) {
 }
 
 template <bool kStream>
-void copy_clmul(Dst dst, Src src, size_t n, uint32_t *crcs) {
-    if (n < kFold) return copy_avx512<kStream, true>(dst, src, n, crcs);
-    if (is_piece(n)) return fold<true, kStream, true>(dst, src, n, crcs);
-    fold<true, kStream, false>(dst, src, n, crcs);
+void copy_clmul(Dst dst, Src src, size_t n, uint32_t *crcs, Src next) {
+    if (n < kFold) return copy_avx512<kStream, true>(dst, src, n, crcs, next);
+    if (next) return fold<true, kStream, true>(dst, src, n, crcs, next);
+    fold<true, kStream, false>(dst, src, n, crcs, next);
 }
 
 template <bool kStream, bool kDigest, bool kAhead>
-KVL_AVX2 void lanes_avx2(Dst dst, Src src, size_t n, uint32_t *crcs) {
+KVL_AVX2 void lanes_avx2(Dst dst, Src src, size_t n, uint32_t *crcs, Src next) {
     char *to[kLanes];
     const char *from[kLanes];
     uint64_t crc[kLanes] = {};
@@ -143,9 +167,11 @@ KVL_AVX2 void lanes_avx2(Dst dst, Src src, size_t n, uint32_t *crcs) {
         to[lane] = dst[lane], from[lane] = src[lane];
         if (kDigest) crc[lane] = crcs[lane];
     }
+    Hints hints(src, n);
     for (size_t at = 0; at < n; at += kLine) {
+        if (kAhead && at == hints.split) hints.turn(next);
         for (int lane = 0; lane < kLanes; lane++) {
-            if (kAhead) _mm_prefetch(from[lane] + at + kDistance, _MM_HINT_T0);
+            if (kAhead) _mm_prefetch(hints.at[lane] + at, _MM_HINT_T0);
             auto source = reinterpret_cast<const __m256i *>(from[lane] + at);
             auto target = reinterpret_cast<__m256i *>(to[lane] + at);
             __m256i low = _mm256_loadu_si256(source), high = _mm256_loadu_si256(source + 1);
@@ -164,9 +190,9 @@ KVL_AVX2 void lanes_avx2(Dst dst, Src src, size_t n, uint32_t *crcs) {
 }
 
 template <bool kStream, bool kDigest>
-void copy_avx2(Dst dst, Src src, size_t n, uint32_t *crcs) {
-    return is_piece(n) ? lanes_avx2<kStream, kDigest, true>(dst, src, n, crcs)
-                       : lanes_avx2<kStream, kDigest, false>(dst, src, n, crcs);
+void copy_avx2(Dst dst, Src src, size_t n, uint32_t *crcs, Src next) {
+    return next ? lanes_avx2<kStream, kDigest, true>(dst, src, n, crcs, next)
+                : lanes_avx2<kStream, kDigest, false>(dst, src, n, crcs, next);
 }
 
 KVL_SSE42 void digest(Src src, size_t n, uint32_t *crcs) {
@@ -178,7 +204,8 @@ KVL_SSE42 void digest(Src src, size_t n, uint32_t *crcs) {
 }
 
 void digest_clmul(Src src, size_t n, uint32_t *crcs) {
-    return n < kFold ? digest(src, n, crcs) : fold<false, false, false>(nullptr, src, n, crcs);
+    return n < kFold ? digest(src, n, crcs)
+                     : fold<false, false, false>(nullptr, src, n, crcs, nullptr);
 }
 
 KVL_SSE42 uint32_t crc_sse42(uint32_t crc, const void *data, size_t n) {

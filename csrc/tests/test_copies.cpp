@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "../cursor.h"
 #include "check.h"
 
 namespace {
@@ -101,6 +102,23 @@ void expanded(uint32_t seed) {
     CHECK(payload == expected_payload);
 }
 
+// `behind` tells where `advance` goes, and does not go there.
+void positions(uint32_t seed) {
+    Random random(seed);
+    Case from = random_case(random, false);
+    kvl::View view = kvl::check_view(from.view, from.nbytes, false);
+    kvl::Cursor cursor;
+    cursor.seek(view, 0);
+    for (uint64_t done = 0; done < from.nbytes;) {
+        size_t n = random.number(1, std::min<size_t>(cursor.left, from.nbytes - done));
+        const char *at = cursor.at, *behind = cursor.behind(n);
+        CHECK(cursor.at == at);
+        cursor.advance(n);
+        done += n;
+        CHECK(behind == (cursor.at ? cursor.at : at + n));  // null: the view's end
+    }
+}
+
 void one_dense_tensor(uint32_t seed) {
     Random random(seed);
     Bytes source(random.number(0, 70000)), payload(source.size() + 128, 1);
@@ -196,6 +214,7 @@ void test_copies(const char *features, int rounds) {
     for (int round = 0; round < rounds; round++) {
         round_trip(uint32_t(round), 1 + uint64_t(round) % 3, uint64_t(round / 3) % 3);
         expanded(uint32_t(round));
+        positions(uint32_t(round));
         one_dense_tensor(uint32_t(round));
         packed_payload(uint32_t(round));
     }

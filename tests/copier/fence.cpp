@@ -20,7 +20,7 @@ struct ThreadEnd {
     }
 };
 
-void store(kvl::Dst dst, kvl::Src src, size_t n, uint32_t *crcs) {
+void store(kvl::Dst dst, kvl::Src src, size_t n, uint32_t *crcs, kvl::Src next) {
     thread_local ThreadEnd end;
     (void)end;
     stored_since_fence = true;
@@ -28,7 +28,7 @@ void store(kvl::Dst dst, kvl::Src src, size_t n, uint32_t *crcs) {
         std::lock_guard<std::mutex> lock(mutex);
         stores++;
     }
-    kvl::kPortable.stream(dst, src, n, crcs);
+    kvl::kPortable.stream(dst, src, n, crcs, next);
 }
 
 void fence() { stored_since_fence = false; }
