@@ -232,22 +232,21 @@ class PackedLayout:
         self._address = ctypes.addressof(self._struct)
         self._addresses = struct.Struct(f"{len(pieces)}P")
 
-    def pack(
-        self, address: int, nbytes: int, header_nbytes: int, quoted_id: bytes, sources: list[int]
-    ) -> None:
-        """Put a small payload together at `address`: its header, and tensors from `sources`.
+    def pack(self, nbytes: int, header_nbytes: int, quoted_id: bytes, sources: list[int]) -> bytes:
+        """Put a small payload of `nbytes` together: its header, and tensors from `sources`.
 
         Those are addresses of contiguous bytes. NativeError (`CopyFailed`) if the payload does not
         fit into `nbytes`, or the header into `header_nbytes`.
         """
-        library = _load()
-        calls = _held if nbytes <= SMALL else library
+        payload = bytes(nbytes)  # nobody else has it while the library writes to it
         addresses = self._addresses.pack(*sources)
+        calls = _held if nbytes <= SMALL else _load()
         status = calls.kvl_pack(
-            address, nbytes, header_nbytes, self._address, quoted_id, len(quoted_id), addresses
+            payload, nbytes, header_nbytes, self._address, quoted_id, len(quoted_id), addresses
         )
         if status:
-            raise CopyFailed(_last_error(library), status, Report())
+            raise CopyFailed(_last_error(_load()), status, Report())
+        return payload
 
     def match(self, text: bytes) -> int:
         """Compare a header's JSON with the layout and its own CRC; characters of its request id.

@@ -10,7 +10,6 @@ from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.errors import NativeError, SchemaError
-from omni_kvlink.memory.region import Scratch
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.header_template import quote_id
 from omni_kvlink.payload.paged import PagedTensor
@@ -94,7 +93,7 @@ class NativeCopier(Copier):
         if layout is None or addresses is None:
             return super().pack(sources, manifest)
         quoted_id = quote_id(manifest.request_id)
-        return _packed(layout, manifest.header_nbytes, manifest.nbytes, quoted_id, addresses)
+        return layout.pack(manifest.nbytes, manifest.header_nbytes, quoted_id, addresses)
 
     def pack_known(
         self, sources: Sequence[TensorView], layout: Layout, request_id: str
@@ -106,7 +105,7 @@ class NativeCopier(Copier):
         quoted_id = quote_id(request_id)
         header_nbytes = layout.header_nbytes(quoted_id)
         nbytes = header_nbytes + layout.data_nbytes
-        return _packed(packed, header_nbytes, nbytes, quoted_id, addresses)
+        return packed.pack(nbytes, header_nbytes, quoted_id, addresses)
 
     def _gather_few(
         self, sources: Sequence[TensorView], manifest: Manifest, region: Region
@@ -193,18 +192,6 @@ class NativeCopier(Copier):
         """Count the device tensors among those that torch copies."""
         if views:
             self._copies.add("pageable", views)
-
-
-def _packed(
-    layout: host.PackedLayout,
-    header_nbytes: int,
-    nbytes: int,
-    quoted_id: bytes,
-    addresses: list[int],
-) -> bytes:
-    scratch = Scratch.take(nbytes)
-    layout.pack(scratch.region.address, nbytes, header_nbytes, quoted_id, addresses)
-    return scratch.give_back(nbytes)
 
 
 class _Batch:
