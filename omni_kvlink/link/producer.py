@@ -350,7 +350,7 @@ class KVProducer(LinkEnd):
         ledger.reused_nbytes = data.reused_nbytes
         if data.request_id in self._allocations:
             return None
-        return data.layout(digests=ledger.digests != "off")
+        return data.known_layout(digests=ledger.digests != "off")
 
     def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
         """Lay a payload out in the memory that was allocated for it, or in new memory."""

@@ -234,7 +234,7 @@ class PayloadBase(ABC):
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
         if capacity is None:
-            layout = self.layout(digests=digests)
+            layout = self.known_layout(digests=digests)
             if layout is not None:
                 return layout.plan(self.request_id)
         plan = self._lay_out(digests, capacity)
@@ -243,8 +243,11 @@ class PayloadBase(ABC):
             remember_plan((self._is_bundle, digests, key), plan)
         return plan
 
-    def layout(self, *, digests: bool) -> Layout | None:
-        """The layout, if an earlier payload had the same; it was planned then."""
+    def known_layout(self, *, digests: bool) -> Layout | None:
+        """What this payload's header has in common with an earlier one's; None if there is none.
+
+        It differs in request id and digests only.
+        """
         key = self._key()
         return None if key is None else find_layout((self._is_bundle, digests, key))
 
