@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
@@ -303,8 +303,7 @@ def open_chunks(
 class Received:
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
-    `data` is readonly views of the link's memory; `manifest` has sizes, positions and digests;
-    `ledger` is what the receipt of it cost on this side.
+    `data` is readonly views of the link's memory; `manifest` has sizes, positions and digests.
     """
 
     data: Payload
@@ -320,22 +319,17 @@ class Received:
         verify: Verify,
         expected: ExpectedPayload | None = None,
     ):
-        self.ledger = ledger = Ledger()
         self._delivery, self._copier = delivery, copier
         arrived = time.perf_counter()
-        ledger.seconds["wait"] = arrived - started
         try:
             region = delivery.open_region()
             if expected is not None and expected.make_manifest is not None:
                 self._make_manifest, plan = expected.make_manifest, expected.plan
-                self.data, has_digests = expected.data, expected.has_digests
+                self.data = expected.data
             else:
                 self._manifest = plan = delivery.open_manifest(region)
-                self.data, has_digests = self._open(plan, region), plan.has_digests
-            self._plan = plan
-            ledger.seconds["view"] = time.perf_counter() - arrived
-            ledger.nbytes, ledger.copies = plan.nbytes, delivery.copies
-            ledger.digests = "crc32c" if has_digests else "off"
+                self.data = self._open(plan, region)
+            self._plan, self._times = plan, (started, arrived, time.perf_counter())
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
         except Exception as error:  # released without a reason, it would count as read
@@ -344,6 +338,17 @@ class Received:
         except BaseException:  # an interrupt: another get can have it
             delivery.release_unread()
             raise
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What the receipt of it cost on this side; made when somebody asks for it."""
+        plan, (started, arrived, opened) = self._plan, self._times
+        return Ledger(
+            nbytes=plan.nbytes,
+            copies=self._delivery.copies,
+            digests="crc32c" if plan.has_digests else "off",
+            seconds={"wait": arrived - started, "view": opened - arrived},
+        )
 
     @property
     def manifest(self) -> Manifest:

@@ -28,14 +28,12 @@ class ExpectedPayload:
     Attributes:
         plan: its manifest without digests, after `open`.
         data: the payload as views of its memory, after `open`.
-        has_digests: whether its tensors have digests, after `open`.
-        is_covered: whether each byte of its tensors has one, after `open`.
+        is_covered: whether its tensors have digests, after `open`.
         make_manifest: makes its manifest, and keeps no view; None until it was filled.
     """
 
     plan: Manifest
     data: Payload
-    has_digests: bool
     is_covered: bool
     make_manifest: Callable[[], Manifest] | None = None
     _view: memoryview | None = None
@@ -55,7 +53,7 @@ class ExpectedPayload:
         if not is_simple(self._request_id):
             return  # the layout does not read its header
         self.plan = self._layout.plan(self._request_id)
-        self.is_covered, self.has_digests = self.plan.is_covered, self.plan.has_digests
+        self.is_covered = self.plan.is_covered
         region = self._region = Region.private(self.plan.nbytes)
         packed, sizes = self._layout.packed, (self.plan.nbytes, self.plan.header_nbytes)
         if packed is not None:
