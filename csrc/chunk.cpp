@@ -17,6 +17,7 @@ constexpr size_t kStage = 2048;
 // Pieces up to this size, such as a pool's blocks: the processor's prefetchers restart at each, and
 // know nothing of the next one. In longer pieces they do better alone.
 constexpr size_t kPiece = 64 << 10;
+// On the way into a view the source is contiguous: shorter pieces gain nothing there.
 constexpr size_t kPage = 4096;
 
 bool aligned(char *const *lanes) {
