@@ -341,7 +341,7 @@ class Received:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """What the receipt of it cost on this side; made when somebody asks for it."""
+        """Bytes, copies and seconds that it took to receive the payload; made on first access."""
         plan, (started, arrived, opened) = self._plan, self._times
         return Ledger(
             nbytes=plan.nbytes,

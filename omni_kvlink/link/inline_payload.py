@@ -29,17 +29,21 @@ def pack_inline(
     return payload
 
 
-def pack_known(data: Payload, layout: Layout, copier: Copier, ledger: Ledger) -> bytes | None:
-    """`pack_inline` for a payload whose layout an earlier one had; None if only that can pack it.
+def pack_known(
+    data: Payload, layout: Layout, copier: Copier, ledger: Ledger, limit: int
+) -> bytes | None:
+    """Pack a payload of an earlier one's layout, without a manifest: that takes longest to make.
 
-    Without the payload's manifest, which takes longer to make than all else here.
+    Its tensors have fewer than `limit` bytes. None if the whole payload has more, or only
+    `pack_inline` can pack it.
     """
     started = time.perf_counter()
     if fault_points.enabled:
         fault_points.point("put.reserved")
     payload = copier.pack_known(data.tensors(), layout, data.request_id)
-    if payload is not None:
-        _record(ledger, payload, int(layout.data_nbytes > 0), started)
+    if payload is None or len(payload) > limit:
+        return None
+    _record(ledger, payload, int(layout.data_nbytes > 0), started)
     return payload
 
 

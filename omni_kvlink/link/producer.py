@@ -21,14 +21,14 @@ from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError, Tran
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
+from omni_kvlink.link.in_place import gather_into
 from omni_kvlink.link.inline_payload import pack_inline, pack_known
 from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
-from omni_kvlink.payload.manifest import Manifest, TensorSpec
+from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.payload.views import TensorView, dtype_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.copier import GatherHandle, StreamEvents
     from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.manifest import Layout
     from omni_kvlink.payload.tensor_data import TensorTransferData
+    from omni_kvlink.payload.views import TensorView
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
@@ -102,14 +102,13 @@ class KVProducer(LinkEnd):
         ledger, limit = self._ledger(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
         started = time.perf_counter()
-        layout = self._layout(data, ledger)
+        found = self._layout_or_plan(data, ledger)
         ledger.seconds["plan"] = time.perf_counter() - started
-        if layout is not None and not (direct or background):
-            receipt = self._put_known(data, layout, ledger, readers, ttl)
+        if isinstance(found, Layout) and not (direct or background):
+            receipt = self._put_known(data, found, ledger, readers, ttl)
             if receipt is not None:
                 return receipt
-        plan = self._plan(data, ledger) if layout is None else layout.plan(data.request_id)
-        views = data.tensors()
+        plan, views = _plan_of(found, data), data.tensors()
         ledger.seconds["plan"] = time.perf_counter() - started
         is_allocated = plan.request_id in self._allocations
         if background and not is_allocated:
@@ -164,7 +163,7 @@ class KVProducer(LinkEnd):
         puts = list[PutOperation]()
         for data in payloads:
             ledger, before = self._ledger(digests), time.perf_counter()
-            plan = self._plan(data, ledger)
+            plan = _plan_of(self._layout_or_plan(data, ledger), data)
             ledger.seconds["plan"] = time.perf_counter() - before
             puts.append(PutOperation(self._end, plan, self._copier, ledger, readers, ttl))
         views = [data.tensors() for data in payloads]
@@ -196,13 +195,15 @@ class KVProducer(LinkEnd):
             if number % TURN == 0:
                 self._end.give_way()
             started = time.perf_counter()
-            key, layout = data.request_id, self._layout(data, ledger)
+            key, payload = data.request_id, None
             if key in packed:
                 raise DuplicateKeyError(SAME_ID)
+            found = self._layout_or_plan(data, ledger)
             ledger.seconds["plan"] = time.perf_counter() - started
-            payload = None if layout is None else self._pack_known(data, layout, ledger)
+            if isinstance(found, Layout) and found.data_nbytes < limit:
+                payload = pack_known(data, found, self._copier, ledger, limit)
             if payload is None:
-                plan, views = self._plan(data, ledger), data.tensors()
+                plan, views = _plan_of(found, data), data.tensors()
                 ledger.seconds["plan"] = time.perf_counter() - started
                 is_large = plan.nbytes > limit or key in self._allocations
                 if is_large or any(map(is_on_device, views)):
@@ -267,7 +268,9 @@ class KVProducer(LinkEnd):
         if isinstance(plan, Manifest) and plan.request_id in self._allocations:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
         with ledger.phase("plan"):
-            layout = plan if isinstance(plan, Manifest) else self._plan(plan, ledger)
+            layout = plan
+            if not isinstance(layout, Manifest):
+                layout = _plan_of(self._layout_or_plan(layout, ledger), layout)
         ledger.digests = "crc32c" if layout.has_digests else "off"
         lease, allocation = self._reserve(layout, limit, ledger, draft=layout.header_nbytes)
         put = PutOperation(self._end, layout, self._copier, ledger, readers, ttl)
@@ -345,33 +348,25 @@ class KVProducer(LinkEnd):
         copier = self._copier
         return Ledger(copier=copier.name, instructions=copier.features, digests=algorithm)
 
-    def _layout(self, data: Payload, ledger: Ledger) -> Layout | None:
-        """The layout of a payload, if an earlier one had the same, and no memory is allocated."""
-        ledger.reused_nbytes = data.reused_nbytes
-        if data.request_id in self._allocations:
-            return None
-        return data.known_layout(digests=ledger.digests != "off")
+    def _layout_or_plan(self, data: Payload, ledger: Ledger) -> Layout | Manifest:
+        """Lay a payload out in the memory that was allocated for it, or in new memory.
 
-    def _plan(self, data: Payload, ledger: Ledger) -> Manifest:
-        """Lay a payload out in the memory that was allocated for it, or in new memory."""
-        ledger.reused_nbytes = data.reused_nbytes
+        A layout is that of an earlier payload: this one needs no plan if it travels in its offers.
+        """
+        ledger.reused_nbytes, digests = data.reused_nbytes, ledger.digests != "off"
         allocation = self._allocations.get(data.request_id)
-        capacity = None if allocation is None else allocation.capacity
-        return data.plan(digests=ledger.digests != "off", capacity=capacity)
-
-    def _pack_known(self, data: Payload, layout: Layout, ledger: Ledger) -> bytes | None:
-        """Pack a payload that travels inside its offers; None if it does not, or takes a plan."""
-        limit = self._end.inline_limit
-        if layout.data_nbytes >= limit:
-            return None
-        payload = pack_known(data, layout, self._copier, ledger)
-        return payload if payload is not None and len(payload) <= limit else None
+        if allocation is None:
+            return data.layout_or_plan(digests=digests)
+        return data.plan(digests=digests, capacity=allocation.capacity)
 
     def _put_known(
         self, data: Payload, layout: Layout, ledger: Ledger, readers: int, ttl: float
     ) -> Receipt | None:
-        """Put a payload inside its offers; None if it takes a plan, or memory of the link."""
-        payload = self._pack_known(data, layout, ledger)
+        """Put a payload inside its offers; None if it is too long for that, or needs a plan."""
+        limit = self._end.inline_limit
+        if layout.data_nbytes >= limit:
+            return None
+        payload = pack_known(data, layout, self._copier, ledger, limit)
         if payload is None:
             return None
         started = time.perf_counter()
@@ -424,6 +419,10 @@ class KVProducer(LinkEnd):
                 into[-1].shrink(plan.nbytes)
                 allocation.data.close()
         return [found[plan.request_id] for plan in plans]
+
+
+def _plan_of(found: Layout | Manifest, data: Payload) -> Manifest:
+    return found.plan(data.request_id) if isinstance(found, Layout) else found
 
 
 def _check_delivery(readers: int, ttl: float) -> None:
@@ -683,46 +682,6 @@ def steps(plan: Manifest) -> Iterator[range]:
             step, first, nbytes = 2 * step, number + 1, 0
     if first < len(plan.tensors):
         yield range(first, len(plan.tensors))
-
-
-def gather_into(
-    copier: Copier, views: Sequence[TensorView], plan: Manifest, lease: Lease
-) -> tuple[list[str], bool]:
-    """Copy tensors into a payload, except those in their places; return digests, and if any was.
-
-    SchemaError if a tensor is not what the plan says, or lies in another tensor's place.
-    """
-    if len(views) != len(plan.tensors):
-        raise SchemaError(f"{len(views)} tensors, the plan has {len(plan.tensors)}")
-    region, pairs = lease.region, list(zip(views, plan.tensors, strict=True))
-    in_place = [_is_in_place(view, spec, plan, lease) for view, spec in pairs]
-    if not any(in_place):
-        return copier.gather(views, plan, region), any(spec.nbytes for spec in plan.tensors)
-    digests = dict.fromkeys((spec.name for spec in plan.tensors), "")
-    ready = [spec for spec, is_ready in zip(plan.tensors, in_place, strict=True) if is_ready]
-    rest = [pair for pair, is_ready in zip(pairs, in_place, strict=True) if not is_ready]
-    if rest:
-        specs = [spec for _, spec in rest]
-        new = copier.gather([view for view, _ in rest], plan.only(specs), region)
-        digests.update(zip((spec.name for spec in specs), new, strict=True))
-    if plan.has_digests:
-        new = copier.digest(plan.only(ready), region)
-        digests.update(zip((spec.name for spec in ready), new, strict=True))
-    # A tensor without elements lies nowhere, and is never in place; nothing of it is copied.
-    return list(digests.values()), any(spec.nbytes for _, spec in rest)
-
-
-def _is_in_place(view: TensorView, spec: TensorSpec, plan: Manifest, lease: Lease) -> bool:
-    if not isinstance(view, torch.Tensor) or not view.is_cpu or view.is_neg():
-        return False
-    at = view.data_ptr() - lease.region.address
-    if at == plan.header_nbytes + spec.start and view.is_contiguous():
-        # A tensor that the plan does not know is left to the copier, which says so.
-        return tuple(view.shape) == spec.shape and dtype_code(view.dtype) == spec.dtype
-    if 0 <= at < lease.capacity:
-        where = "lies in the payload's memory, but not contiguous at its own place"
-        raise SchemaError(f"{spec.where()} {where}")
-    return False
 
 
 def is_on_device(view: TensorView) -> bool:

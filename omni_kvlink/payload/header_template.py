@@ -112,7 +112,7 @@ class HeaderTemplate:
         return _digests(self._blank)
 
     def header_nbytes(self, quoted_id: bytes) -> int:
-        """Bytes of the header of a payload, its length field included; see `quote_id`."""
+        """Bytes of the header with this request id, as `quote_id` returns it; length included."""
         return -(-(self._fixed + len(quoted_id)) // ALIGN) * ALIGN
 
     def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:

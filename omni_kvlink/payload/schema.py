@@ -233,23 +233,25 @@ class PayloadBase(ABC):
 
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        if capacity is None:
-            layout = self.known_layout(digests=digests)
-            if layout is not None:
-                return layout.plan(self.request_id)
-        plan = self._lay_out(digests, capacity)
-        key = None if capacity is not None else self._key()
-        if key is not None:
-            remember_plan((self._is_bundle, digests, key), plan)
-        return plan
+        if capacity is not None:
+            return self._lay_out(digests, capacity)
+        found = self.layout_or_plan(digests=digests)
+        return found.plan(self.request_id) if isinstance(found, Layout) else found
 
-    def known_layout(self, *, digests: bool) -> Layout | None:
-        """What this payload's header has in common with an earlier one's; None if there is none.
+    def layout_or_plan(self, *, digests: bool) -> Layout | Manifest:
+        """The layout of an earlier payload whose header differs in request id and digests only.
 
-        It differs in request id and digests only.
+        Without one the plan of this payload, whose layout is remembered.
         """
-        key = self._key()
-        return None if key is None else find_layout((self._is_bundle, digests, key))
+        structure = self._key()
+        key = None if structure is None else (self._is_bundle, digests, structure)
+        layout = None if key is None else find_layout(key)
+        if layout is not None:
+            return layout
+        plan = self._lay_out(digests, None)
+        if key is not None:
+            remember_plan(key, plan)
+        return plan
 
     def _lay_out(self, digests: bool, capacity: Manifest | None) -> Manifest:
         branches = self._branches()
@@ -503,6 +505,8 @@ class KVCacheTransferData(PayloadBase):
 
     def _key(self) -> Hashable | None:
         metadata, blocks = self.metadata, self._blocks
+        if len(self.block_ids) > _MAX_BLOCK_IDS:
+            return None
         if self.block_ids or metadata.shard is not None or blocks is None:
             return super()._key()
         first = next(iter(blocks.values()))[0] if metadata.seq_len else None

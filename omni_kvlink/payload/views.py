@@ -130,9 +130,9 @@ def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
 
 
 def dense_addresses(views: Sequence[TensorView], specs: Sequence[TensorSpec]) -> list[int] | None:
-    """The addresses of views that are dense, and as their specs say; None if one is not.
+    """The addresses of contiguous host tensors; None unless each has its spec's shape and dtype.
 
-    One call for all: with one a tensor and test, a small payload would spend more on calls.
+    One call for all tensors: a call for each would cost a small payload more than the tests.
     """
     if len(views) != len(specs):
         return None

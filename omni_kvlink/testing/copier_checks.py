@@ -95,7 +95,7 @@ def check_a_small_payload_is_packed(copier: Copier) -> None:
 
 
 def check_a_known_layout_is_packed(copier: Copier) -> None:
-    """As `pack` packs it, or not at all; what is not as the layout says is left to `pack`."""
+    """`pack_known` returns what `pack` returns, or None; None for tensors of another layout."""
     for layout, digests in itertools.product(LAYOUTS, (True, False)):
         sources = _sources("float16", layout, 5, 3, 4)
         data = TensorTransferData("r 1", {str(n): one for n, one in enumerate(sources)})

@@ -481,10 +481,10 @@ def test_layouts_differ_in_the_metadata_of_a_cache() -> None:
         assert data.plan() == planned_cold(data)
     assert len(manifests._planned) == len(caches())
     for data in caches():
-        layout = data.known_layout(digests=True)
-        assert layout is not None
+        layout = data.layout_or_plan(digests=True)
+        assert isinstance(layout, Layout)
         assert layout.plan("r") == planned_cold(data)
-        assert data.known_layout(digests=False) is None
+        assert data.layout_or_plan(digests=False) == planned_cold(data, digests=False)
 
 
 @pytest.mark.parametrize("value", [(None,), [float("nan")]], ids=["tuple", "nan"])
@@ -496,7 +496,7 @@ def test_metadata_that_was_changed_to_no_json_is_refused(value: Any) -> None:
     with pytest.raises(SchemaError, match="metadata: extra"):
         data.plan()
     with pytest.raises(SchemaError, match="metadata: extra"):
-        data.known_layout(digests=True)
+        data.layout_or_plan(digests=True)
 
 
 def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:
