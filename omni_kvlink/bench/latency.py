@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,15 +25,13 @@ from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, tab
 from omni_kvlink.bench.stats import Summary, Timings
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.transfer import Ledger
-from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.memory.region import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from omni_kvlink.payload.bundle import Payload
 
 KEY = "bench"
+TTL = 60.0
 PHASES = {
     "prepare": "plan, reserve",
     "copy": "gather into the link's memory; direct: digests",
@@ -193,28 +190,6 @@ class LatencyResult(Timings):
         return "\n\n".join(lines)
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[dict[str, int]]:
-    """Record when a `put` last passed the fault point "put.encoded", in monotonic nanoseconds.
-
-    The moment of the commit is inside `put`, so it cannot be timed around a call. Whatever is done
-    at a point is part of the time that is measured.
-    """
-    at, point, enabled = dict[str, int](), fault_points.point, fault_points.enabled
-
-    def record(name: str) -> None:
-        if name == "put.encoded":
-            at[name] = time.monotonic_ns()
-        if enabled:
-            point(name)
-
-    fault_points.point, fault_points.enabled = record, True
-    try:
-        yield at
-    finally:
-        fault_points.point, fault_points.enabled = point, enabled
-
-
 def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult:
     """Run all rounds."""
     rng, nbytes = np.random.default_rng(0), setup.shape.nbytes
@@ -264,14 +239,14 @@ def _round(
     getting = pair.peer.submit("get", key=KEY, timeout=60.0, verify=setup.verify)
     pair.wait_until_requested()
     before = page_faults(own_thread=pair.own_thread)
-    with recorded() as passed:
-        called = time.monotonic_ns()
-        receipt = pair.link.put(data, direct=setup.direct, timeout=60.0)
-        returned = time.monotonic_ns()
+    called = time.monotonic_ns()
+    receipt = pair.link.put(data, direct=setup.direct, ttl=TTL, timeout=60.0)
+    returned = time.monotonic_ns()
     reader = getting.result(60.0)
     receipt.wait(timeout=60.0)
     done = time.monotonic_ns()
-    seconds |= _phases(receipt.ledger, called, passed["put.encoded"], reader)
+    committed = int(1e9 * (receipt.expires - TTL))
+    seconds |= _phases(receipt.ledger, called, committed, reader)
     seconds |= {"put": 1e-9 * (returned - called), "release": 1e-9 * (done - reader["dropped"])}
     producer_faults = page_faults(own_thread=pair.own_thread) - before
     return seconds, {"producer": producer_faults, "reader": reader["faults"]}, receipt.ledger

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.bench import latency
 from omni_kvlink.bench.cli import main
 from omni_kvlink.bench.latency import OTHER_TIMES, PHASES
-from omni_kvlink.connectors.runtime import fault_points
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,11 +89,3 @@ def _document(folder: pytest.TempPathFactory, options: list[str]) -> dict[str, A
     assert main(["latency", *SMALL, *options, "--json", str(path)]) == 0
     document: dict[str, Any] = json.loads(path.read_text())
     return document
-
-
-def test_the_fault_points_are_as_before() -> None:
-    before = fault_points.point, fault_points.enabled
-    with latency.recorded() as at:
-        fault_points.point("put.encoded")
-    assert list(at) == ["put.encoded"]
-    assert (fault_points.point, fault_points.enabled) == before

@@ -24,6 +24,7 @@ from omni_kvlink import (
     KVLink,
     KVProducer,
     SchemaError,
+    TensorTransferData,
     TransferFailed,
     TransferTimeout,
 )
@@ -151,6 +152,20 @@ def test_ledger_counts_one_copy(ends: tuple[KVProducer, KVConsumer]) -> None:
     assert received.ledger.copies == 0
     assert received.ledger.nbytes == receipt.ledger.nbytes
     received.release()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 17])
+def test_a_receipt_tells_when_its_payload_expires(
+    ends: tuple[KVProducer, KVConsumer], nbytes: int
+) -> None:
+    producer, _ = ends
+    called = time.monotonic()
+    receipt = producer.put(TensorTransferData("k", {"a": torch.zeros(nbytes // 4)}), ttl=500.0)
+    assert called + 500.0 <= receipt.expires <= time.monotonic() + 500.0
+    with producer.open_stream("s", {"a": torch.zeros(1)}, ttl=500.0) as stream:
+        stream.append({"a": torch.zeros(1)})
+    assert stream.receipt is not None
+    assert stream.receipt.expires > called + 500.0
 
 
 def test_tensors_are_views_of_the_link(ends: tuple[KVProducer, KVConsumer]) -> None:

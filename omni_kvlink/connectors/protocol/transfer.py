@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout, list_of
@@ -35,7 +36,7 @@ class TransferState(enum.Enum):
     FAILED = "failed"
     EXPIRED = "expired"
 
-    @property
+    @cached_property
     def is_final(self) -> bool:
         """Whether the transfer has ended."""
         return self in (TransferState.RELEASED, TransferState.FAILED, TransferState.EXPIRED)
@@ -192,6 +193,14 @@ class Receipt:
     def state(self) -> str:
         """The state now: "committed", "leased", or finally "released", "failed" or "expired"."""
         return self._transfer.state.value
+
+    @property
+    def expires(self) -> float:
+        """When it expires unless every reader has it: `ttl` seconds after its commit.
+
+        Seconds of `time.monotonic`; infinite before the commit.
+        """
+        return self._transfer.expires
 
     @property
     def done(self) -> bool:

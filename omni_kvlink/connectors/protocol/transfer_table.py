@@ -59,12 +59,14 @@ WHOLE = -1
 GROWS = "it is a stream that grows: use read_stream"
 GROWS_NOT = "it is no stream that grows: use get"
 
+# By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
+RESERVED, STREAMING, COMMITTED, LEASED, RELEASED, FAILED, EXPIRED = TransferState
 
 _PHASES = {
-    TransferState.RESERVED: "announced, the producer is still writing it",
-    TransferState.STREAMING: "announced, the producer is still writing it",
-    TransferState.COMMITTED: "announced, not fetched",
-    TransferState.LEASED: "announced, but every declared reader has it already",
+    RESERVED: "announced, the producer is still writing it",
+    STREAMING: "announced, the producer is still writing it",
+    COMMITTED: "announced, not fetched",
+    LEASED: "announced, but every declared reader has it already",
 }
 
 
@@ -118,7 +120,7 @@ class TransferTable:
     def _announce_reserved(self, key: str) -> None:
         """Tell the gets that wait for a key that it is being written."""
         for peer, get_id in self._waiting.get(key, ()):
-            self._send(peer, Status(get_id, _PHASES[TransferState.RESERVED]))
+            self._send(peer, Status(get_id, _PHASES[RESERVED]))
 
     def reserve_chunk(self, stream: Transfer) -> Transfer:
         """Start the next chunk of a stream that grows, not written yet."""
@@ -182,14 +184,14 @@ class TransferTable:
         if reason and not transfer.state.is_final:
             self.fail(transfer.key, reason, "failed", now)
         transfer.has_writer = False
-        if transfer.state is TransferState.STREAMING:
-            self._end(transfer, TransferState.FAILED, "its producer gave it up", "failed")
+        if transfer.state is STREAMING:
+            self._end(transfer, FAILED, "its producer gave it up", "failed")
             return
         is_live = self._live.get(transfer.key) is transfer
         if is_live:
             del self._live[transfer.key]
         if is_live or _is_lost(transfer):
-            transfer.finish(TransferState.FAILED, "it was given up unwritten")
+            transfer.finish(FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
     def begin_stream(
@@ -212,7 +214,7 @@ class TransferTable:
         self._check_writing(transfer)
         transfer.direct, transfer.growing = direct, growing
         transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
-        transfer.state = TransferState.STREAMING
+        transfer.state = STREAMING
         self._offer(transfer)
 
     def announce(self, transfer: Transfer, first: int, digests: tuple[bytes, ...]) -> None:
@@ -236,12 +238,12 @@ class TransferTable:
         if transfer.stream is not None:
             self._append(transfer.stream, transfer, location)
             return
-        if transfer.state is TransferState.RESERVED:
+        if transfer.state is RESERVED:
             transfer.location, transfer.unclaimed = location, readers
         transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
         if transfer.direct is not None:
             transfer.direct.release_tensors()
-        transfer.state = TransferState.LEASED if transfer.leases else TransferState.COMMITTED
+        transfer.state = LEASED if transfer.leases else COMMITTED
         try:
             for peer, get_id in transfer.leases:
                 self._send(peer, Committed(get_id))
@@ -252,7 +254,7 @@ class TransferTable:
             self._schedule(transfer)
             self.counters["committed"] += 1
         if not transfer.unclaimed and not transfer.leases:
-            self._end(transfer, TransferState.RELEASED, "", "closed")
+            self._end(transfer, RELEASED, "", "closed")
 
     def commit_all(
         self, transfers: Sequence[tuple[Transfer, Location]], readers: int, expires: float
@@ -276,13 +278,13 @@ class TransferTable:
         """Fail the payload `key`, the gets that wait for it, and later gets for a while."""
         transfer = self._live.get(key)
         if transfer is not None:
-            self._end(transfer, TransferState.FAILED, reason, ending)
+            self._end(transfer, FAILED, reason, ending)
         self._add_tombstone(key, reason, ending, now)
 
     def close(self, reason: str) -> None:
         """Fail every transfer and every waiting get."""
         for transfer in list(self._live.values()):
-            self._end(transfer, TransferState.FAILED, reason, "closed")
+            self._end(transfer, FAILED, reason, "closed")
         for claims in self._waiting.values():
             for peer, get_id in claims:
                 self._send(peer, Failed(get_id, reason, "closed"))
@@ -308,7 +310,7 @@ class TransferTable:
             transfer.is_scheduled = False
             if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
-                self._end(transfer, TransferState.EXPIRED, reason, "expired")
+                self._end(transfer, EXPIRED, reason, "expired")
                 self._add_tombstone(transfer.key, reason, "expired", now)
         return now
 
@@ -481,7 +483,7 @@ class TransferTable:
             self._free_if_unused(transfer)
 
     def _check_writing(self, transfer: Transfer) -> None:
-        if transfer.state not in (TransferState.RESERVED, TransferState.STREAMING):
+        if transfer.state not in (RESERVED, STREAMING):
             raise TransferFailed(
                 f"key {transfer.key!r} was ended while it was being put: {transfer.reason}",
                 key=transfer.key,
@@ -500,7 +502,7 @@ class TransferTable:
                 peer, get_id = claim
                 reason = GROWS if transfer.growing is not None else GROWS_NOT
                 self._send(peer, Failed(get_id, reason, "failed"))
-            elif streamed or transfer.state is not TransferState.STREAMING:
+            elif streamed or transfer.state is not STREAMING:
                 if transfer.growing is not None:
                     transfer.growing.add_reader(claim, start)
                 try:
@@ -513,8 +515,8 @@ class TransferTable:
         transfer.unclaimed -= 1
         self._add_lease(transfer, claim)
         peer, get_id = claim
-        if transfer.state is not TransferState.STREAMING:
-            transfer.state = TransferState.LEASED
+        if transfer.state is not STREAMING:
+            transfer.state = LEASED
             inline = memoryview(transfer.inline)
             self._send(peer, Offer(get_id, transfer.epoch, location, inline=inline))
             return
@@ -558,13 +560,13 @@ class TransferTable:
             self.counters["redelivered"] += 1
             if transfer.is_committed:
                 self._schedule(transfer)
-        is_idle = transfer.state is TransferState.LEASED and not transfer.leases
+        is_idle = transfer.state is LEASED and not transfer.leases
         if is_idle and transfer.unclaimed:
-            transfer.state = TransferState.COMMITTED
+            transfer.state = COMMITTED
         if redeliver:
             self._offer(transfer)
         elif is_idle and not transfer.unclaimed:
-            self._end(transfer, TransferState.RELEASED, "", "closed")
+            self._end(transfer, RELEASED, "", "closed")
         self._check_sent(transfer)
 
     def _check_sent(self, transfer: Transfer) -> None:
@@ -576,7 +578,7 @@ class TransferTable:
 
         A committed payload stays with its readers; its memory is freed when nothing uses it.
         """
-        if transfer.state is TransferState.STREAMING:
+        if transfer.state is STREAMING:
             for peer, get_id in transfer.leases:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
         if self._live.get(transfer.key) is transfer:
@@ -604,7 +606,7 @@ class TransferTable:
         growing = stream.growing
         assert growing is not None
         number = growing.stop
-        chunk.location, chunk.is_committed, chunk.state = location, True, TransferState.LEASED
+        chunk.location, chunk.is_committed, chunk.state = location, True, LEASED
         growing.chunks.append(chunk)  # before this, `abort` ends it
         chunk.has_writer = False
         self.counters["committed"] += 1
@@ -667,7 +669,7 @@ class TransferTable:
         """Release the chunks that every reader has released."""
         if stream.growing is not None:
             for chunk in stream.growing.take_released():
-                self._end(chunk, TransferState.RELEASED, "", "closed")
+                self._end(chunk, RELEASED, "", "closed")
 
     def _fail_chunk_gets(
         self, growing: GrowingStream[Transfer], reason: str, ending: Ending
