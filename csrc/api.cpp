@@ -128,6 +128,19 @@ int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_l
     });
 }
 
+int kvl_pack_objects(void *payload, uint64_t nbytes, uint64_t header_nbytes,
+                     const kvl_layout *layout, const char *id, uint64_t id_nbytes,
+                     void *const *objects, kvl_describe describe) {
+    return kvl::guarded(nullptr, [&](kvl_report &current) {
+        if (!payload || !layout || !id || !describe || (!objects && layout->count) ||
+            (!layout->pieces && layout->count))
+            kvl::fail(KVL_EARGUMENT, "a null pointer");
+        bool is_packed = kvl::pack_objects(static_cast<char *>(payload), nbytes, header_nbytes,
+                                           *layout, id, id_nbytes, objects, describe, current.copy);
+        return is_packed ? KVL_OK : KVL_EUNSUPPORTED;
+    });
+}
+
 uint64_t kvl_match(const char *text, uint64_t nbytes, const kvl_layout *layout) {
     return text && layout ? kvl::match(text, nbytes, *layout) : 0;
 }

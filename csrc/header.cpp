@@ -4,6 +4,7 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "dlpack.h"
 #include "failure.h"
 #include "kernel.h"
 
@@ -72,6 +73,20 @@ void copy_pieces(char *payload, uint64_t total, uint64_t header, char *after,
     memset(data + at, 0, nbytes - at);
 }
 
+// Whether a tensor is contiguous, on the host, and of a piece's dtype and sizes.
+bool is_dense(const DenseTensor &tensor, const kvl_piece &piece) {
+    uint64_t dtype = tensor.code | tensor.bits << 8 | uint64_t{tensor.lanes} << 16;
+    if (tensor.device_type != kHost || dtype != piece.dtype || tensor.rank < 0 ||
+        uint64_t(tensor.rank) != piece.rank)
+        return false;
+    int64_t stride = 1;
+    for (int32_t i = tensor.rank; i-- > 0; stride *= tensor.sizes[i]) {
+        if (tensor.sizes[i] != piece.sizes[i]) return false;
+        if (tensor.sizes[i] != 1 && tensor.strides && tensor.strides[i] != stride) return false;
+    }
+    return true;
+}
+
 // Whether a text is the layout's before and behind its quoted request id, and has its own CRC.
 // There is space for both.
 bool matches_around(const char *text, uint64_t nbytes, const kvl_layout &layout,
@@ -119,6 +134,28 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
     memset(before + text, ' ', space - text);
     copy_pieces(payload, nbytes, header_nbytes, after, layout, sources, piece);
     write_digits(before + layout.crc, crc32c(0, before, space));
+}
+
+bool pack_objects(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
+                  const char *id, uint64_t id_nbytes, void *const *objects, kvl_describe describe,
+                  uint64_t &piece) {
+    if (layout.count > KVL_MAX_OBJECTS || !id_nbytes || id_nbytes > KVL_MAX_ID) return false;
+    char quoted[KVL_MAX_ID + 2 * kQuoteBytes];
+    memcpy(quoted, kQuote, kQuoteBytes);
+    for (uint64_t i = 0; i < id_nbytes; i++) {
+        if (!is_id_character(id[i])) return false;
+        quoted[kQuoteBytes + i] = id[i];
+    }
+    memcpy(quoted + kQuoteBytes + id_nbytes, kQuote, kQuoteBytes);
+    const void *sources[KVL_MAX_OBJECTS];
+    for (uint64_t i = 0; i < layout.count; i++) {
+        DenseTensor tensor;
+        if (describe(objects[i], &tensor) || !is_dense(tensor, layout.pieces[i])) return false;
+        sources[i] = static_cast<char *>(tensor.data) + tensor.byte_offset;
+    }
+    pack(payload, nbytes, header_nbytes, layout, quoted, id_nbytes + 2 * kQuoteBytes, sources,
+         piece);
+    return true;
 }
 
 uint64_t match(const char *text, uint64_t nbytes, const kvl_layout &layout) {

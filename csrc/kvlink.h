@@ -21,7 +21,7 @@ extern "C" {
 #define KVL_API __attribute__((visibility("default")))
 
 /* Incremented with every change of a struct or function below; callers compare it. */
-#define KVL_ABI 6
+#define KVL_ABI 7
 #define KVL_DIMS 4
 /* One CRC-32C (Castagnoli) for each started MiB of a span. */
 #define KVL_CHUNK 1048576
@@ -71,11 +71,15 @@ typedef struct kvl_copy {
 } kvl_copy;
 
 /* A tensor of a payload: `start` counts from the end of the header; the eight digits of its digest
- * are at byte `digest` of the layout's `after` (KVL_NO_DIGEST: none, as without bytes). */
+ * are at byte `digest` of the layout's `after` (KVL_NO_DIGEST: none, as without bytes). `dtype` is
+ * a DLDataType, its code in the lowest byte, then its bits, then its lanes. */
 typedef struct kvl_piece {
     uint64_t start;
     uint64_t nbytes;
     uint64_t digest;
+    uint64_t dtype;
+    uint64_t rank;
+    const int64_t *sizes;
 } kvl_piece;
 
 /* What the headers of one layout have in common: the text before the request id, in which the eight
@@ -94,6 +98,12 @@ typedef struct kvl_layout {
 } kvl_layout;
 
 #define KVL_MAX_ID 1024
+#define KVL_MAX_OBJECTS 256
+
+/* Describe an object, a tensor of a caller's framework, as the DLTensor at `tensor`; return 0, or
+ * another number if that is not possible. It is `dltensor_from_py_object_no_sync` of a DLPack
+ * exchange API: whoever passes it holds what it needs, as Python's GIL. */
+typedef int (*kvl_describe)(void *object, void *tensor);
 
 enum kvl_stores {
     KVL_STORES_AUTO = 0,   /* by size */
@@ -145,6 +155,14 @@ KVL_API int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start,
 KVL_API int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes,
                      const kvl_layout *layout, const char *quoted_id, uint64_t quoted_id_nbytes,
                      const void *const *sources);
+
+/* Do what `kvl_pack` does with the layout's tensors as objects that `describe` knows, and with the
+ * request id as it is. KVL_EUNSUPPORTED, and nothing is written, unless all are contiguous tensors
+ * on the host, of the layout's dtypes and sizes, and the request id is one that `kvl_match` finds;
+ * also for more than KVL_MAX_OBJECTS tensors. */
+KVL_API int kvl_pack_objects(void *payload, uint64_t nbytes, uint64_t header_nbytes,
+                             const kvl_layout *layout, const char *id, uint64_t id_nbytes,
+                             void *const *objects, kvl_describe describe);
 
 /* Compare a header's text, without its length field, with a layout and with its own CRC. Return the
  * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id of

@@ -167,6 +167,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         return None if on_device else views.dense_addresses(sources, specs)
 
     monkeypatch.setattr(native, "dense_addresses", host_addresses)
+    monkeypatch.setattr(native, "_PLAIN", set())  # torch itself says that all lie on the host
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     monkeypatch.setattr(device_payload, "synchronize", device.run)
     monkeypatch.setattr(cuda_context, "use_device", lambda number: None)

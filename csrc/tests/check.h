@@ -41,6 +41,11 @@ class Random {
     std::mt19937 engine_;
 };
 
+// A piece of which only the bytes count, not dtype and sizes.
+inline kvl_piece span_of(uint64_t start, uint64_t nbytes, uint64_t digest) {
+    return {start, nbytes, digest, 0, 0, nullptr};
+}
+
 // By the definition, one bit at a time.
 inline uint32_t simple_crc(const uint8_t *data, size_t n) {
     uint32_t crc = ~0u;

@@ -149,8 +149,8 @@ void packed_payload(uint32_t seed) {
     uint64_t start = first.size() + random.number(0, 9),
              space = 8 + before.size() + 6 + after.size();
     uint64_t header = space + random.number(0, 40), total = header + start + last.size();
-    kvl_piece pieces[]{{0, first.size(), first.empty() ? KVL_NO_DIGEST : 1},
-                       {start, last.size(), 10}};
+    kvl_piece pieces[]{span_of(0, first.size(), first.empty() ? KVL_NO_DIGEST : 1),
+                       span_of(start, last.size(), 10)};
     kvl_layout layout{
         before.data(), before.size(), 1, after.data(), after.size(), 1, 17, pieces, 2};
     const void *sources[]{first.data(), last.data()};

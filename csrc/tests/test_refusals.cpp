@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Invalid arguments are refused with a status and a text, and nothing is written.
+#include <cstring>
+#include <string>
+
+#include "../dlpack.h"
 #include "check.h"
 
 namespace {
@@ -137,7 +141,7 @@ void test_calls() {
 
 void test_packing() {
     Bytes payload(KVL_CHUNK + 200, 7), source(KVL_CHUNK + 1);
-    kvl_piece piece{0, 16, 1};
+    kvl_piece piece = span_of(0, 16, 1);
     kvl_layout layout{"{00000000", 9, 1, ":00000000}", 10, 1, 8, &piece, 1};
     const void *sources[]{source.data()};
     auto pack = [&](uint64_t nbytes, uint64_t header) {
@@ -151,18 +155,18 @@ void test_packing() {
     CHECK(pack(45, 7) == KVL_EBOUNDS);
     piece.nbytes = KVL_CHUNK + 1;
     CHECK(pack(payload.size(), 29) == KVL_EBOUNDS);  // two digests
-    piece = {UINT64_MAX, 16, 1};
+    piece = span_of(UINT64_MAX, 16, 1);
     CHECK(pack(45, 29) == KVL_EBOUNDS);
-    piece = {0, 16, 3};
+    piece = span_of(0, 16, 3);
     CHECK(pack(45, 29) == KVL_EBOUNDS);
-    piece = {0, 16, 1};
+    piece = span_of(0, 16, 1);
     for (uint64_t at : {0, 28, 44}) {
         sources[0] = payload.data() + at;
         CHECK(pack(45, 29) == KVL_EOVERLAP);
     }
     sources[0] = nullptr;
     CHECK(pack(45, 29) == KVL_EARGUMENT);
-    kvl_piece both[]{{4, 4, KVL_NO_DIGEST}, {7, 4, KVL_NO_DIGEST}};
+    kvl_piece both[]{span_of(4, 4, KVL_NO_DIGEST), span_of(7, 4, KVL_NO_DIGEST)};
     const void *two[]{source.data(), source.data()};
     layout.pieces = both;
     layout.count = 2;
@@ -178,9 +182,81 @@ void test_packing() {
     CHECK(kvl_match("{00000000", 9, &layout) == 0);
 }
 
+// An object is its own DLTensor; one without memory cannot be described.
+int describe(void *object, void *tensor) {
+    std::memcpy(tensor, object, sizeof(kvl::DenseTensor));
+    return static_cast<kvl::DenseTensor *>(object)->data ? 0 : -1;
+}
+
+void test_packing_objects() {
+    Bytes source(30, 3), by_address(60), payload(60, 7);
+    int64_t sizes[]{4, 1, 2}, strides[]{2, 9, 1}, other_sizes[]{2, 2, 2};
+    uint64_t bfloat16 = 4 | 16 << 8 | 1 << 16;
+    kvl_piece piece{0, 16, 1, bfloat16, 3, sizes};
+    kvl_layout layout{"{00000000", 9, 1, ":00000000}", 10, 1, 8, &piece, 1};
+    const void *sources[]{source.data() + 2};
+    CHECK(kvl_pack(by_address.data(), 49, 33, &layout, "\\\"id\\\"", 6, sources) == KVL_OK);
+    const kvl::DenseTensor right{source.data(), 1, 0, 3, 4, 16, 1, sizes, strides, 2};
+    kvl::DenseTensor tensor = right;
+    void *objects[]{&tensor};
+    auto pack = [&](const std::string &id) {
+        return kvl_pack_objects(payload.data(), 27 + id.size() + 20, 27 + id.size() + 4, &layout,
+                                id.data(), id.size(), objects, describe);
+    };
+    auto refused = [&] {
+        bool is_refused = pack("id") == KVL_EUNSUPPORTED && payload == Bytes(60, 7);
+        tensor = right;
+        return is_refused;
+    };
+    tensor.data = nullptr;
+    CHECK(refused());
+    tensor.device_type = 2;
+    CHECK(refused());
+    tensor.code = 2;
+    CHECK(refused());
+    tensor.bits = 8;
+    CHECK(refused());
+    tensor.lanes = 2;
+    CHECK(refused());
+    tensor.rank = 2;
+    CHECK(refused());
+    tensor.rank = -1;
+    CHECK(refused());
+    tensor.sizes = other_sizes;
+    CHECK(refused());
+    strides[0] = 3;
+    CHECK(refused());
+    strides[0] = 2;
+    for (const char *id : {"", "a b", "\"", "\xc3\xa9"}) CHECK(pack(id) == KVL_EUNSUPPORTED);
+    CHECK(pack(std::string(KVL_MAX_ID + 1, 'x')) == KVL_EUNSUPPORTED);
+    CHECK(payload == Bytes(60, 7));
+    layout.count = KVL_MAX_OBJECTS + 1;
+    CHECK(refused());
+    layout.count = 1;
+    CHECK(pack("id") == KVL_OK);
+    by_address.resize(49);
+    by_address.resize(60, 7);
+    CHECK(payload == by_address);
+    tensor.strides = nullptr;
+    CHECK(pack("id") == KVL_OK);
+    CHECK(payload == by_address);
+    auto call = [&](void *to, const kvl_layout *of, const char *id, void **from, kvl_describe by) {
+        return kvl_pack_objects(to, 49, 33, of, id, 2, from, by);
+    };
+    uint8_t *to = payload.data();
+    CHECK(call(nullptr, &layout, "id", objects, describe) == KVL_EARGUMENT);
+    CHECK(call(to, nullptr, "id", objects, describe) == KVL_EARGUMENT);
+    CHECK(call(to, &layout, nullptr, objects, describe) == KVL_EARGUMENT);
+    CHECK(call(to, &layout, "id", nullptr, describe) == KVL_EARGUMENT);
+    CHECK(call(to, &layout, "id", objects, nullptr) == KVL_EARGUMENT);
+    CHECK(kvl_pack_objects(to, 48, 33, &layout, "id", 2, objects, describe) == KVL_EBOUNDS);
+    layout.pieces = nullptr;
+    CHECK(call(to, &layout, "id", objects, describe) == KVL_EARGUMENT);
+}
+
 void test_verifying_packed() {
     Bytes payload(KVL_CHUNK + 200), source(KVL_CHUNK + 1, 3);
-    kvl_piece piece{0, 16, 1};
+    kvl_piece piece = span_of(0, 16, 1);
     kvl_layout layout{"{00000000", 9, 1, ":00000000}", 10, 1, 8, &piece, 1};
     const void *sources[]{source.data()};
     CHECK(kvl_pack(payload.data(), 49, 33, &layout, "\\\"id\\\"", 6, sources) == KVL_OK);
@@ -194,13 +270,13 @@ void test_verifying_packed() {
     CHECK(!verify(49, 7));
     piece.nbytes = KVL_CHUNK + 1;
     CHECK(!verify(payload.size(), 33));  // two digests
-    piece = {UINT64_MAX, 16, 1};
+    piece = span_of(UINT64_MAX, 16, 1);
     CHECK(!verify(49, 33));
-    piece = {0, 16, 3};
+    piece = span_of(0, 16, 3);
     CHECK(!verify(49, 33));
-    piece = {0, 15, 1};
+    piece = span_of(0, 15, 1);
     CHECK(!verify(49, 33));
-    piece = {0, 16, KVL_NO_DIGEST};
+    piece = span_of(0, 16, KVL_NO_DIGEST);
     CHECK(verify(49, 33));
     const char *id = "\\\"id\\\"";
     CHECK(!kvl_is_packed(nullptr, 49, 33, &layout, id, 6, 1));
@@ -221,5 +297,6 @@ void test_refusals() {
     test_overlaps();
     test_calls();
     test_packing();
+    test_packing_objects();
     test_verifying_packed();
 }

@@ -21,7 +21,7 @@ from omni_kvlink.errors import NativeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 6
+ABI = 7
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -213,8 +213,9 @@ class PackedLayout:
         crc: where these are.
         after: the text after the request id, with zeros for the digits of the digests.
         digests: where the list of digests is, and its length.
-        pieces: of each tensor its start behind the header, its bytes, and where the eight digits of
-            its digest are in `after` (`NO_DIGEST`: it has none).
+        pieces: of each tensor its start behind the header, its bytes, where the eight digits of its
+            digest are in `after` (`NO_DIGEST`: it has none), and code and bits of its DLDataType.
+        shapes: of each tensor.
     """
 
     def __init__(
@@ -223,9 +224,14 @@ class PackedLayout:
         crc: int,
         after: bytes,
         digests: tuple[int, int],
-        pieces: Sequence[tuple[int, int, int]],
+        pieces: Sequence[tuple[int, int, int, tuple[int, int]]],
+        shapes: Sequence[tuple[int, ...]],
     ):
-        self._pieces = array("q", [number for piece in pieces for number in piece])
+        self._sizes = [array("q", shape) for shape in shapes]
+        self._pieces = array("q")
+        for (start, length, digest, (code, bits)), sizes in zip(pieces, self._sizes, strict=True):
+            dtype, rank = code | bits << 8 | 1 << 16, len(sizes)
+            self._pieces.extend((start, length, digest, dtype, rank, sizes.buffer_info()[0]))
         at = self._pieces.buffer_info()[0] if pieces else None
         text = (before, len(before), crc, after, len(after), *digests)
         self._struct = _Layout(*text, at, len(pieces))
@@ -247,6 +253,28 @@ class PackedLayout:
         if status:
             raise CopyFailed(_last_error(_load()), status, Report())
         return payload
+
+    def pack_objects(
+        self,
+        nbytes: int,
+        header_nbytes: int,
+        request_id: bytes,
+        objects: Sequence[object],
+        describe: int,
+    ) -> bytes | None:
+        """Do what `pack` does with tensors as objects, which `describe` describes.
+
+        That is an address of `dlpack.describer_of`. None unless all are contiguous tensors of the
+        layout's dtypes and shapes on the host, and JSON writes the request id as it is.
+        RuntimeError if one cannot be described.
+        """
+        payload = bytes(nbytes)  # nobody else has it while the library writes to it
+        addresses = self._addresses.pack(*map(id, objects))
+        failed = _held.kvl_pack_objects(
+            *(payload, nbytes, header_nbytes, self._address),
+            *(request_id, len(request_id), addresses, describe),
+        )
+        return None if failed else payload
 
     def match(self, text: bytes) -> int:
         """Compare a header's JSON with the layout and its own CRC; characters of its request id.
@@ -316,6 +344,9 @@ def _declare(library: ctypes.CDLL) -> int:
         calls.kvl_gather_dense.argtypes = (pointer, number, number, pointer, number, ctypes.c_int)
         calls.kvl_gather_dense.restype = ctypes.c_int64
         calls.kvl_pack.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
+        calls.kvl_pack_objects.argtypes = (
+            *(pointer, number, number, pointer, pointer, number, pointer, pointer),
+        )
         calls.kvl_match.argtypes = (pointer, number, pointer)
         calls.kvl_match.restype = number
         calls.kvl_is_packed.argtypes = (

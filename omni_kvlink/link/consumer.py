@@ -28,8 +28,9 @@ from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.growing import check_chunk, open_chunk, tensors_of_chunk
-from omni_kvlink.payload.manifest import repeated_layout
+from omni_kvlink.payload.manifest import KnownHeader, repeated_layout
 from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import Delivery
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.chunk_requests import RequestSizes
     from omni_kvlink.payload.growing import StreamPosition
     from omni_kvlink.payload.manifest import Manifest
-    from omni_kvlink.payload.tensor_data import TensorTransferData
     from omni_kvlink.payload.views import TensorView
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
@@ -307,8 +307,7 @@ class Received:
     """
 
     data: Payload
-    _manifest: Manifest | None = None
-    _make_manifest: Callable[[], Manifest] | None = None
+    _header: Manifest | KnownHeader
 
     def __init__(
         self,
@@ -323,13 +322,12 @@ class Received:
         arrived = time.perf_counter()
         try:
             region = delivery.open_region()
-            if expected is not None and expected.make_manifest is not None:
-                self._make_manifest, plan = expected.make_manifest, expected.plan
-                self.data = expected.data
+            if expected is not None and expected.header is not None:
+                self._header, self.data = expected.header, expected.data
             else:
-                self._manifest = plan = delivery.open_manifest(region)
-                self.data = self._open(plan, region)
-            self._plan, self._times = plan, (started, arrived, time.perf_counter())
+                self._header = delivery.open_header(region)
+                self.data = self._open(region)
+            self._times = started, arrived, time.perf_counter()
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
         except Exception as error:  # released without a reason, it would count as read
@@ -342,7 +340,7 @@ class Received:
     @cached_property
     def ledger(self) -> Ledger:
         """Bytes, copies and seconds that it took to receive the payload; made on first access."""
-        plan, (started, arrived, opened) = self._plan, self._times
+        plan, (started, arrived, opened) = self._whole_manifest(), self._times
         return Ledger(
             nbytes=plan.nbytes,
             copies=self._delivery.copies,
@@ -356,13 +354,16 @@ class Received:
         return self._whole_manifest()
 
     def _whole_manifest(self) -> Manifest:
-        if self._manifest is None:  # an expected payload was compared with a layout only
-            assert self._make_manifest is not None
-            self._manifest = self._make_manifest()
-        return self._manifest
+        if isinstance(self._header, KnownHeader):
+            self._header = self._header.manifest()
+        return self._header
 
-    def _open(self, manifest: Manifest, region: Region) -> Payload:
+    def _open(self, region: Region) -> Payload:
         """The payload as views."""
+        header = self._header
+        if isinstance(header, KnownHeader) and header.layout.is_plain:
+            return TensorTransferData.of_header(header, region)
+        manifest = self._whole_manifest()
         return PAYLOAD_KINDS[manifest.kind].views_of(manifest, manifest.branches, region)
 
     def verify(self) -> None:
@@ -499,7 +500,9 @@ class ReceivedChunk(Received):
         self.number, started = position.number, time.perf_counter()
         try:
             super().__init__(delivery, copier, started=started, verify=verify, expected=expected)
-            following = check_chunk(self._plan, delivery.open_region(), position)
+            is_expected = expected is not None and expected.header is not None
+            plan = expected.plan if expected and is_expected else self._whole_manifest()
+            following = check_chunk(plan, delivery.open_region(), position)
             accept(self, following)
         except Exception as error:
             delivery.reject(str(error) or repr(error), at_once=True)
@@ -525,8 +528,8 @@ class ReceivedChunk(Received):
             raise SchemaError(text)
         return ChunkRequests(self._sizes, self.data)
 
-    def _open(self, manifest: Manifest, region: Region) -> TensorTransferData:
-        data, self._sizes = open_chunk(manifest, region)
+    def _open(self, region: Region) -> TensorTransferData:
+        data, self._sizes = open_chunk(self._whole_manifest(), region)
         return data
 
 

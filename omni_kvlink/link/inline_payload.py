@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.runtime import fault_points
@@ -17,42 +16,41 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.views import TensorView
 
 
-def pack_inline(
-    plan: Manifest, copier: Copier, ledger: Ledger, views: Sequence[TensorView]
-) -> bytes:
+def pack_inline(plan: Manifest, copier: Copier, views: Sequence[TensorView]) -> bytes:
     """Copy a small payload's tensors; return all of it, header included."""
-    started = time.perf_counter()
     if fault_points.enabled:
         fault_points.point("put.reserved")
     payload = copier.pack(views, plan)
-    _record(ledger, payload, int(plan.nbytes > plan.header_nbytes), started)
+    _pass_points()
     return payload
 
 
-def pack_known(
-    data: Payload, layout: Layout, copier: Copier, ledger: Ledger, limit: int
-) -> bytes | None:
+def pack_known(data: Payload, layout: Layout, copier: Copier, limit: int) -> bytes | None:
     """Pack a payload of an earlier one's layout, without a manifest: that takes longest to make.
 
     Its tensors have fewer than `limit` bytes. None if the whole payload has more, or only
     `pack_inline` can pack it.
     """
-    started = time.perf_counter()
     if fault_points.enabled:
         fault_points.point("put.reserved")
     payload = copier.pack_known(data.tensors(), layout, data.request_id)
     if payload is None or len(payload) > limit:
         return None
-    _record(ledger, payload, int(layout.data_nbytes > 0), started)
+    if fault_points.enabled:
+        _pass_points()
     return payload
 
 
-def _record(ledger: Ledger, payload: bytes, copies: int, started: float) -> None:
-    # Timed without `phase`, which costs a payload this small more than the copy.
-    ledger.nbytes, ledger.copies, seconds = len(payload), copies, ledger.seconds
-    seconds["reserve"] = 0.0
-    seconds["copy"] = time.perf_counter() - started
-    seconds["publish"] = 0.0
+def record(ledger: Ledger, payload: bytes, data_nbytes: int, seconds: float) -> None:
+    """Record that a payload with `data_nbytes` behind its header was packed in so many seconds.
+
+    It has the phases of every put; `reserve` and `publish` take no time yet.
+    """
+    ledger.nbytes, ledger.copies = len(payload), int(data_nbytes > 0)
+    ledger.seconds |= {"reserve": 0.0, "copy": seconds, "publish": 0.0}
+
+
+def _pass_points() -> None:
     if fault_points.enabled:
         fault_points.point("put.copied")
         fault_points.point("put.encoded")

@@ -22,7 +22,7 @@ from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.in_place import gather_into
-from omni_kvlink.link.inline_payload import pack_inline, pack_known
+from omni_kvlink.link.inline_payload import pack_inline, pack_known, record
 from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
@@ -99,15 +99,15 @@ class KVProducer(LinkEnd):
             TransferTimeout: with `direct=True`, not every reader received it; none will.
             SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
         """
-        ledger, limit = self._ledger(digests), check_timeout(timeout)
+        with_digests, limit = self._begin(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
         started = time.perf_counter()
-        found = self._layout_or_plan(data, ledger)
-        ledger.seconds["plan"] = time.perf_counter() - started
+        found = self._layout_or_plan(data, with_digests)
         if isinstance(found, Layout) and not (direct or background):
-            receipt = self._put_known(data, found, ledger, readers, ttl)
+            receipt = self._put_known(data, found, with_digests, readers, ttl, started)
             if receipt is not None:
                 return receipt
+        ledger = self._describe(Ledger(), data, with_digests)
         plan, views = _plan_of(found, data), data.tensors()
         ledger.seconds["plan"] = time.perf_counter() - started
         is_allocated = plan.request_id in self._allocations
@@ -160,10 +160,10 @@ class KVProducer(LinkEnd):
         receipts = self._put_inline_many(payloads, readers, ttl, digests)
         if receipts is not None:
             return receipts
-        puts = list[PutOperation]()
+        puts, with_digests = list[PutOperation](), self._begin(digests)
         for data in payloads:
-            ledger, before = self._ledger(digests), time.perf_counter()
-            plan = _plan_of(self._layout_or_plan(data, ledger), data)
+            ledger, before = self._describe(Ledger(), data, with_digests), time.perf_counter()
+            plan = _plan_of(self._layout_or_plan(data, with_digests), data)
             ledger.seconds["plan"] = time.perf_counter() - before
             puts.append(PutOperation(self._end, plan, self._copier, ledger, readers, ttl))
         views = [data.tensors() for data in payloads]
@@ -186,29 +186,31 @@ class KVProducer(LinkEnd):
         What a payload needs until it is packed is freed before the next: so many objects at once
         would have the garbage collector look at all others again and again.
         """
-        limit = self._end.inline_limit
+        limit, with_digests = self._end.inline_limit, self._begin(digests)
         if not limit:
             return None
         packed, ledgers = dict[str, bytes](), list[Ledger]()
         for number, data in enumerate(payloads):
-            ledger = self._ledger(digests)
+            ledger = self._describe(Ledger(), data, with_digests)
             if number % TURN == 0:
                 self._end.give_way()
             started = time.perf_counter()
             key, payload = data.request_id, None
             if key in packed:
                 raise DuplicateKeyError(SAME_ID)
-            found = self._layout_or_plan(data, ledger)
-            ledger.seconds["plan"] = time.perf_counter() - started
+            found = self._layout_or_plan(data, with_digests)
+            planned = time.perf_counter()
             if isinstance(found, Layout) and found.data_nbytes < limit:
-                payload = pack_known(data, found, self._copier, ledger, limit)
+                payload = pack_known(data, found, self._copier, limit)
             if payload is None:
                 plan, views = _plan_of(found, data), data.tensors()
-                ledger.seconds["plan"] = time.perf_counter() - started
+                planned = time.perf_counter()
                 is_large = plan.nbytes > limit or key in self._allocations
                 if is_large or any(map(is_on_device, views)):
                     return None
-                payload = pack_inline(plan, self._copier, ledger, views)
+                payload = pack_inline(plan, self._copier, views)
+            ledger.seconds["plan"] = planned - started
+            record(ledger, payload, found.data_nbytes, time.perf_counter() - planned)
             packed[key] = payload
             ledgers.append(ledger)
         return self._end.publish_inline_many(
@@ -263,14 +265,15 @@ class KVProducer(LinkEnd):
             CapacityError: not enough memory within the timeout.
             SchemaError: the payload has no layers, or a tensor too long for a stream.
         """
-        ledger, limit = self._ledger(None), check_timeout(timeout)
+        with_digests, limit = self._begin(None), check_timeout(timeout)
         _check_delivery(readers, ttl)
         if isinstance(plan, Manifest) and plan.request_id in self._allocations:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
+        ledger = self._describe(Ledger(), plan, with_digests)
         with ledger.phase("plan"):
             layout = plan
             if not isinstance(layout, Manifest):
-                layout = _plan_of(self._layout_or_plan(layout, ledger), layout)
+                layout = _plan_of(self._layout_or_plan(layout, with_digests), layout)
         ledger.digests = "crc32c" if layout.has_digests else "off"
         lease, allocation = self._reserve(layout, limit, ledger, draft=layout.header_nbytes)
         put = PutOperation(self._end, layout, self._copier, ledger, readers, ttl)
@@ -313,12 +316,13 @@ class KVProducer(LinkEnd):
             CapacityError: not enough memory within the timeout.
             SchemaError: the spec cannot be sent, or has no dimension `dim`.
         """
-        ledger, limit = self._ledger(digests), check_timeout(timeout)
+        with_digests, limit = self._begin(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
         if window < 1:
             raise SchemaError(f"window {window}: at least one chunk")
         stream = StreamSpec(request_id, spec, dim, metadata)
-        plan = stream.head(StreamPosition().encode()).plan(digests=ledger.digests != "off")
+        head = stream.head(StreamPosition().encode())
+        ledger, plan = self._describe(Ledger(), head, with_digests), head.plan(digests=with_digests)
         put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
         lease = self._end.reserve(
             plan.request_id, plan.nbytes, timeout=limit, draft=plan.header_nbytes
@@ -340,40 +344,54 @@ class KVProducer(LinkEnd):
         super().close()
         self._allocations.clear()  # they would keep the memory for as long as the closed link
 
-    def _ledger(self, digests: bool | None) -> Ledger:
+    def _begin(self, digests: bool | None) -> bool:
+        """Begin a call: whether its payloads have digests. ClosedError if the link was closed."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        with_digests = self._digests if digests is None else digests
-        algorithm = "crc32c" if with_digests else "off"
-        copier = self._copier
-        return Ledger(copier=copier.name, instructions=copier.features, digests=algorithm)
+        return self._digests if digests is None else digests
 
-    def _layout_or_plan(self, data: Payload, ledger: Ledger) -> Layout | Manifest:
+    def _describe(self, ledger: Ledger, data: Payload | Manifest, digests: bool) -> Ledger:
+        """Write into a ledger what is known of a put before it begins; return the ledger."""
+        ledger.copier, ledger.instructions = self._copier.name, self._copier.features
+        ledger.digests = "crc32c" if digests else "off"
+        if not isinstance(data, Manifest):
+            ledger.reused_nbytes = data.reused_nbytes
+        return ledger
+
+    def _layout_or_plan(self, data: Payload, digests: bool) -> Layout | Manifest:
         """Lay a payload out in the memory that was allocated for it, or in new memory.
 
         A layout is that of an earlier payload: this one needs no plan if it travels in its offers.
         """
-        ledger.reused_nbytes, digests = data.reused_nbytes, ledger.digests != "off"
         allocation = self._allocations.get(data.request_id)
         if allocation is None:
             return data.layout_or_plan(digests=digests)
         return data.plan(digests=digests, capacity=allocation.capacity)
 
     def _put_known(
-        self, data: Payload, layout: Layout, ledger: Ledger, readers: int, ttl: float
+        self,
+        data: Payload,
+        layout: Layout,
+        digests: bool,
+        readers: int,
+        ttl: float,
+        started: float,
     ) -> Receipt | None:
         """Put a payload inside its offers; None if it is too long for that, or needs a plan."""
-        limit = self._end.inline_limit
+        planned, limit = time.perf_counter(), self._end.inline_limit
         if layout.data_nbytes >= limit:
             return None
-        payload = pack_known(data, layout, self._copier, ledger, limit)
+        payload = pack_known(data, layout, self._copier, limit)
         if payload is None:
             return None
-        started = time.perf_counter()
+        ledger, packed = Ledger(), time.perf_counter()
         receipt = self._end.publish_inline(
             data.request_id, payload, readers=readers, ttl=ttl, ledger=ledger
         )
-        ledger.seconds["publish"] = time.perf_counter() - started
+        # Only now: a reader may sleep until it has the offer.
+        self._describe(ledger, data, digests).seconds["plan"] = planned - started
+        record(ledger, payload, layout.data_nbytes, packed - planned)
+        ledger.seconds["publish"] = time.perf_counter() - packed
         return receipt
 
     def _reserve(
@@ -493,10 +511,11 @@ class PutOperation:
         plan, ledger = self.plan, self.ledger
         if any(map(is_on_device, views)):
             return None
-        payload = pack_inline(plan, self.copier, ledger, views)
+        started = time.perf_counter()
+        payload = pack_inline(plan, self.copier, views)
         if self.stream is not None:  # whose running digest covers it
             self.header = payload[: plan.header_nbytes]
-        started = time.perf_counter()
+        packed = time.perf_counter()
         receipt = self.producer.publish_inline(
             plan.request_id,
             payload,
@@ -505,7 +524,8 @@ class PutOperation:
             ledger=ledger,
             stream=self.stream,
         )
-        ledger.seconds["publish"] += time.perf_counter() - started
+        record(ledger, payload, plan.data_nbytes, packed - started)
+        ledger.seconds["publish"] = time.perf_counter() - packed
         return receipt
 
     def put_chunk(

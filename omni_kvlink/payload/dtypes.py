@@ -26,6 +26,17 @@ DTYPES = {
 }
 """The same for a `TensorTransferData`; complex and sub-byte dtypes are not part of the format."""
 
+DLPACK = {
+    **{f"F{bits}": (2, bits) for bits in (16, 32, 64)},
+    **{f"I{bits}": (0, bits) for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": (1, bits) for bits in (8, 16, 32, 64)},
+    "BF16": (4, 16),
+    "BOOL": (6, 8),
+    "F8_E4M3": (10, 8),
+    "F8_E5M2": (12, 8),
+}
+"""Code and bits of a DLDataType, by safetensors' dtype code."""
+
 ITEMSIZE = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),

@@ -11,6 +11,7 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.digests import verify as verify_digests
 from omni_kvlink.payload.header_template import is_simple, quote_id
+from omni_kvlink.payload.manifest import KnownHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,13 +30,13 @@ class ExpectedPayload:
         plan: its manifest without digests, after `open`.
         data: the payload as views of its memory, after `open`.
         is_covered: whether its tensors have digests, after `open`.
-        make_manifest: makes its manifest, and keeps no view; None until it was filled.
+        header: its header, which keeps no view; None until it was filled.
     """
 
     plan: Manifest
     data: Payload
     is_covered: bool
-    make_manifest: Callable[[], Manifest] | None = None
+    header: KnownHeader | None = None
     _view: memoryview | None = None
     _is_packed: Callable[..., bool] | None = None
     """Whether the memory holds the payload, and with `digests` as its digests say."""
@@ -76,13 +77,13 @@ class ExpectedPayload:
         if not (self._is_packed or self._is_as_expected)(digests=verify):
             return None
         text = bytes(payload[8 : self.plan.header_nbytes])
-        self.make_manifest = partial(_manifest, self._layout, text, payload.nbytes)
+        self.header = KnownHeader(self._request_id, self._layout, text)
         self._region.readonly = True
         return self._region
 
     def discard(self) -> None:
         """Forget the payload that was filled in: what comes next is another one."""
-        self.make_manifest = None
+        self.header = None
 
     def _is_as_expected(self, *, digests: bool) -> bool:
         """What `_is_packed` tells, without the native library."""
@@ -90,17 +91,11 @@ class ExpectedPayload:
         text = region.read(8, self.plan.header_nbytes)
         if int.from_bytes(region.read(0, 8), "little") != len(text):
             return False
-        if not self._layout.is_header(text, self._request_id):
+        if self._layout.match(text, region.nbytes) != self._request_id:
             return False
         if digests:
             try:
-                verify_digests(_manifest(self._layout, text, region.nbytes), region)
+                verify_digests(self._layout.manifest(self._request_id, text), region)
             except IntegrityError:
                 return False
         return True
-
-
-def _manifest(layout: Layout, text: bytes, nbytes: int) -> Manifest:
-    manifest = layout.match(text, nbytes)
-    assert manifest is not None  # the text was compared with the layout
-    return manifest

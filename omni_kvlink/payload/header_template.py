@@ -9,6 +9,7 @@ import msgspec
 
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.dtypes import DLPACK
 from omni_kvlink.payload.format import ALIGN, KV_VERSION, MAX_MARKS, VERSION
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _IS_SIMPLE = re.compile(_SIMPLE_ID)
 _WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
 _SCARCE = {mark: most for mark, most in MAX_MARKS.items() if most < MAX_SMALL}
 _OPEN = b'\\"'
+SIMPLE_QUOTES = 2 * len(_OPEN)
+"""Bytes that `quote_id` adds to a request id that JSON writes as it is."""
 _COMMA = '\\",\\"'
 _ZEROS = bytes.maketrans(b"123456789abcdef", b"0" * 15)
 
@@ -47,7 +50,7 @@ class HeaderTemplate:
         branches: all branches of the payload.
         producer: who writes the header.
         entries: the tensors and the padding between them.
-        spans: start and stop of each tensor in the data section.
+        tensors: start and stop in the data section, dtype code and shape of each tensor.
         digests: one string a tensor; those of all payloads of the layout are as long.
     """
 
@@ -58,7 +61,7 @@ class HeaderTemplate:
         branches: Sequence[Branch],
         producer: Mapping[str, str],
         entries: Mapping[str, HeaderEntry],
-        spans: Sequence[tuple[int, int]],
+        tensors: Sequence[tuple[int, int, str, tuple[int, ...]]],
         digests: Sequence[str],
     ):
         version = KV_VERSION if all(branch.tree is None for branch in branches) else VERSION
@@ -69,14 +72,14 @@ class HeaderTemplate:
             % (*map(msgspec.json.encode, (bundle, branches)), algorithm.encode())
         )
         self._blank = _digest_list(digests).translate(_ZEROS)
-        tensors = b"," + msgspec.json.encode(entries)[1:] if entries else b"}"
-        self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(producer)) + b'"}' + tensors
+        listed = b"," + msgspec.json.encode(entries)[1:] if entries else b"}"
+        self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(producer)) + b'"}' + listed
         self._head_crc = host.crc32c(self._head + b"0" * _CRC)
         self._at_id = len(self._head) + _CRC + len(_AFTER_CRC)
         self._ends = len(self._middle), len(self._blank), len(self._tail)
         parts = (self._head, _AFTER_CRC, self._middle, self._blank, self._tail)
         self._fixed = 8 + _CRC + sum(map(len, parts))
-        self._spans = spans
+        self._tensors = tensors
         self._packed: host.PackedLayout | None = None
 
     @property
@@ -86,8 +89,10 @@ class HeaderTemplate:
             return None
         if self._packed is None:
             pieces, at = [], len(self._middle) + len(_OPEN)
-            for (start, stop), blank in zip(self._spans, self.blank_digests, strict=True):
-                pieces.append((start, stop - start, at if blank else host.NO_DIGEST))
+            for tensor, blank in zip(self._tensors, self.blank_digests, strict=True):
+                start, stop, code, _ = tensor
+                digest = at if blank else host.NO_DIGEST
+                pieces.append((start, stop - start, digest, DLPACK[code]))
                 at += len(blank) + len(_COMMA)
             self._packed = host.PackedLayout(
                 before=self._head + b"0" * _CRC + _AFTER_CRC,
@@ -95,6 +100,7 @@ class HeaderTemplate:
                 after=self._middle + self._blank + self._tail,
                 digests=(len(self._middle), len(self._blank)),
                 pieces=pieces,
+                shapes=[shape for *_, shape in self._tensors],
             )
         return self._packed
 
@@ -111,9 +117,9 @@ class HeaderTemplate:
         """A digest for each tensor, all its digits zero."""
         return _digests(self._blank)
 
-    def header_nbytes(self, quoted_id: bytes) -> int:
-        """Bytes of the header with this request id, as `quote_id` returns it; length included."""
-        return -(-(self._fixed + len(quoted_id)) // ALIGN) * ALIGN
+    def header_nbytes(self, quoted_nbytes: int) -> int:
+        """Bytes of the header, its length included, with a request id that `quote_id` quotes so."""
+        return -(-(self._fixed + quoted_nbytes) // ALIGN) * ALIGN
 
     def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:
         """Return the header: length, JSON, and spaces up to the alignment and `nbytes` at least.
@@ -131,23 +137,20 @@ class HeaderTemplate:
         crc = b"%08x" % host.crc32c(rest, self._head_crc)
         return b"".join((length.to_bytes(8, "little"), self._head, crc, rest))
 
-    def match(self, text: bytes) -> tuple[str, list[str]] | None:
-        """Request id and digests of which `render` makes this JSON with its padding, or None.
+    def match(self, text: bytes) -> str:
+        """The request id with which `render` makes this JSON with its padding; "" if none does.
 
-        Every byte is compared, and the CRC. None also for a request id that is not simple: the
+        Every byte is compared, and the CRC. "" also for a request id that is not simple: the
         decoder of all headers reads those.
         """
-        request_id = self.match_id(text)
-        if not request_id:
-            return None
-        first = self._at_id + len(request_id) + 2 * len(_OPEN) + len(self._middle)
-        return request_id, _digests(text[first : first + len(self._blank)])
-
-    def match_id(self, text: bytes) -> str:
-        """Return the request id of a header's JSON; "" where `match` returns None."""
         packed, start = self.packed, self._at_id + len(_OPEN)
         length = self._match(text) if packed is None else packed.match(text)
         return text[start : start + length].decode()
+
+    def digests(self, request_id: str, text: bytes) -> list[str]:
+        """The digests in a header's JSON, of which `match` has returned this request id."""
+        first = self._at_id + len(request_id) + SIMPLE_QUOTES + len(self._middle)
+        return _digests(text[first : first + len(self._blank)])
 
     def _match(self, text: bytes) -> int:
         """What the native library does: `host.PackedLayout.match`."""

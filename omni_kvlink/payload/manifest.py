@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import platform
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -104,6 +105,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     producer: dict[str, str]
 
     @property
+    def data_nbytes(self) -> int:
+        """Bytes behind the header."""
+        return self.nbytes - self.header_nbytes
+
+    @property
     def has_digests(self) -> bool:
         """Whether the producer computed digests."""
         return any(spec.digest for spec in self.tensors)
@@ -178,8 +184,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The plan of a payload whose tensors may turn out smaller, its metadata other numbers."""
         text = self.header_nbytes + _MAX_PAD_TEXT * len(self.tensors) + SLACK
         header = min(-(-text // ALIGN) * ALIGN, (8 + MAX_HEADER) // ALIGN * ALIGN)
-        data = self.nbytes - self.header_nbytes
-        return msgspec.structs.replace(self, header_nbytes=header, nbytes=header + data)
+        nbytes = header + self.data_nbytes
+        return msgspec.structs.replace(self, header_nbytes=header, nbytes=nbytes)
 
     def with_digests(self, digests: Sequence[str]) -> Manifest:
         """The same layout with the digests that the copier computed, one string a tensor."""
@@ -233,7 +239,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 branches=self.branches,
                 producer=self.producer,
                 entries=_entries(self.tensors),
-                spans=[(spec.start, spec.stop) for spec in self.tensors],
+                tensors=[(one.start, one.stop, one.dtype, one.shape) for one in self.tensors],
                 digests=[spec.digest for spec in self.tensors],
             )
         return template
@@ -252,23 +258,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
         """Read and completely validate a header; `buffer` may end before the payload's `nbytes`.
 
-        A header that differs from one of the last ones in request id and digests only is compared
-        with it, byte for byte, instead of being decoded.
-
         Raises:
             VersionError: another major version.
             IntegrityError: the header's own digest does not match.
             WireError: anything else that is not a payload of this library.
         """
-        total = len(buffer) if nbytes is None else nbytes
-        text = _header_text(buffer, total)
-        if len(text) <= MAX_SMALL:
-            for layout in _received:
-                manifest = layout.match(text, total)
-                if manifest is not None:
-                    _remember(layout)
-                    return manifest
-        return _decoded(text, total)
+        header = read_header(buffer, nbytes)
+        return header.manifest() if isinstance(header, KnownHeader) else header
 
 
 class Layout:
@@ -280,6 +276,7 @@ class Layout:
     Attributes:
         data_nbytes: bytes behind the header.
         tensors: the tensors, the digits of their digests zero.
+        is_plain: whether the payloads are a `TensorTransferData` without metadata or nesting.
         names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
     """
 
@@ -289,10 +286,10 @@ class Layout:
         self._branches = _copied(manifest.branches)
         self._has_dicts = any(branch.extra or branch.tree for branch in manifest.branches)
         first = manifest.branches[0]
-        self._is_plain = len(manifest.branches) == 1 and not (
+        self.is_plain = len(manifest.branches) == 1 and not (
             first.extra or first.tree is None or is_nested(first.tree)
         )
-        self.data_nbytes = manifest.nbytes - manifest.header_nbytes
+        self.data_nbytes = manifest.data_nbytes
         self.names = () if manifest.bundle else tuple(first.tree or ())
         self._template = manifest.template
         rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
@@ -301,46 +298,44 @@ class Layout:
 
     def plan(self, request_id: str) -> Manifest:
         """What `Manifest.lay_out` returns for a payload of this layout."""
-        header_nbytes = self._template.header_nbytes(quote_id(request_id))
+        header_nbytes = self._template.header_nbytes(len(quote_id(request_id)))
         manifest = self._manifest(request_id, self.tensors, header_nbytes)
         manifest.__dict__["template"] = self._template
         return manifest
 
-    def header_nbytes(self, quoted_id: bytes) -> int:
-        """Bytes of the header of a payload with this request id, as `quote_id` returns it."""
-        return self._template.header_nbytes(quoted_id)
+    def header_nbytes(self, quoted_nbytes: int) -> int:
+        """Bytes of a payload's header whose request id has so many as `quote_id` returns it."""
+        return self._template.header_nbytes(quoted_nbytes)
 
     def header(self, request_id: str, digests: Sequence[str]) -> bytes:
         """What `plan(request_id).with_digests(digests).encode()` returns."""
         return self._template.render(request_id, digests)
 
-    def is_header(self, text: bytes, request_id: str) -> bool:
-        """Whether this is the JSON of a header of this layout, with this request id."""
-        return self._template.match_id(text) == request_id
-
-    @property
+    @cached_property
     def packed(self) -> PackedLayout | None:
         """The layout as the native library takes it; None if there is no library."""
         return self._template.packed
 
-    def match(self, text: bytes, total: int) -> Manifest | None:
-        """What `Manifest.decode` returns for a header's JSON, or None if it is not of this layout.
+    def match(self, text: bytes, total: int) -> str:
+        """The request id in a header's JSON; "" if it is not of this layout.
 
         `total` are the bytes of the payload.
         """
-        fields = self._template.match(text)
-        header_nbytes = 8 + len(text)
-        if fields is None or header_nbytes + self.data_nbytes != total:
-            return None
-        request_id, digests = fields
+        if 8 + len(text) + self.data_nbytes != total:
+            return ""
+        return self._template.match(text)
+
+    def manifest(self, request_id: str, text: bytes) -> Manifest:
+        """The manifest of a header with this JSON, of which `match` has returned the request id."""
+        digests = self._template.digests(request_id, text)
         tensors = tuple(map(TensorSpec, *self._columns, digests))
-        return self._manifest(request_id, tensors, header_nbytes)
+        return self._manifest(request_id, tensors, 8 + len(text))
 
     def _manifest(
         self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int
     ) -> Manifest:
         branches = self._branches
-        if self._is_plain:  # what `_copied` returns of it costs a small payload more
+        if self.is_plain:  # what `_copied` returns of it costs a small payload more
             (branch,) = branches
             assert branch.tree is not None
             branches = (msgspec.structs.replace(branch, extra={}, tree=branch.tree.copy()),)
@@ -355,6 +350,19 @@ class Layout:
             nbytes=header_nbytes + self.data_nbytes,
             producer=self._producer.copy(),
         )
+
+
+class KnownHeader(msgspec.Struct, frozen=True, gc=False):
+    """A valid header that differs from an earlier one in request id and digests only."""
+
+    request_id: str
+    layout: Layout
+    text: bytes
+    """Its JSON."""
+
+    def manifest(self) -> Manifest:
+        """What it says."""
+        return self.layout.manifest(self.request_id, self.text)
 
 
 class _Layouts:
@@ -401,6 +409,23 @@ def remember_plan(key: tuple[Any, ...], plan: Manifest) -> None:
     """Remember what `Manifest.lay_out` returned, for later payloads with this key."""
     if plan.template.is_small:
         _planned.put(key, Layout(plan))
+
+
+def read_header(buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest | KnownHeader:
+    """Read and completely validate a header; arguments and errors as of `Manifest.decode`.
+
+    One that differs from one of the last ones in request id and digests only is compared with it,
+    byte for byte, instead of being decoded.
+    """
+    total = len(buffer) if nbytes is None else nbytes
+    text = _header_text(buffer, total)
+    if len(text) <= MAX_SMALL:
+        for layout in _received:
+            request_id = layout.match(text, total)
+            if request_id:
+                _remember(layout)
+                return KnownHeader(request_id, layout, text)
+    return _decoded(text, total)
 
 
 def _remember(layout: Layout) -> None:

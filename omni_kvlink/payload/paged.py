@@ -191,7 +191,7 @@ def check_strided(tensor: object, where: str) -> None:
     """Raise SchemaError unless the object is a tensor in plain, strided memory of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise SchemaError(f"{where} is a {type(tensor).__name__}, wanted a torch.Tensor")
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or tensor.is_meta:
         raise SchemaError(f"{where} is a {tensor.layout} on {tensor.device}, not dense memory")
     if tensor.is_nested:
         raise SchemaError(f"{where} is a nested tensor: send the tensors in it, or pad it")

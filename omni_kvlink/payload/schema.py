@@ -354,9 +354,10 @@ class KVCacheTransferData(PayloadBase):
 
     def tensors(self) -> list[TensorView]:
         """All tensors in the order of the wire: layer by layer, K before V; as they were given."""
-        if self.is_empty:
+        if not self.metadata.seq_len:
             return []
-        layers = zip(*self.layer_blocks.values(), strict=True)  # the parts in the wire's order
+        blocks = self._blocks or self.layer_blocks  # the property costs a call
+        layers = zip(*blocks.values(), strict=True)  # the parts in the wire's order
         return [view for view in chain.from_iterable(layers) if view is not None]
 
     @classmethod

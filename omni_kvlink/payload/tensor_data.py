@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import KnownHeader, Manifest
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""
@@ -147,6 +147,16 @@ class TensorTransferData(PayloadBase):
         data = object.__new__(cls)
         data.request_id, data.metadata = request_id, metadata
         data._set_tree(filled(tree, views))
+        return data
+
+    @classmethod
+    def of_header(cls, header: KnownHeader, region: Region) -> TensorTransferData:
+        """Views of a payload whose layout `is_plain`; its manifest would take longer than they."""
+        layout = header.layout
+        views = tensor_views(region, layout.tensors, 8 + len(header.text))
+        data = object.__new__(cls)
+        data.request_id, data.metadata = header.request_id, {}
+        data._tree, data._is_nested = dict(zip(layout.names, views, strict=True)), False
         return data
 
     def close(self) -> None:

@@ -14,9 +14,10 @@ from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import host
-from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier
+from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier, native
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload import views
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
@@ -218,6 +219,67 @@ def test_a_known_layout_needs_no_manifest() -> None:
     for other in (torch.randn(30, 8, 2).transpose(1, 2), lazy, paged):
         assert other.shape == dense.shape
         assert NativeCopier().pack_known([other, torch.zeros(0)], known, "r") is None
+
+
+ALONE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+"""Whether torch describes its tensors to C code."""
+
+
+@pytest.mark.skipif(not ALONE, reason="this torch has no DLPack exchange API")
+def test_torch_is_asked_nothing_about_tensors_that_lie_as_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = {code: torch.ones(3, 2).to(dtype) for code, dtype in views._BY_CODE.items()} | {
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 5),
+        "one": torch.zeros(1, 3)[:, 1:2],
+    }
+    data = TensorTransferData("r", named | {"wide": torch.ones(2, requires_grad=True)})
+    known, right = Layout(data.plan()), NativeCopier().pack(data.tensors(), data.plan())
+    assert known.packed is not None
+    monkeypatch.setattr(native, "dense_addresses", None)
+    assert NativeCopier().pack_known(data.tensors(), known, "r") == right
+
+
+class Renamed(torch.Tensor):
+    """A tensor that may answer otherwise than its memory says."""
+
+
+def test_other_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = torch.randn(6, 4)
+    data = TensorTransferData("r", {"a": dense, "b": torch.zeros(3)})
+    known, left = Layout(data.plan()), list[object]()
+    monkeypatch.setattr(native, "dense_addresses", lambda sources, specs: left.append(sources))
+    for other in (
+        *(torch.randn(4, 6), torch.randn(6, 4, 1), torch.randn(6, 4).half(), torch.randn(4, 6).T),
+        *(torch.randn(6, 8)[:, :4], torch._neg_view(dense), torch.empty(6, 4, device="meta")),
+        *(dense.to_sparse(), dense.as_subclass(Renamed), torch.nn.Parameter(dense)),
+    ):
+        sources = [other, torch.zeros(3)]
+        assert NativeCopier().pack_known(sources, known, "r") is None
+        assert left.pop() is sources
+    assert NativeCopier().pack_known([dense], known, "r") is None
+    assert NativeCopier().pack_known([dense, torch.zeros(3)], known, "an id") is None
+    assert len(left) == 2
+    copier = NativeCopier()
+    copier._describe = 0  # a torch of before
+    assert copier.pack_known([dense, torch.zeros(3)], known, "r") is None
+    assert len(left) == 3
+
+
+def test_a_tensor_without_memory_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside `vmap` its type is torch.Tensor, and torch cannot describe it."""
+    data = TensorTransferData("r", {"a": torch.zeros(3)})
+    known, found = Layout(data.plan()), list[bytes | None]()
+    monkeypatch.setattr(native, "dense_addresses", lambda sources, specs: None)
+
+    def put(row: torch.Tensor) -> torch.Tensor:
+        assert type(row) is torch.Tensor
+        found.append(NativeCopier().pack_known([row], known, "r"))
+        return row
+
+    torch.func.vmap(put)(torch.randn(2, 3))
+    assert found == [None]
 
 
 def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) -> None:

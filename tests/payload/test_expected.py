@@ -76,8 +76,8 @@ def test_what_comes_is_in_the_views(name: str, verify: bool) -> None:
     assert expected.is_covered
     assert bytes(region.view()) == payload
     assert expected.data.difference(put) == ""  # type: ignore[arg-type]
-    assert expected.make_manifest is not None
-    assert expected.make_manifest() == Manifest.decode(payload)
+    assert expected.header is not None
+    assert expected.header.manifest() == Manifest.decode(payload)
     plan = Manifest.decode(payload)
     assert (expected.plan.nbytes, expected.plan.has_digests) == (plan.nbytes, plan.has_digests)
 
@@ -99,11 +99,12 @@ OTHERS = {
 """Payloads beside `tensors("key")`."""
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_expected(name: str) -> None:
     expected = expected_like(tensors())
     assert expected.fill(OTHERS[name], verify=False) is None
-    assert expected.make_manifest is None
+    assert expected.header is None
 
 
 @pytest.mark.usefixtures("library")
@@ -131,7 +132,7 @@ def test_a_flipped_bit_of_a_tensor(name: str) -> None:
         expected = expected_like(put)
         is_padding = not any(at in span for span in spans)
         assert (expected.fill(memoryview(flipped), verify=True) is not None) is is_padding
-        assert (expected.make_manifest is not None) is is_padding
+        assert (expected.header is not None) is is_padding
     assert expected_like(put).fill(memoryview(flipped), verify=False) is not None
 
 
@@ -169,8 +170,8 @@ def test_metadata_is_its_readers_own() -> None:
         expected = ExpectedPayload(layout, "key")
         expected.open()
         assert expected.fill(bytes_of(nested()), verify=False) is not None
-        assert expected.make_manifest is not None
-        data, manifest = expected.data, expected.make_manifest()
+        assert expected.header is not None
+        data, manifest = expected.data, expected.header.manifest()
         assert isinstance(data, TensorTransferData)
         assert data.metadata == {"steps": [{"at": 1}]}
         assert manifest.branches[0].extra == {"steps": [{"at": 1}]}
@@ -182,8 +183,8 @@ def test_the_manifest_keeps_no_memory() -> None:
     expected = expected_like(tensors())
     region = expected.fill(bytes_of(tensors()), verify=False)
     assert region is not None
-    span, make_manifest = weakref.ref(region.span), expected.make_manifest
+    span, header = weakref.ref(region.span), expected.header
     del region, expected
     assert span() is None
-    assert make_manifest is not None
-    assert make_manifest().request_id == "key"
+    assert header is not None
+    assert header.manifest().request_id == "key"

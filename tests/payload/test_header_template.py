@@ -220,9 +220,10 @@ def test_a_header_of_a_known_layout(
     plan = planned_cold(data, digests=digests)
     found = hexadecimal(plan, seed)
     header = Layout(plan).header(request_id, found)
-    assert plan.template.match(header[8:]) == (request_id, found)
-    assert plan.template.match(header[8:] + b" " * ALIGN) is None  # the CRC is of all
-    assert plan.template.match(header[8:-1]) is None or header[-1:] == b"}"
+    assert plan.template.match(header[8:]) == request_id
+    assert plan.template.digests(request_id, header[8:]) == found
+    assert not plan.template.match(header[8:] + b" " * ALIGN)  # the CRC is of all
+    assert not plan.template.match(header[8:-1]) or header[-1:] == b"}"
     first = Layout(plan).header("first", hexadecimal(plan, seed + 1))
     total = plan.nbytes - plan.header_nbytes
     forget()
@@ -352,7 +353,7 @@ def test_the_padding_is_spaces() -> None:
     for space in (b"\t", b"\n", b"\0", b"}"):
         changed = text[:at] + b"00000000" + text[at + 8 : -1] + space
         changed = changed[:at] + b"%08x" % numpy_crc32c(changed) + changed[at + 8 :]
-        assert manifest.template.match(changed) is None
+        assert not manifest.template.match(changed)
         assert_alike(manifest, header[:8] + changed, manifest.nbytes)
 
 
@@ -367,7 +368,9 @@ def test_few_received_layouts_are_kept_the_last_ones() -> None:
     oldest = plans[-16]
     assert Manifest.decode(oldest.encode(), oldest.nbytes) == oldest
     first = manifests._received[0]
-    assert first.match(oldest.encode()[8:], oldest.nbytes) == oldest
+    text = oldest.encode()[8:]
+    assert first.manifest(first.match(text, oldest.nbytes), text) == oldest
+    assert first.match(text, oldest.nbytes + 1) == ""
     assert len(manifests._received) == 16
 
 

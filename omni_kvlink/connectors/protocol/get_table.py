@@ -38,11 +38,12 @@ from omni_kvlink.errors import (
     WireError,
 )
 from omni_kvlink.memory.region import LOST, Region
-from omni_kvlink.payload.manifest import Manifest, header_bytes
+from omni_kvlink.payload.manifest import KnownHeader, header_bytes, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from omni_kvlink.payload.manifest import Manifest
 
 T = TypeVar("T")
 MAX_TIMEOUT = 1e9
@@ -331,15 +332,18 @@ class Delivery:
 
     def open_manifest(self, region: Region) -> Manifest:
         """Return the manifest of what was requested; WireError if it is another payload's."""
-        manifest = self.manifest
-        if manifest is None:
+        header = self.open_header(region)
+        return header.manifest() if isinstance(header, KnownHeader) else header
+
+    def open_header(self, region: Region) -> Manifest | KnownHeader:
+        """Return the header of what was requested; WireError if it is another payload's."""
+        header: Manifest | KnownHeader | None = self.manifest
+        if header is None:
             head, self._head = self._head, None
-            manifest = Manifest.decode(self.draft or head or header_bytes(region), region.nbytes)
-        if manifest.request_id != self.key:
-            raise WireError(
-                f"requested {self.key!r}, the payload says it is {manifest.request_id!r}"
-            )
-        return manifest
+            header = read_header(self.draft or head or header_bytes(region), region.nbytes)
+        if header.request_id != self.key:
+            raise WireError(f"requested {self.key!r}, the payload says it is {header.request_id!r}")
+        return header
 
     def reject(self, reason: str, *, at_once: bool = False) -> None:
         """Release a payload that is not what was committed; the producer learns it at once.

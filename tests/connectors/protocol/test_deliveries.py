@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 
 from omni_kvlink.connectors.protocol.get_table import Answer, Delivery, GetTable
 from omni_kvlink.connectors.protocol.messages import (
@@ -18,11 +19,14 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Release,
 )
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.errors import WireError
 from omni_kvlink.lowlevel import begin_get, open_stream
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import header as headers
 from omni_kvlink.payload import manifest as manifests
 from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until_freed
 
@@ -202,6 +206,21 @@ def test_a_draft_is_copied_before_it_is_decoded(ends: tuple[KVProducer, KVConsum
     del pending, delivery
     out.fail("enough")
     until_freed(producer)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_another_payload_than_was_requested(
+    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    other = TensorTransferData("other", {"a": torch.zeros(3)})
+    payload = TorchCopier().pack(other.tensors(), other.plan())
+    region = Region.copy_of(memoryview(payload))
+    delivery = Delivery("k", region, NotedLease(outcomes))
+    monkeypatch.setattr(manifests, "_received", ())
+    if known:
+        Manifest.decode(payload)
+    with pytest.raises(WireError, match="requested 'k', the payload says it is 'other'"):
+        delivery.open_header(region)
 
 
 def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
 from omni_kvlink.link.producer import TURN
 from omni_kvlink.lowlevel import begin_gets
+from omni_kvlink.payload.manifest import Layout, Manifest
+from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
 if TYPE_CHECKING:
@@ -186,6 +188,58 @@ def test_64_payloads_are_a_few_datagrams(
     for receipt in receipts:
         receipt.wait(timeout=60)
     until_freed(producer)
+
+
+def test_a_manifest_of_a_known_layout_is_made_when_it_is_asked_for(
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of tensors by name, that is; each is of its own payload."""
+    producer, consumer = ends
+    producer.put_many(payloads()[:2])
+    consumer.get_many(KEYS[:2], timeout=60).release()
+    until_freed(producer)
+    made, make = list[str](), Layout.manifest
+
+    def watched(self: Layout, request_id: str, text: bytes) -> Manifest:
+        made.append(request_id)
+        return make(self, request_id, text)
+
+    monkeypatch.setattr(Layout, "manifest", watched)
+    receipts = producer.put_many(payloads())
+    received = consumer.get_many(KEYS, timeout=60)
+    for row, one in zip(ROWS, received, strict=True):
+        assert isinstance(one.data, TensorTransferData)
+        assert torch.equal(one.data["hidden"], row)
+        assert (list(one.data), one.data.metadata) == (["hidden"], {})
+    assert made == []
+    for row, receipt, one in zip(ROWS, receipts, received, strict=True):
+        (spec,) = one.manifest.tensors
+        assert (one.manifest.request_id, spec.shape) == (receipt.key, tuple(row.shape))
+        assert one.ledger.nbytes == receipt.ledger.nbytes
+        one.verify()
+    assert made == KEYS
+    received.release()
+
+
+def test_a_known_layout_is_opened_as_what_was_put(ends: tuple[KVProducer, KVConsumer]) -> None:
+    producer, consumer = ends
+    row = ROWS[0]
+    empty, deep = row[:0], {"a": [row, row[:3]], "b": row[5]}
+    for turn in range(3):
+        put = [
+            TensorTransferData("plain", {"a": row + turn, "b": empty, "c": row[turn]}),
+            TensorTransferData("metadata", {"a": row}, {"turn": 7}),
+            TensorTransferData("nested", deep),
+            Recipe("cache", layers=2, tokens=3).make(),
+        ]
+        producer.put_many(put)
+        keys = [one.request_id for one in put]
+        with consumer.get_many(keys, timeout=60) as received:
+            for one, other in zip(put, received, strict=True):
+                assert type(one) is type(other)
+                assert one.difference(other) == ""  # type: ignore[arg-type]
+        del received, other
+        until_freed(producer)
 
 
 def test_releases_travel_together(

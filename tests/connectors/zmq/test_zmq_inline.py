@@ -288,9 +288,9 @@ def test_a_payload_of_a_get_that_ended_meanwhile(
         on_message(table, message)
 
     def watched(expected: ExpectedPayload) -> None:
-        assert expected.make_manifest is not None
+        assert expected.header is not None
         discard(expected)
-        discarded.append(expected.make_manifest is None)
+        discarded.append(expected.header is None)
 
     monkeypatch.setattr(ExpectedPayload, "discard", watched)
     got = begin(pool, consumer, receipts)

@@ -1,0 +1,39 @@
+"""DLPack: how a framework describes its tensors to C code, without Python in between.
+
+https://dmlc.github.io/dlpack/latest/python_spec.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+MAJOR = 1
+"""The version whose DLTensor the native library reads."""
+_CAPSULE = b"dlpack_exchange_api"
+
+
+class _ExchangeApi(ctypes.Structure):
+    """A DLPackExchangeAPI, as far as it is used here."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("major", "minor")),
+        *((name, ctypes.c_void_p) for name in ("previous", "allocate", "export", "make")),
+        ("describe", ctypes.c_void_p),
+    )
+
+
+def describer_of(tensor_type: type) -> int:
+    """The address of the function that describes a tensor of this type as a DLTensor.
+
+    It takes the address of the object, as `id` returns it, and that of the DLTensor; the caller
+    holds the GIL. 0 if the framework, or this interpreter, has none.
+    """
+    capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
+    if capsule is None or sys.implementation.name != "cpython":
+        return 0
+    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    api = _ExchangeApi.from_address(get_pointer(capsule, _CAPSULE))
+    return api.describe or 0 if api.major == MAJOR else 0
