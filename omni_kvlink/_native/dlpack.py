@@ -35,5 +35,8 @@ def describer_of(tensor_type: type) -> int:
     get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
-    api = _ExchangeApi.from_address(get_pointer(capsule, _CAPSULE))
+    try:
+        api = _ExchangeApi.from_address(get_pointer(capsule, _CAPSULE))
+    except ValueError:  # it is no such capsule: other libraries set the attribute, too
+        return 0
     return api.describe or 0 if api.major == MAJOR else 0

@@ -43,6 +43,7 @@ PackedView = tuple[int, ...]
 _ONES, _ZEROS = (1,) * DIMS, (0,) * DIMS
 _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
+_FLOAT = 2  # kDLFloat
 
 
 class _CopyOptions(ctypes.Structure):
@@ -216,6 +217,9 @@ class PackedLayout:
         pieces: of each tensor its start behind the header, its bytes, where the eight digits of its
             digest are in `after` (`NO_DIGEST`: it has none), and code and bits of its DLDataType.
         shapes: of each tensor.
+
+    Attributes:
+        has_floats: whether one is of 16, 32 or 64 bits, as the parts of a complex number are.
     """
 
     def __init__(
@@ -232,6 +236,7 @@ class PackedLayout:
         for (start, length, digest, (code, bits)), sizes in zip(pieces, self._sizes, strict=True):
             dtype, rank = code | bits << 8 | 1 << 16, len(sizes)
             self._pieces.extend((start, length, digest, dtype, rank, sizes.buffer_info()[0]))
+        self.has_floats = any(code == _FLOAT for *_, (code, _) in pieces)
         at = self._pieces.buffer_info()[0] if pieces else None
         text = (before, len(before), crc, after, len(after), *digests)
         self._struct = _Layout(*text, at, len(pieces))
@@ -268,6 +273,8 @@ class PackedLayout:
         layout's dtypes and shapes on the host, and JSON writes the request id as it is.
         RuntimeError if one cannot be described.
         """
+        if len(objects) != len(self._sizes):
+            return None
         payload = bytes(nbytes)  # nobody else has it while the library writes to it
         addresses = self._addresses.pack(*map(id, objects))
         failed = _held.kvl_pack_objects(

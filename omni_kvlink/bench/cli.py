@@ -145,6 +145,8 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     add("--branches", type=_positive, default=0, help=bundle)
     _add_inline(parser)
     add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
+    busy = "put others just before: the producer's code is in the processor's caches"
+    add("--busy", action="store_true", help=busy)
     no_digests = "no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
     add(

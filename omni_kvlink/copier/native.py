@@ -92,11 +92,17 @@ class NativeCopier(Copier):
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
         """Put dense tensors together in one call of the library."""
-        layout, addresses = manifest.template.packed, dense_addresses(sources, manifest.tensors)
-        if layout is None or addresses is None:
+        packed, request_id = manifest.template.packed, manifest.request_id
+        if packed is None:
             return super().pack(sources, manifest)
-        quoted_id = quote_id(manifest.request_id)
-        return layout.pack(manifest.nbytes, manifest.header_nbytes, quoted_id, addresses)
+        sizes = manifest.nbytes, manifest.header_nbytes
+        payload = self._pack_plain(packed, *sizes, request_id, sources)
+        if payload is not None:
+            return payload
+        addresses = dense_addresses(sources, manifest.tensors)
+        if addresses is None:
+            return super().pack(sources, manifest)
+        return packed.pack(*sizes, quote_id(request_id), addresses)
 
     def pack_known(
         self, sources: Sequence[TensorView], layout: Layout, request_id: str
@@ -105,36 +111,38 @@ class NativeCopier(Copier):
         packed = layout.packed
         if packed is None:
             return None
-        if self._describe and len(sources) == len(layout.tensors):
-            payload = self._pack_objects(sources, layout, packed, request_id)
-            if payload is not None:
-                return payload
+        header_nbytes = layout.header_nbytes(len(request_id) + SIMPLE_QUOTES)
+        nbytes = header_nbytes + layout.data_nbytes
+        payload = self._pack_plain(packed, nbytes, header_nbytes, request_id, sources)
+        if payload is not None:
+            return payload
         addresses = dense_addresses(sources, layout.tensors)
         if addresses is None:
             return None
         quoted_id = quote_id(request_id)
         header_nbytes = layout.header_nbytes(len(quoted_id))
-        nbytes = header_nbytes + layout.data_nbytes
-        return packed.pack(nbytes, header_nbytes, quoted_id, addresses)
+        return packed.pack(header_nbytes + layout.data_nbytes, header_nbytes, quoted_id, addresses)
 
-    def _pack_objects(
+    def _pack_plain(
         self,
-        sources: Sequence[TensorView],
-        layout: Layout,
         packed: host.PackedLayout,
+        nbytes: int,
+        header_nbytes: int,
         request_id: str,
+        sources: Sequence[TensorView],
     ) -> bytes | None:
         """Pack tensors that the library looks at by itself; None if one is not plain and dense.
 
-        To ask torch for shape, dtype and address takes as long as all else that a small put does.
+        To ask torch for shape, dtype and address takes as long as all else that a small put does,
+        and gives the interpreter's lock away for each tensor.
         """
-        if {*map(type, sources)} - _PLAIN or any(map(torch.Tensor.is_neg, sources)):  # type: ignore[arg-type]
+        if not self._describe or {*map(type, sources)} - _PLAIN:
             return None
-        text = request_id.encode()
-        header_nbytes = layout.header_nbytes(len(text) + SIMPLE_QUOTES)
-        nbytes = header_nbytes + layout.data_nbytes
+        if packed.has_floats and any(map(torch.Tensor.is_neg, sources)):  # type: ignore[arg-type]
+            return None  # `x.conj().imag` is negated when it is read; no other dtype ever is
+        request = request_id.encode()
         try:
-            return packed.pack_objects(nbytes, header_nbytes, text, sources, self._describe)
+            return packed.pack_objects(nbytes, header_nbytes, request, sources, self._describe)
         except RuntimeError:  # torch cannot describe one
             return None
 

@@ -500,8 +500,7 @@ class ReceivedChunk(Received):
         self.number, started = position.number, time.perf_counter()
         try:
             super().__init__(delivery, copier, started=started, verify=verify, expected=expected)
-            is_expected = expected is not None and expected.header is not None
-            plan = expected.plan if expected and is_expected else self._whole_manifest()
+            plan = expected.plan if expected and expected.header else self._whole_manifest()
             following = check_chunk(plan, delivery.open_region(), position)
             accept(self, following)
         except Exception as error:

@@ -21,7 +21,8 @@ def pack_inline(plan: Manifest, copier: Copier, views: Sequence[TensorView]) -> 
     if fault_points.enabled:
         fault_points.point("put.reserved")
     payload = copier.pack(views, plan)
-    _pass_points()
+    if fault_points.enabled:
+        _pass_points()
     return payload
 
 
@@ -51,6 +52,5 @@ def record(ledger: Ledger, payload: bytes, data_nbytes: int, seconds: float) -> 
 
 
 def _pass_points() -> None:
-    if fault_points.enabled:
-        fault_points.point("put.copied")
-        fault_points.point("put.encoded")
+    fault_points.point("put.copied")
+    fault_points.point("put.encoded")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from omni_kvlink.bench import latency
 from omni_kvlink.bench.cli import main
 from omni_kvlink.bench.latency import OTHER_TIMES, PHASES
 
@@ -73,6 +74,25 @@ def test_the_options_take_effect(shm: dict[str, Any], inproc: dict[str, Any]) ->
     assert inproc["results"]["digests"] == "off"
     assert inproc["results"]["milliseconds"]["verify"]["max"] == 0
     assert inproc["results"]["idle_cpu_percent"]["both"] < 50
+
+
+def test_a_busy_producer(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has put other payloads, which nobody has; the one that is measured arrives as ever."""
+    command = ["latency", "--connector", "inproc", "--preset", "tiny", "--rounds", "3", "--busy"]
+    seen = list[dict[str, Any]]()
+
+    def watched(pair: Any, *rest: Any) -> Any:
+        found = measured(pair, *rest)
+        seen.append(pair.link.stats()["transfers"])
+        return found
+
+    measured = latency._round
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "_round", watched)
+        assert main(command) == 0
+    assert "busy: just before each put" in " ".join(capsys.readouterr().out.split())
+    assert [one["failed"] for one in seen] == [3, 6, 9, 12, 15, 18]
+    assert seen[-1]["released"] == 6
 
 
 def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:

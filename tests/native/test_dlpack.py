@@ -49,3 +49,5 @@ def test_who_has_no_describer(monkeypatch: pytest.MonkeyPatch) -> None:
     api.major, api.describe = 1, None
     assert dlpack.describer_of(found) == 0
     assert dlpack.describer_of(int) == 0
+    other = type("Other", (), {"__dlpack_c_exchange_api__": 77})
+    assert dlpack.describer_of(other) == 0
