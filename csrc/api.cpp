@@ -9,6 +9,7 @@
 #include "job.h"
 #include "kernel.h"
 #include "kvlink.h"
+#include "objects.h"
 
 namespace kvl {
 namespace {
@@ -138,6 +139,20 @@ int kvl_pack_objects(void *payload, uint64_t nbytes, uint64_t header_nbytes,
         bool is_packed = kvl::pack_objects(static_cast<char *>(payload), nbytes, header_nbytes,
                                            *layout, id, id_nbytes, objects, describe, current.copy);
         return is_packed ? KVL_OK : KVL_EUNSUPPORTED;
+    });
+}
+
+void kvl_set_interpreter(const kvl_interpreter *interpreter) {
+    if (interpreter) kvl::set_interpreter(*interpreter);
+}
+
+int kvl_make_objects(void *data, uint64_t nbytes, const kvl_layout *layout, uint64_t first,
+                     uint64_t count, void *owner, void *list, kvl_make make) {
+    return kvl::guarded(nullptr, [&](kvl_report &current) {
+        if (!data || !layout || !owner || !list || !make || (!layout->pieces && layout->count))
+            kvl::fail(KVL_EARGUMENT, "a null pointer");
+        return kvl::make_objects(static_cast<char *>(data), nbytes, *layout, first, count, owner,
+                                 list, make, current.copy);
     });
 }
 

@@ -20,4 +20,13 @@ struct DenseTensor {
 
 constexpr int32_t kHost = 1;  // kDLCPU
 
+// A DLManagedTensorVersioned. Who takes it calls `deleter`, once, in any thread.
+struct ManagedTensor {
+    uint32_t major, minor;
+    void *context;
+    void (*deleter)(ManagedTensor *);
+    uint64_t flags;
+    DenseTensor tensor;
+};
+
 }  // namespace kvl

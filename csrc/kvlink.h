@@ -164,6 +164,32 @@ KVL_API int kvl_pack_objects(void *payload, uint64_t nbytes, uint64_t header_nby
                              const kvl_layout *layout, const char *id, uint64_t id_nbytes,
                              void *const *objects, kvl_describe describe);
 
+/* What is needed of the interpreter that has the objects; of CPython Py_IsInitialized,
+ * PyGILState_Ensure and PyGILState_Release, Py_IncRef, Py_DecRef and PyList_SetItem. */
+typedef struct kvl_interpreter {
+    int (*is_initialized)(void);
+    int (*lock)(void);
+    void (*unlock)(int state);
+    void (*keep)(void *object);
+    void (*drop)(void *object);
+    int (*set_item)(void *list, int64_t index, void *object);
+} kvl_interpreter;
+
+/* Set the interpreter of `kvl_make_objects`; once, before its first call. */
+KVL_API void kvl_set_interpreter(const kvl_interpreter *interpreter);
+
+/* Make an object of the DLManagedTensorVersioned at `tensor`, which it takes; return 0, or another
+ * number: `managed_tensor_to_py_object_no_sync` of a DLPack exchange API. */
+typedef int (*kvl_make)(void *tensor, void **object);
+
+/* Put views of the layout's tensors, `count` from number `first` on, into a list that is as long.
+ * Their bytes are in the `nbytes` at `data`, where the header ends; each keeps `owner`, an object,
+ * until it is freed itself, whatever thread does that. The caller holds the interpreter's lock.
+ * KVL_EUNSUPPORTED if one cannot be made: the interpreter has the error then, and the list the
+ * objects before it. */
+KVL_API int kvl_make_objects(void *data, uint64_t nbytes, const kvl_layout *layout, uint64_t first,
+                             uint64_t count, void *owner, void *list, kvl_make make);
+
 /* Compare a header's text, without its length field, with a layout and with its own CRC. Return the
  * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id of
  * more than KVL_MAX_ID characters, or of others than A to Z, a to z, 0 to 9 and _.:/@+=,- */

@@ -254,6 +254,87 @@ void test_packing_objects() {
     CHECK(call(to, &layout, "id", objects, describe) == KVL_EARGUMENT);
 }
 
+// An interpreter whose objects are the managed tensors themselves; its lists are arrays.
+struct FakeInterpreter {
+    int owners = 0, locks = 0, made = 0, most = 2;
+    bool runs = true;
+    void *last = nullptr;
+} fake;
+const kvl_interpreter kInterpreter{
+    [] { return int(fake.runs); },
+    [] { return ++fake.locks; },
+    [](int) { fake.locks--; },
+    [](void *owner) { *static_cast<int *>(owner) += 1; },
+    [](void *owner) { *static_cast<int *>(owner) -= fake.locks; },
+    [](void *list, int64_t at, void *object) {
+        static_cast<void **>(list)[at] = object;
+        return 0;
+    },
+};
+
+int make(void *tensor, void **object) {
+    *object = fake.last = tensor;
+    return fake.made++ < fake.most ? 0 : -1;
+}
+
+void test_making_objects() {
+    Bytes data(64);
+    int64_t sizes[]{3, 1, 2};
+    kvl_piece pieces[]{span_of(0, 4, KVL_NO_DIGEST),
+                       {8, 12, KVL_NO_DIGEST, 4 | 16 << 8 | 1 << 16, 3, sizes},
+                       span_of(60, 4, KVL_NO_DIGEST)};
+    kvl_layout layout{"", 0, 0, "", 0, 0, 0, pieces, 3};
+    void *list[3]{};
+    auto call = [&](uint64_t nbytes, uint64_t first, uint64_t count) {
+        return kvl_make_objects(data.data(), nbytes, &layout, first, count, &fake.owners, list,
+                                make);
+    };
+    CHECK(call(64, 0, 3) == KVL_EARGUMENT);  // no interpreter
+    kvl_set_interpreter(nullptr);
+    kvl_set_interpreter(&kInterpreter);
+    CHECK(call(64, 4, 0) == KVL_EARGUMENT);
+    CHECK(call(64, 1, 3) == KVL_EARGUMENT);
+    CHECK(call(64, UINT64_MAX, 2) == KVL_EARGUMENT);
+    CHECK(call(63, 2, 1) == KVL_EBOUNDS);
+    CHECK(call(59, 2, 1) == KVL_EBOUNDS);
+    CHECK(fake.owners == 0 && fake.made == 0);
+    CHECK(call(64, 3, 0) == KVL_OK);
+    CHECK(call(64, 1, 2) == KVL_OK);
+    CHECK(fake.owners == 2 && !list[2]);
+    auto first = static_cast<kvl::ManagedTensor *>(list[0]);
+    auto second = static_cast<kvl::ManagedTensor *>(list[1]);
+    CHECK(first->major == 1 && !first->flags);
+    const kvl::DenseTensor &tensor = first->tensor;
+    CHECK(tensor.data == data.data() + 8 && tensor.device_type == 1 && tensor.rank == 3);
+    CHECK(tensor.code == 4 && tensor.bits == 16 && tensor.lanes == 1 && !tensor.byte_offset);
+    for (int i = 0; i < 3; i++) {
+        int64_t strides[]{2, 2, 1};
+        CHECK(tensor.sizes[i] == sizes[i] && tensor.strides[i] == strides[i]);
+    }
+    CHECK(second->tensor.data == data.data() + 60 && second->tensor.rank == 0);
+    first->deleter(first);
+    CHECK(fake.owners == 1 && fake.locks == 0);
+    CHECK(call(64, 0, 1) == KVL_EUNSUPPORTED);  // `make` fails: who has that one is not known
+    CHECK(fake.owners == 2);
+    auto lost = static_cast<kvl::ManagedTensor *>(fake.last);
+    fake.runs = false;
+    second->deleter(second);
+    CHECK(fake.owners == 2);
+    fake.runs = true;
+    lost->deleter(lost);
+    CHECK(fake.owners == 1);  // the second's, which was freed when the interpreter had ended
+    auto refused = [&](void *to, const kvl_layout *of, void *owner, void *into, kvl_make by) {
+        return kvl_make_objects(to, 64, of, 0, 1, owner, into, by) == KVL_EARGUMENT;
+    };
+    CHECK(refused(nullptr, &layout, &fake, list, make));
+    CHECK(refused(data.data(), nullptr, &fake, list, make));
+    CHECK(refused(data.data(), &layout, nullptr, list, make));
+    CHECK(refused(data.data(), &layout, &fake, nullptr, make));
+    CHECK(refused(data.data(), &layout, &fake, list, nullptr));
+    layout.pieces = nullptr;
+    CHECK(refused(data.data(), &layout, &fake, list, make));
+}
+
 void test_verifying_packed() {
     Bytes payload(KVL_CHUNK + 200), source(KVL_CHUNK + 1, 3);
     kvl_piece piece = span_of(0, 16, 1);
@@ -298,5 +379,6 @@ void test_refusals() {
     test_calls();
     test_packing();
     test_packing_objects();
+    test_making_objects();
     test_verifying_packed();
 }

@@ -23,20 +23,54 @@ class _ExchangeApi(ctypes.Structure):
     )
 
 
+class Interpreter(ctypes.Structure):
+    """A `kvl_interpreter`: functions of this one."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            *("Py_IsInitialized", "PyGILState_Ensure", "PyGILState_Release"),
+            *("Py_IncRef", "Py_DecRef", "PyList_SetItem"),
+        )
+    )
+
+    @classmethod
+    def here(cls) -> Interpreter:
+        """That of this process, which is CPython."""
+        names = [name for name, *_ in cls._fields_]
+        found = (getattr(ctypes.pythonapi, name) for name in names)
+        return cls(*(ctypes.cast(function, ctypes.c_void_p) for function in found))
+
+
 def describer_of(tensor_type: type) -> int:
     """The address of the function that describes a tensor of this type as a DLTensor.
 
     It takes the address of the object, as `id` returns it, and that of the DLTensor; the caller
     holds the GIL. 0 if the framework, or this interpreter, has none.
     """
+    api = _api_of(tensor_type)
+    return api.describe or 0 if api is not None else 0
+
+
+def maker_of(tensor_type: type) -> int:
+    """The address of the function that makes a tensor of this type of a DLManagedTensorVersioned.
+
+    It takes the address of that, and where the new object's address goes; the caller holds the GIL.
+    0 if the framework, or this interpreter, has none.
+    """
+    api = _api_of(tensor_type)
+    return api.make or 0 if api is not None else 0
+
+
+def _api_of(tensor_type: type) -> _ExchangeApi | None:
     capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
     if capsule is None or sys.implementation.name != "cpython":
-        return 0
+        return None
     get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
     try:
         api = _ExchangeApi.from_address(get_pointer(capsule, _CAPSULE))
     except ValueError:  # it is no such capsule: other libraries set the attribute, too
-        return 0
-    return api.describe or 0 if api.major == MAJOR else 0
+        return None
+    return api if api.major == MAJOR else None

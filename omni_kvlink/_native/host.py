@@ -11,11 +11,12 @@ import os
 import struct
 import sys
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from omni_kvlink._native import crc32c as fallback
+from omni_kvlink._native import dlpack
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 
@@ -283,6 +284,21 @@ class PackedLayout:
         )
         return None if failed else payload
 
+    def make_objects(
+        self, data: int, nbytes: int, numbers: range, owner: object, make: int
+    ) -> list[Any]:
+        """The tensors with these numbers as views of the `nbytes` at address `data`.
+
+        There the header ends. Each view keeps `owner`, which keeps the memory. `make` is an address
+        of `dlpack.maker_of`; RuntimeError if it cannot make one.
+        NativeError if a tensor does not lie in these bytes.
+        """
+        views = [None] * len(numbers)
+        span = numbers.start, len(numbers)
+        if _held.kvl_make_objects(data, nbytes, self._address, *span, owner, views, make):
+            raise NativeError(_last_error(_load()))
+        return views
+
     def match(self, text: bytes) -> int:
         """Compare a header's JSON with the layout and its own CRC; characters of its request id.
 
@@ -354,6 +370,10 @@ def _declare(library: ctypes.CDLL) -> int:
         calls.kvl_pack_objects.argtypes = (
             *(pointer, number, number, pointer, pointer, number, pointer, pointer),
         )
+        calls.kvl_make_objects.argtypes = (
+            *(pointer, number, pointer, number, number),
+            *(ctypes.py_object, ctypes.py_object, pointer),
+        )
         calls.kvl_match.argtypes = (pointer, number, pointer)
         calls.kvl_match.restype = number
         calls.kvl_is_packed.argtypes = (
@@ -361,6 +381,8 @@ def _declare(library: ctypes.CDLL) -> int:
         )
         calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
         calls.kvl_crc32c.restype = ctypes.c_uint32
+    if sys.implementation.name == "cpython":
+        library.kvl_set_interpreter(ctypes.byref(dlpack.Interpreter.here()))
     _ = library.kvl_select
     forced = os.environ.get(ENVIRONMENT)
     if forced and version == ABI:

@@ -18,7 +18,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.scatter import scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
-from omni_kvlink.payload.views import TensorView, tensor_views
+from omni_kvlink.payload.views import TensorView, payload_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class ReceivedLayer:
         # forked while a thread held it would wait for ever.
         if self._tensors is None:
             region, manifest = self._stream.delivery.open_region(), self._manifest
-            self._tensors = tuple(tensor_views(region, manifest.tensors, manifest.header_nbytes))
+            self._tensors = tuple(payload_views(region, manifest))
         return self._tensors
 
     @property

@@ -19,7 +19,7 @@ from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.chunk_requests import read_sizes
 from omni_kvlink.payload.digests import ChunkDigest, compare
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
-from omni_kvlink.payload.views import check_view, tensor_views
+from omni_kvlink.payload.views import check_view, payload_views
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
@@ -221,7 +221,7 @@ def open_chunk(
     has_requests = "requests" in tree
     _check(manifest, *(_WITH_REQUESTS if has_requests else PLAIN_CHUNK))
     requests = _read_requests(manifest, region, tree) if has_requests else None
-    views = tensor_views(region, _chunk_specs(manifest), manifest.header_nbytes)
+    views = payload_views(region, manifest)[: 1 - len(tree)]
     data = TensorTransferData.of_views(manifest.request_id, tree["data"], views, branch.extra)
     return data, requests
 

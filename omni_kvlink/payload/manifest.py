@@ -197,10 +197,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
         """The tensors that one branch carries, in the order of the wire."""
-        if len(self.branches) == 1:
-            return self.tensors
-        numbers = next(numbers for other, numbers in self._numbers() if other is branch)
+        numbers = self.numbers_of(branch)
         return self.tensors[numbers.start : numbers.stop]
+
+    def numbers_of(self, branch: Branch) -> range:
+        """The numbers of these tensors."""
+        if len(self.branches) == 1:
+            return range(len(self.tensors))
+        return next(numbers for other, numbers in self._numbers() if other is branch)
 
     def layers(self) -> list[tuple[Branch, int, range]]:
         """Every layer that carries tensors, in the order of the wire: branch, index, numbers."""
@@ -243,6 +247,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 digests=[spec.digest for spec in self.tensors],
             )
         return template
+
+    @property
+    def packed(self) -> PackedLayout | None:
+        """The layout as the native library takes it, if other payloads have it, too; else None."""
+        template: HeaderTemplate | None = self.__dict__.get("template")
+        return None if template is None else template.packed
 
     def encode(self, digests: Sequence[str] | None = None) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces.
@@ -299,9 +309,7 @@ class Layout:
     def plan(self, request_id: str) -> Manifest:
         """What `Manifest.lay_out` returns for a payload of this layout."""
         header_nbytes = self._template.header_nbytes(len(quote_id(request_id)))
-        manifest = self._manifest(request_id, self.tensors, header_nbytes)
-        manifest.__dict__["template"] = self._template
-        return manifest
+        return self._manifest(request_id, self.tensors, header_nbytes)
 
     def header_nbytes(self, quoted_nbytes: int) -> int:
         """Bytes of a payload's header whose request id has so many as `quote_id` returns it."""
@@ -341,7 +349,7 @@ class Layout:
             branches = (msgspec.structs.replace(branch, extra={}, tree=branch.tree.copy()),)
         elif self._has_dicts:
             branches = _copied(branches)
-        return Manifest(
+        manifest = Manifest(
             request_id=request_id,
             bundle=self._bundle,
             branches=branches,
@@ -350,6 +358,8 @@ class Layout:
             nbytes=header_nbytes + self.data_nbytes,
             producer=self._producer.copy(),
         )
+        manifest.__dict__["template"] = self._template
+        return manifest
 
 
 class KnownHeader(msgspec.Struct, frozen=True, gc=False):
@@ -359,6 +369,21 @@ class KnownHeader(msgspec.Struct, frozen=True, gc=False):
     layout: Layout
     text: bytes
     """Its JSON."""
+
+    @property
+    def header_nbytes(self) -> int:
+        """Bytes of the header."""
+        return 8 + len(self.text)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors, the digits of their digests zero."""
+        return self.layout.tensors
+
+    @property
+    def packed(self) -> PackedLayout | None:
+        """The layout as the native library takes it; None if there is no library."""
+        return self.layout.packed
 
     def manifest(self) -> Manifest:
         """What it says."""

@@ -32,11 +32,11 @@ from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, pag
 from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (
     TensorView,
+    branch_views,
     check_view,
     dtype_name,
     first_tokens,
     same_bytes,
-    tensor_views,
 )
 
 if TYPE_CHECKING:
@@ -471,7 +471,7 @@ class KVCacheTransferData(PayloadBase):
     def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
         """The cache of one validated branch as views."""
         (branch,), parts = branches, PARTS[branches[0].layout]
-        views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
+        views = branch_views(manifest, branch, region)
         data = object.__new__(cls)  # a second validation would double the time
         data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
         data._blocks = {

@@ -12,7 +12,14 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import Branch, check_branches, flatten, is_nested
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
 from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
-from omni_kvlink.payload.views import TensorView, check_view, dtype_code, same_bytes, tensor_views
+from omni_kvlink.payload.views import (
+    TensorView,
+    branch_views,
+    check_view,
+    dtype_code,
+    payload_views,
+    same_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,7 +139,7 @@ class TensorTransferData(PayloadBase):
     ) -> TensorTransferData:
         """The tensors of one validated branch as views."""
         (branch,) = branches
-        views = tensor_views(region, manifest.tensors_of(branch), manifest.header_nbytes)
+        views = branch_views(manifest, branch, region)
         return cls.of_views(manifest.request_id, branch.tree or {}, views, branch.extra)
 
     @classmethod
@@ -152,11 +159,10 @@ class TensorTransferData(PayloadBase):
     @classmethod
     def of_header(cls, header: KnownHeader, region: Region) -> TensorTransferData:
         """Views of a payload whose layout `is_plain`; its manifest would take longer than they."""
-        layout = header.layout
-        views = tensor_views(region, layout.tensors, 8 + len(header.text))
+        views = payload_views(region, header)
         data = object.__new__(cls)
         data.request_id, data.metadata = header.request_id, {}
-        data._tree, data._is_nested = dict(zip(layout.names, views, strict=True)), False
+        data._tree, data._is_nested = dict(zip(header.layout.names, views, strict=True)), False
         return data
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 
-from omni_kvlink._native import host
+from omni_kvlink._native import dlpack, host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.branches import Branch
+    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
@@ -26,6 +27,9 @@ _BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 _CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _BY_CODE.items()}
 _ALL_NAMES = ", ".join(DTYPES)
+_PARTS = {torch.float16, torch.float32, torch.float64}
+"""The dtypes of a complex number's parts."""
+_MAKE = dlpack.maker_of(torch.Tensor)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -80,6 +84,28 @@ def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
 def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
     """One tensor of a payload whose data section starts at byte `data`; see `tensor_views`."""
     return tensor_views(region, [spec], data)[0]
+
+
+def branch_views(manifest: Manifest, branch: Branch, region: Region) -> list[torch.Tensor]:
+    """The tensors of one branch as views of a payload; see `payload_views`."""
+    return payload_views(region, manifest, manifest.numbers_of(branch))
+
+
+def payload_views(
+    region: Region, payload: Manifest | KnownHeader, numbers: range | None = None
+) -> list[torch.Tensor]:
+    """The tensors of a payload with these numbers, all by default, as views; see `tensor_views`.
+
+    The native library makes them in one call, if it has the layout. For each tensor that torch
+    makes, torch gives the interpreter's lock away: in a process with another busy thread it takes
+    milliseconds to get it back.
+    """
+    numbers = range(len(payload.tensors)) if numbers is None else numbers
+    data, packed = payload.header_nbytes, payload.packed
+    if packed is not None and _MAKE and region.device == "cpu":
+        span = region.address + data, region.nbytes - data
+        return packed.make_objects(*span, numbers, region.span, _MAKE)
+    return tensor_views(region, payload.tensors[numbers.start : numbers.stop], data)
 
 
 def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:
@@ -138,7 +164,7 @@ def dense_addresses(views: Sequence[TensorView], specs: Sequence[TensorSpec]) ->
         return None
     addresses = list[int]()
     for view, spec in zip(views, specs, strict=True):
-        if not isinstance(view, torch.Tensor) or not view.is_cpu or view.is_neg():
+        if not isinstance(view, torch.Tensor) or not view.is_cpu or _is_negated(view):
             return None
         if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
             return None
@@ -197,7 +223,7 @@ def packed_view(view: TensorView) -> host.PackedView:
         return _packed_pages(view.pool, view.block_table)
     if _is_flat(view):
         return host.packed_flat_view(view.data_ptr(), view.nbytes)
-    if view.is_neg() or view.dim() > host.DIMS:
+    if _is_negated(view) or view.dim() > host.DIMS:
         return ()
     size, storage = view.element_size(), view.untyped_storage()
     return host.packed_view(
@@ -213,7 +239,7 @@ def packed_view(view: TensorView) -> host.PackedView:
 def _packed_pages(pool: torch.Tensor, table: BlockTable) -> host.PackedView:
     size = pool.element_size()
     template = _paged_template(pool.shape, pool.stride(), size, len(table.index), table.by_slot)
-    if not template or pool.is_neg():
+    if not template or _is_negated(pool):
         return ()
     storage, offset = pool.untyped_storage(), int(pool.storage_offset()) * size
     return host.packed_view_at(
@@ -249,7 +275,15 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    return not tensor.is_neg() and tensor.is_contiguous()
+    return not _is_negated(tensor) and tensor.is_contiguous()
+
+
+def _is_negated(tensor: torch.Tensor) -> bool:
+    """Whether torch negates the bytes in memory when they are read, as those of `x.conj().imag`.
+
+    `is_neg` alone would tell it of every dtype, and give the interpreter's lock away for it.
+    """
+    return tensor.dtype in _PARTS and tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
