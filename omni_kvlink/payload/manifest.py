@@ -250,8 +250,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def packed(self) -> PackedLayout | None:
-        """The layout as the native library takes it, if other payloads have it, too; else None."""
-        template: HeaderTemplate | None = self.__dict__.get("template")
+        """The layout as the native library takes it; None if it is not known, or has no library."""
+        template: HeaderTemplate | None = self.__dict__.get("known", self.__dict__.get("template"))
         return None if template is None else template.packed
 
     def encode(self, digests: Sequence[str] | None = None) -> bytes:
@@ -309,7 +309,9 @@ class Layout:
     def plan(self, request_id: str) -> Manifest:
         """What `Manifest.lay_out` returns for a payload of this layout."""
         header_nbytes = self._template.header_nbytes(len(quote_id(request_id)))
-        return self._manifest(request_id, self.tensors, header_nbytes)
+        manifest = self._manifest(request_id, self.tensors, header_nbytes)
+        manifest.__dict__["template"] = self._template
+        return manifest
 
     def header_nbytes(self, quoted_nbytes: int) -> int:
         """Bytes of a payload's header whose request id has so many as `quote_id` returns it."""
@@ -358,7 +360,8 @@ class Layout:
             nbytes=header_nbytes + self.data_nbytes,
             producer=self._producer.copy(),
         )
-        manifest.__dict__["template"] = self._template
+        # Not as its template: a caller may modify the metadata, and encode it.
+        manifest.__dict__["known"] = self._template
         return manifest
 
 

@@ -252,6 +252,16 @@ def small() -> tuple[Manifest, bytes]:
     return Manifest.decode(header, plan.nbytes), header
 
 
+def test_metadata_that_was_received_may_be_modified() -> None:
+    """And encoded; the next payload of the layout has what was sent."""
+    first, header = small()
+    known = Manifest.decode(header, first.nbytes)
+    assert known.branches[0].extra == first.branches[0].extra
+    known.branches[0].extra["k"] = [7]
+    assert Manifest.decode(known.encode(), known.nbytes).branches[0].extra == {"k": [7]}
+    assert Manifest.decode(header, first.nbytes) == first
+
+
 def test_no_changed_byte_is_accepted() -> None:
     manifest, header = small()
     for at in range(len(header)):
