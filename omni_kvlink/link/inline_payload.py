@@ -42,13 +42,12 @@ def pack_known(data: Payload, layout: Layout, copier: Copier, limit: int) -> byt
     return payload
 
 
-def record(ledger: Ledger, payload: bytes, data_nbytes: int, seconds: float) -> None:
-    """Record that a payload with `data_nbytes` behind its header was packed in so many seconds.
-
-    It has the phases of every put; `reserve` and `publish` take no time yet.
-    """
+def record(
+    ledger: Ledger, payload: bytes, data_nbytes: int, *, copy: float, publish: float = 0.0
+) -> None:
+    """Record what a payload with `data_nbytes` behind its header took; seconds of each phase."""
     ledger.nbytes, ledger.copies = len(payload), int(data_nbytes > 0)
-    ledger.seconds |= {"reserve": 0.0, "copy": seconds, "publish": 0.0}
+    ledger.seconds |= {"reserve": 0.0, "copy": copy, "publish": publish}
 
 
 def _pass_points() -> None:

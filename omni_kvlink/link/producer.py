@@ -104,7 +104,7 @@ class KVProducer(LinkEnd):
         started = time.perf_counter()
         found = self._layout_or_plan(data, with_digests)
         if isinstance(found, Layout) and not (direct or background):
-            receipt = self._put_known(data, found, with_digests, readers, ttl, started)
+            receipt = self._put_known(data, found, with_digests, (readers, ttl), started)
             if receipt is not None:
                 return receipt
         ledger = self._describe(Ledger(), data, with_digests)
@@ -210,7 +210,7 @@ class KVProducer(LinkEnd):
                     return None
                 payload = pack_inline(plan, self._copier, views)
             ledger.seconds["plan"] = planned - started
-            record(ledger, payload, found.data_nbytes, time.perf_counter() - planned)
+            record(ledger, payload, found.data_nbytes, copy=time.perf_counter() - planned)
             packed[key] = payload
             ledgers.append(ledger)
         return self._end.publish_inline_many(
@@ -324,9 +324,8 @@ class KVProducer(LinkEnd):
         head = stream.head(StreamPosition().encode())
         ledger, plan = self._describe(Ledger(), head, with_digests), head.plan(digests=with_digests)
         put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
-        lease = self._end.reserve(
-            plan.request_id, plan.nbytes, timeout=limit, draft=plan.header_nbytes
-        )
+        key, draft = plan.request_id, plan.header_nbytes
+        lease = self._end.reserve(key, plan.nbytes, timeout=limit, draft=draft)
         return AppendStream(stream, put, lease, window=window)
 
     def fail(self, request_id: str, reason: str) -> None:
@@ -354,8 +353,7 @@ class KVProducer(LinkEnd):
         """Write into a ledger what is known of a put before it begins; return the ledger."""
         ledger.copier, ledger.instructions = self._copier.name, self._copier.features
         ledger.digests = "crc32c" if digests else "off"
-        if not isinstance(data, Manifest):
-            ledger.reused_nbytes = data.reused_nbytes
+        ledger.reused_nbytes = 0 if isinstance(data, Manifest) else data.reused_nbytes
         return ledger
 
     def _layout_or_plan(self, data: Payload, digests: bool) -> Layout | Manifest:
@@ -369,19 +367,12 @@ class KVProducer(LinkEnd):
         return data.plan(digests=digests, capacity=allocation.capacity)
 
     def _put_known(
-        self,
-        data: Payload,
-        layout: Layout,
-        digests: bool,
-        readers: int,
-        ttl: float,
-        started: float,
+        self, data: Payload, layout: Layout, digests: bool, to: tuple[int, float], started: float
     ) -> Receipt | None:
-        """Put a payload inside its offers; None if it is too long for that, or needs a plan."""
-        planned, limit = time.perf_counter(), self._end.inline_limit
-        if layout.data_nbytes >= limit:
-            return None
-        payload = pack_known(data, layout, self._copier, limit)
+        """Put a payload inside offers to so many readers for so many seconds, or return None."""
+        planned, limit, (readers, ttl) = time.perf_counter(), self._end.inline_limit, to
+        is_small = layout.data_nbytes < limit
+        payload = pack_known(data, layout, self._copier, limit) if is_small else None
         if payload is None:
             return None
         ledger, packed = Ledger(), time.perf_counter()
@@ -390,17 +381,16 @@ class KVProducer(LinkEnd):
         )
         # Only now: a reader may sleep until it has the offer.
         self._describe(ledger, data, digests).seconds["plan"] = planned - started
-        record(ledger, payload, layout.data_nbytes, packed - planned)
-        ledger.seconds["publish"] = time.perf_counter() - packed
+        publish = time.perf_counter() - packed
+        record(ledger, payload, layout.data_nbytes, copy=packed - planned, publish=publish)
         return receipt
 
     def _reserve(
         self, plan: Manifest, timeout: float, ledger: Ledger, *, draft: int
     ) -> tuple[Lease, Allocation | None]:
         with ledger.phase("reserve"):
-            allocation = self._allocations.get(plan.request_id)
+            key, allocation = plan.request_id, self._allocations.get(plan.request_id)
             if allocation is None:
-                key = plan.request_id
                 return self._end.reserve(key, plan.nbytes, timeout=timeout, draft=draft), None
             lease = allocation.take()
             lease.shrink(plan.nbytes)
@@ -524,8 +514,8 @@ class PutOperation:
             ledger=ledger,
             stream=self.stream,
         )
-        record(ledger, payload, plan.data_nbytes, packed - started)
-        ledger.seconds["publish"] = time.perf_counter() - packed
+        publish = time.perf_counter() - packed
+        record(ledger, payload, plan.data_nbytes, copy=packed - started, publish=publish)
         return receipt
 
     def put_chunk(
