@@ -9,7 +9,7 @@
 #include "job.h"
 #include "kernel.h"
 #include "kvlink.h"
-#include "objects.h"
+#include "tensor_views.h"
 
 namespace kvl {
 namespace {
@@ -129,14 +129,14 @@ int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_l
     });
 }
 
-int kvl_pack_objects(void *payload, uint64_t nbytes, uint64_t header_nbytes,
+int kvl_pack_tensors(void *payload, uint64_t nbytes, uint64_t header_nbytes,
                      const kvl_layout *layout, const char *id, uint64_t id_nbytes,
                      void *const *objects, kvl_describe describe) {
     return kvl::guarded(nullptr, [&](kvl_report &current) {
         if (!payload || !layout || !id || !describe || (!objects && layout->count) ||
             (!layout->pieces && layout->count))
             kvl::fail(KVL_EARGUMENT, "a null pointer");
-        bool is_packed = kvl::pack_objects(static_cast<char *>(payload), nbytes, header_nbytes,
+        bool is_packed = kvl::pack_tensors(static_cast<char *>(payload), nbytes, header_nbytes,
                                            *layout, id, id_nbytes, objects, describe, current.copy);
         return is_packed ? KVL_OK : KVL_EUNSUPPORTED;
     });
@@ -146,13 +146,13 @@ void kvl_set_interpreter(const kvl_interpreter *interpreter) {
     if (interpreter) kvl::set_interpreter(*interpreter);
 }
 
-int kvl_make_objects(void *data, uint64_t nbytes, const kvl_layout *layout, uint64_t first,
-                     uint64_t count, void *owner, void *list, kvl_make make) {
+int kvl_make_views(void *data, uint64_t nbytes, const kvl_layout *layout, uint64_t first,
+                   uint64_t count, void *owner, void *list, kvl_make make) {
     return kvl::guarded(nullptr, [&](kvl_report &current) {
         if (!data || !layout || !owner || !list || !make || (!layout->pieces && layout->count))
             kvl::fail(KVL_EARGUMENT, "a null pointer");
-        return kvl::make_objects(static_cast<char *>(data), nbytes, *layout, first, count, owner,
-                                 list, make, current.copy);
+        return kvl::make_views(static_cast<char *>(data), nbytes, *layout, first, count, owner,
+                               list, make, current.copy);
     });
 }
 

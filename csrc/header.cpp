@@ -136,10 +136,10 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
     write_digits(before + layout.crc, crc32c(0, before, space));
 }
 
-bool pack_objects(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
+bool pack_tensors(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
                   const char *id, uint64_t id_nbytes, void *const *objects, kvl_describe describe,
                   uint64_t &piece) {
-    if (layout.count > KVL_MAX_OBJECTS || !id_nbytes || id_nbytes > KVL_MAX_ID) return false;
+    if (layout.count > KVL_MAX_TENSORS || !id_nbytes || id_nbytes > KVL_MAX_ID) return false;
     char quoted[KVL_MAX_ID + 2 * kQuoteBytes];
     memcpy(quoted, kQuote, kQuoteBytes);
     for (uint64_t i = 0; i < id_nbytes; i++) {
@@ -147,7 +147,7 @@ bool pack_objects(char *payload, uint64_t nbytes, uint64_t header_nbytes, const 
         quoted[kQuoteBytes + i] = id[i];
     }
     memcpy(quoted + kQuoteBytes + id_nbytes, kQuote, kQuoteBytes);
-    const void *sources[KVL_MAX_OBJECTS];
+    const void *sources[KVL_MAX_TENSORS];
     for (uint64_t i = 0; i < layout.count; i++) {
         DenseTensor tensor;
         if (describe(objects[i], &tensor) || !is_dense(tensor, layout.pieces[i])) return false;

@@ -14,8 +14,8 @@ void pack(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layo
           const char *quoted_id, uint64_t quoted_id_nbytes, const void *const *sources,
           uint64_t &piece);
 
-// See `kvl_pack_objects`. False, without a failure, if it is unsupported.
-bool pack_objects(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
+// See `kvl_pack_tensors`. False, without a failure, if it is unsupported.
+bool pack_tensors(char *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout &layout,
                   const char *id, uint64_t id_nbytes, void *const *objects, kvl_describe describe,
                   uint64_t &piece);
 

@@ -98,7 +98,7 @@ typedef struct kvl_layout {
 } kvl_layout;
 
 #define KVL_MAX_ID 1024
-#define KVL_MAX_OBJECTS 256
+#define KVL_MAX_TENSORS 256
 
 /* Describe an object, a tensor of a caller's framework, as the DLTensor at `tensor`; return 0, or
  * another number if that is not possible. It is `dltensor_from_py_object_no_sync` of a DLPack
@@ -159,8 +159,8 @@ KVL_API int kvl_pack(void *payload, uint64_t nbytes, uint64_t header_nbytes,
 /* Do what `kvl_pack` does with the layout's tensors as objects that `describe` knows, and with the
  * request id as it is. KVL_EUNSUPPORTED, and nothing is written, unless all are contiguous tensors
  * on the host, of the layout's dtypes and sizes, and the request id is one that `kvl_match` finds;
- * also for more than KVL_MAX_OBJECTS tensors. */
-KVL_API int kvl_pack_objects(void *payload, uint64_t nbytes, uint64_t header_nbytes,
+ * also for more than KVL_MAX_TENSORS tensors. */
+KVL_API int kvl_pack_tensors(void *payload, uint64_t nbytes, uint64_t header_nbytes,
                              const kvl_layout *layout, const char *id, uint64_t id_nbytes,
                              void *const *objects, kvl_describe describe);
 
@@ -175,7 +175,7 @@ typedef struct kvl_interpreter {
     int (*set_item)(void *list, int64_t index, void *object);
 } kvl_interpreter;
 
-/* Set the interpreter of `kvl_make_objects`; once, before its first call. */
+/* Set the interpreter of `kvl_make_views`; once, before its first call. */
 KVL_API void kvl_set_interpreter(const kvl_interpreter *interpreter);
 
 /* Make an object of the DLManagedTensorVersioned at `tensor`, which it takes; return 0, or another
@@ -187,8 +187,8 @@ typedef int (*kvl_make)(void *tensor, void **object);
  * until it is freed itself, whatever thread does that. The caller holds the interpreter's lock.
  * KVL_EUNSUPPORTED if one cannot be made: the interpreter has the error then, and the list the
  * objects before it. */
-KVL_API int kvl_make_objects(void *data, uint64_t nbytes, const kvl_layout *layout, uint64_t first,
-                             uint64_t count, void *owner, void *list, kvl_make make);
+KVL_API int kvl_make_views(void *data, uint64_t nbytes, const kvl_layout *layout, uint64_t first,
+                           uint64_t count, void *owner, void *list, kvl_make make);
 
 /* Compare a header's text, without its length field, with a layout and with its own CRC. Return the
  * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id of

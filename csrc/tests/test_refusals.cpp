@@ -188,7 +188,7 @@ int describe(void *object, void *tensor) {
     return static_cast<kvl::DenseTensor *>(object)->data ? 0 : -1;
 }
 
-void test_packing_objects() {
+void test_packing_tensors() {
     Bytes source(30, 3), by_address(60), payload(60, 7);
     int64_t sizes[]{4, 1, 2}, strides[]{2, 9, 1}, other_sizes[]{2, 2, 2};
     uint64_t bfloat16 = 4 | 16 << 8 | 1 << 16;
@@ -200,7 +200,7 @@ void test_packing_objects() {
     kvl::DenseTensor tensor = right;
     void *objects[]{&tensor};
     auto pack = [&](const std::string &id) {
-        return kvl_pack_objects(payload.data(), 27 + id.size() + 20, 27 + id.size() + 4, &layout,
+        return kvl_pack_tensors(payload.data(), 27 + id.size() + 20, 27 + id.size() + 4, &layout,
                                 id.data(), id.size(), objects, describe);
     };
     auto refused = [&] {
@@ -230,7 +230,7 @@ void test_packing_objects() {
     for (const char *id : {"", "a b", "\"", "\xc3\xa9"}) CHECK(pack(id) == KVL_EUNSUPPORTED);
     CHECK(pack(std::string(KVL_MAX_ID + 1, 'x')) == KVL_EUNSUPPORTED);
     CHECK(payload == Bytes(60, 7));
-    layout.count = KVL_MAX_OBJECTS + 1;
+    layout.count = KVL_MAX_TENSORS + 1;
     CHECK(refused());
     layout.count = 1;
     CHECK(pack("id") == KVL_OK);
@@ -241,7 +241,7 @@ void test_packing_objects() {
     CHECK(pack("id") == KVL_OK);
     CHECK(payload == by_address);
     auto call = [&](void *to, const kvl_layout *of, const char *id, void **from, kvl_describe by) {
-        return kvl_pack_objects(to, 49, 33, of, id, 2, from, by);
+        return kvl_pack_tensors(to, 49, 33, of, id, 2, from, by);
     };
     uint8_t *to = payload.data();
     CHECK(call(nullptr, &layout, "id", objects, describe) == KVL_EARGUMENT);
@@ -249,7 +249,7 @@ void test_packing_objects() {
     CHECK(call(to, &layout, nullptr, objects, describe) == KVL_EARGUMENT);
     CHECK(call(to, &layout, "id", nullptr, describe) == KVL_EARGUMENT);
     CHECK(call(to, &layout, "id", objects, nullptr) == KVL_EARGUMENT);
-    CHECK(kvl_pack_objects(to, 48, 33, &layout, "id", 2, objects, describe) == KVL_EBOUNDS);
+    CHECK(kvl_pack_tensors(to, 48, 33, &layout, "id", 2, objects, describe) == KVL_EBOUNDS);
     layout.pieces = nullptr;
     CHECK(call(to, &layout, "id", objects, describe) == KVL_EARGUMENT);
 }
@@ -277,7 +277,7 @@ int make(void *tensor, void **object) {
     return fake.made++ < fake.most ? 0 : -1;
 }
 
-void test_making_objects() {
+void test_making_views() {
     Bytes data(64);
     int64_t sizes[]{3, 1, 2};
     kvl_piece pieces[]{span_of(0, 4, KVL_NO_DIGEST),
@@ -286,8 +286,7 @@ void test_making_objects() {
     kvl_layout layout{"", 0, 0, "", 0, 0, 0, pieces, 3};
     void *list[3]{};
     auto call = [&](uint64_t nbytes, uint64_t first, uint64_t count) {
-        return kvl_make_objects(data.data(), nbytes, &layout, first, count, &fake.owners, list,
-                                make);
+        return kvl_make_views(data.data(), nbytes, &layout, first, count, &fake.owners, list, make);
     };
     CHECK(call(64, 0, 3) == KVL_EARGUMENT);  // no interpreter
     kvl_set_interpreter(nullptr);
@@ -324,7 +323,7 @@ void test_making_objects() {
     lost->deleter(lost);
     CHECK(fake.owners == 1);  // the second's, which was freed when the interpreter had ended
     auto refused = [&](void *to, const kvl_layout *of, void *owner, void *into, kvl_make by) {
-        return kvl_make_objects(to, 64, of, 0, 1, owner, into, by) == KVL_EARGUMENT;
+        return kvl_make_views(to, 64, of, 0, 1, owner, into, by) == KVL_EARGUMENT;
     };
     CHECK(refused(nullptr, &layout, &fake, list, make));
     CHECK(refused(data.data(), nullptr, &fake, list, make));
@@ -378,7 +377,7 @@ void test_refusals() {
     test_overlaps();
     test_calls();
     test_packing();
-    test_packing_objects();
-    test_making_objects();
+    test_packing_tensors();
+    test_making_views();
     test_verifying_packed();
 }

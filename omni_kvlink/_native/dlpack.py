@@ -9,7 +9,7 @@ import ctypes
 import sys
 
 MAJOR = 1
-"""The version whose DLTensor the native library reads."""
+"""DLPack's major version whose DLTensor the native library reads."""
 _CAPSULE = b"dlpack_exchange_api"
 
 

@@ -260,7 +260,7 @@ class PackedLayout:
             raise CopyFailed(_last_error(_load()), status, Report())
         return payload
 
-    def pack_objects(
+    def pack_tensors(
         self,
         nbytes: int,
         header_nbytes: int,
@@ -278,13 +278,13 @@ class PackedLayout:
             return None
         payload = bytes(nbytes)  # nobody else has it while the library writes to it
         addresses = self._addresses.pack(*map(id, objects))
-        failed = _held.kvl_pack_objects(
+        failed = _held.kvl_pack_tensors(
             *(payload, nbytes, header_nbytes, self._address),
             *(request_id, len(request_id), addresses, describe),
         )
         return None if failed else payload
 
-    def make_objects(
+    def make_views(
         self, data: int, nbytes: int, numbers: range, owner: object, make: int
     ) -> list[Any]:
         """The tensors with these numbers as views of the `nbytes` at address `data`.
@@ -295,7 +295,7 @@ class PackedLayout:
         """
         views = [None] * len(numbers)
         span = numbers.start, len(numbers)
-        if _held.kvl_make_objects(data, nbytes, self._address, *span, owner, views, make):
+        if _held.kvl_make_views(data, nbytes, self._address, *span, owner, views, make):
             raise NativeError(_last_error(_load()))
         return views
 
@@ -367,10 +367,10 @@ def _declare(library: ctypes.CDLL) -> int:
         calls.kvl_gather_dense.argtypes = (pointer, number, number, pointer, number, ctypes.c_int)
         calls.kvl_gather_dense.restype = ctypes.c_int64
         calls.kvl_pack.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
-        calls.kvl_pack_objects.argtypes = (
+        calls.kvl_pack_tensors.argtypes = (
             *(pointer, number, number, pointer, pointer, number, pointer, pointer),
         )
-        calls.kvl_make_objects.argtypes = (
+        calls.kvl_make_views.argtypes = (
             *(pointer, number, pointer, number, number),
             *(ctypes.py_object, ctypes.py_object, pointer),
         )

@@ -142,7 +142,7 @@ class NativeCopier(Copier):
             return None  # `x.conj().imag` is negated when it is read; no other dtype ever is
         request = request_id.encode()
         try:
-            return packed.pack_objects(nbytes, header_nbytes, request, sources, self._describe)
+            return packed.pack_tensors(nbytes, header_nbytes, request, sources, self._describe)
         except RuntimeError:  # torch cannot describe one
             return None
 

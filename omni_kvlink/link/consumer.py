@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
@@ -308,6 +308,7 @@ class Received:
 
     data: Payload
     _header: Manifest | KnownHeader
+    _ledger: Ledger | None = None
 
     def __init__(
         self,
@@ -337,16 +338,18 @@ class Received:
             delivery.release_unread()
             raise
 
-    @cached_property
+    @property
     def ledger(self) -> Ledger:
         """Bytes, copies and seconds that it took to receive the payload; made on first access."""
-        plan, (started, arrived, opened) = self._whole_manifest(), self._times
-        return Ledger(
-            nbytes=plan.nbytes,
-            copies=self._delivery.copies,
-            digests="crc32c" if plan.has_digests else "off",
-            seconds={"wait": arrived - started, "view": opened - arrived},
-        )
+        if self._ledger is None:  # a `cached_property` has a lock, which a fork may leave locked
+            plan, (started, arrived, opened) = self._whole_manifest(), self._times
+            self._ledger = Ledger(
+                nbytes=plan.nbytes,
+                copies=self._delivery.copies,
+                digests="crc32c" if plan.has_digests else "off",
+                seconds={"wait": arrived - started, "view": opened - arrived},
+            )
+        return self._ledger
 
     @property
     def manifest(self) -> Manifest:

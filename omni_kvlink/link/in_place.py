@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def gather_into(
     copier: Copier, views: Sequence[TensorView], plan: Manifest, lease: Lease
 ) -> tuple[list[str], bool]:
-    """Copy tensors into a payload, except those in their places; return digests, and if any was.
+    """Copy tensors into a payload, except those in their places.
+
+    Returns the digests of all, and whether any tensor was copied.
 
     SchemaError if a tensor is not what the plan says, or lies in another tensor's place.
     """

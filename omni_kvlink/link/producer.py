@@ -344,7 +344,7 @@ class KVProducer(LinkEnd):
         self._allocations.clear()  # they would keep the memory for as long as the closed link
 
     def _begin(self, digests: bool | None) -> bool:
-        """Begin a call: whether its payloads have digests. ClosedError if the link was closed."""
+        """Check that the link is open; return whether the call's payloads have digests."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
         return self._digests if digests is None else digests

@@ -118,7 +118,7 @@ class HeaderTemplate:
         return _digests(self._blank)
 
     def header_nbytes(self, quoted_nbytes: int) -> int:
-        """Bytes of the header, its length included, with a request id that `quote_id` quotes so."""
+        """Bytes of the header whose request id has `quoted_nbytes` bytes after `quote_id`."""
         return -(-(self._fixed + quoted_nbytes) // ALIGN) * ALIGN
 
     def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import platform
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -314,14 +313,14 @@ class Layout:
         return manifest
 
     def header_nbytes(self, quoted_nbytes: int) -> int:
-        """Bytes of a payload's header whose request id has so many as `quote_id` returns it."""
+        """Bytes of a header whose request id has `quoted_nbytes` bytes after `quote_id`."""
         return self._template.header_nbytes(quoted_nbytes)
 
     def header(self, request_id: str, digests: Sequence[str]) -> bytes:
         """What `plan(request_id).with_digests(digests).encode()` returns."""
         return self._template.render(request_id, digests)
 
-    @cached_property
+    @property
     def packed(self) -> PackedLayout | None:
         """The layout as the native library takes it; None if there is no library."""
         return self._template.packed
@@ -389,7 +388,7 @@ class KnownHeader(msgspec.Struct, frozen=True, gc=False):
         return self.layout.packed
 
     def manifest(self) -> Manifest:
-        """What it says."""
+        """The manifest of this header."""
         return self.layout.manifest(self.request_id, self.text)
 
 

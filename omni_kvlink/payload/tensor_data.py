@@ -158,7 +158,7 @@ class TensorTransferData(PayloadBase):
 
     @classmethod
     def of_header(cls, header: KnownHeader, region: Region) -> TensorTransferData:
-        """Views of a payload whose layout `is_plain`; its manifest would take longer than they."""
+        """A payload whose layout `is_plain`, as views; without its manifest, which takes longer."""
         views = payload_views(region, header)
         data = object.__new__(cls)
         data.request_id, data.metadata = header.request_id, {}

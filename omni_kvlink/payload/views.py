@@ -28,7 +28,7 @@ _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 _CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _BY_CODE.items()}
 _ALL_NAMES = ", ".join(DTYPES)
 _PARTS = {torch.float16, torch.float32, torch.float64}
-"""The dtypes of a complex number's parts."""
+"""The dtypes of `x.imag` of a complex tensor."""
 _MAKE = dlpack.maker_of(torch.Tensor)
 
 
@@ -104,7 +104,7 @@ def payload_views(
     data, packed = payload.header_nbytes, payload.packed
     if packed is not None and _MAKE and region.device == "cpu":
         span = region.address + data, region.nbytes - data
-        return packed.make_objects(*span, numbers, region.span, _MAKE)
+        return packed.make_views(*span, numbers, region.span, _MAKE)
     return tensor_views(region, payload.tensors[numbers.start : numbers.stop], data)
 
 

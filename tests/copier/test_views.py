@@ -121,7 +121,7 @@ def test_they_may_be_dropped_without_the_interpreters_lock() -> None:
     assert packed is not None
     assert address is not None
     sizes = region.address + data, region.nbytes - data
-    assert packed.make_objects(*sizes, range(1), owner, address) == [None]
+    assert packed.make_views(*sizes, range(1), owner, address) == [None]
     del region, owner
     gc.collect()
     assert span() is not None

@@ -65,7 +65,7 @@ class Session(ABC):
     incarnation: str
     is_closed = False
     has_inline = True
-    """Whether the last payload came inside its offer; if not, a get makes no memory ahead."""
+    """Whether the last payload came inside its offer; if not, a get allocates nothing before."""
     _loop: EventLoop
     """The loop in which `close` may be called."""
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "objects.h"
+#include "tensor_views.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -56,8 +56,8 @@ OwnedTensor *make_owned(char *data, const kvl_piece &piece, void *owner) {
 
 void set_interpreter(const kvl_interpreter &found) { interpreter = found; }
 
-int make_objects(char *data, uint64_t nbytes, const kvl_layout &layout, uint64_t first,
-                 uint64_t count, void *owner, void *list, kvl_make make, uint64_t &number) {
+int make_views(char *data, uint64_t nbytes, const kvl_layout &layout, uint64_t first,
+               uint64_t count, void *owner, void *list, kvl_make make, uint64_t &number) {
     if (!interpreter.is_initialized) fail(KVL_EARGUMENT, "no interpreter is set");
     if (first > layout.count || count > layout.count - first)
         fail(KVL_EARGUMENT, "tensors that the layout does not have");

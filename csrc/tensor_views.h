@@ -11,8 +11,8 @@ namespace kvl {
 // See `kvl_set_interpreter`.
 void set_interpreter(const kvl_interpreter &interpreter);
 
-// See `kvl_make_objects`. `number` is that of the tensor that is made.
-int make_objects(char *data, uint64_t nbytes, const kvl_layout &layout, uint64_t first,
-                 uint64_t count, void *owner, void *list, kvl_make make, uint64_t &number);
+// See `kvl_make_views`. `number` is that of the tensor that is made.
+int make_views(char *data, uint64_t nbytes, const kvl_layout &layout, uint64_t first,
+               uint64_t count, void *owner, void *list, kvl_make make, uint64_t &number);
 
 }  // namespace kvl
