@@ -122,6 +122,10 @@ FORBIDDEN_EXCEPT = {
         "a waiting thread is woken, it does not poll",
         {"connectors.runtime.fault_points", "testing", "bench"},
     ),
+    r"@(functools\.)?cached_property\b": (
+        "before Python 3.12 all objects share its lock, which a fork may leave locked",
+        {"models.bagel.tokenizer"},
+    ),
     r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.views"}),
 }
 """Patterns that only the named files and folders may contain."""
