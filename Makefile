@@ -9,7 +9,7 @@ export PIP_NO_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
-	lint format mutants fuzz asan asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
+	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
@@ -89,8 +89,8 @@ define sharing_torch
 endef
 
 # Not in `test`: transformers, one environment a version, which sees the torch of $(VENV).
-HF_VERSIONS := 4.50.3 4.57.6 5.23.0
-HF_TESTS := tests/adapters/test_hf.py tests/adapters/test_hf_absent.py \
+HF_VERSIONS := 4.50.3 4.57.6 5.24.0
+HF_TESTS := $(wildcard tests/adapters/test_hf*.py) \
 	tests/e2e/test_transformers.py tests/e2e/test_pd_transformers.py tests/e2e/test_thinker_talker.py \
 	tests/models/bagel/test_against_transformers.py
 
@@ -115,7 +115,7 @@ test-diffusers: .venv-diffusers/.ready
 
 .venv-diffusers/.ready: $(VENV)/.ready
 	$(sharing_torch)
-	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.23.0 \
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.24.0 \
 		cache-dit==1.5.3
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps peft==0.21.2 accelerate==1.15.0
 	touch $@
@@ -186,6 +186,16 @@ asan-vllm: .venv-vllm/$(VLLM)/.ready
 		ASAN_OPTIONS=detect_leaks=0 FAKE_CUDA_FLAGS="-g -fsanitize=address" \
 		.venv-vllm/$(VLLM)/bin/python -m pytest -W ignore::DeprecationWarning -m "not gpu" \
 		tests/integrations/vllm/test_vllm_device.py $(ARGS)
+
+# Tensors that change before a put, with borders around torch's memory, which the library watches, too.
+asan-tensors: $(VENV)/.ready
+	rm -rf build/asan-tensors
+	OMNI_KVLINK_CUDA=off CXXFLAGS="-g -O1 -fsanitize=address" \
+		$(BIN)/python setup.py -q build --build-lib build/asan-tensors
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan-tensors \
+		$(BIN)/pytest $(PARALLEL) tests/payload/test_tensor_memory.py \
+		tests/payload/test_changes_at_every_line.py $(ARGS)
 
 tsan:
 	mkdir -p build

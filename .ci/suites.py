@@ -37,10 +37,10 @@ SLOW = "test-all"
 SOURCES = ("lint", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
-TESTS = ("test", SLOW, "test-ucx")
+TESTS = ("test", SLOW, "asan-tensors", "test-ucx")
 VLLM = ("test-vllm", "asan-vllm")
 HOSTS = (
-    "test-hf-5.23.0",
+    "test-hf-5.24.0",
     "test-hf-4.57.6",
     "test-vllm-omni",
     "test-ray",

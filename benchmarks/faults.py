@@ -1,17 +1,23 @@
-"""Transfers payloads between processes that meet random faults, and judges what each of them saw.
+"""Transfers payloads between processes that meet random faults, and judges every receipt.
 
-    python benchmarks/faults.py [--faults 100] [--seed 0] [--connector NAME …] [--json FILE]
+    python benchmarks/faults.py [--faults 100] [--seed 0] [--connector NAME …] [--feature NAME …]
+                                [--kind NAME …] [--run SEED] [--logs DIR] [--json FILE]
 
 A producer and two readers of each connector are killed and restarted, stopped for up to a second,
 left without a free descriptor for a moment (not over zmq+ipc and ucx: libzmq and UCX end a process
-that has none), or, by root, with so little memory that the kernel ends most, in random order. Every
-reader compares the SHA-256 of the bytes that it got with that of the bytes that were put. The
-judge, in `tests/network/evidence.py`, reads the logs of all processes, also of those that were
-killed: each payload was read by each of its readers once, or its receipt says no; nothing hung; no
+that has none), or, by root, with so little memory that the kernel ends most, in random order. They
+use every feature of the library, and leave on their own, too: a reader by an exception, a timeout,
+`break`, `release_unread` or its death at any chunk, a producer by an exception in its block.
+
+Every reader compares the SHA-256 of the bytes that it got with that of the bytes that were put, and
+writes down what it has seen before it leaves. The judge, in `tests/network/evidence.py`, reads the
+logs of all processes, also of those that were killed: what a receipt says was released, was read by
+so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung; no
 memory stayed in use; no descriptor, mapping or socket's file was left. Exit status 1 if not.
 
-No disk is filled: payloads are in memory that no disk holds. `inproc` has one process: a fault of
-it is one of both sides.
+Each problem is printed with its seed; `--run SEED --connector NAME` repeats that campaign. No disk
+is filled: payloads are in memory that no disk holds. `inproc` has one process: a fault of it is one
+of both sides.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -36,9 +43,11 @@ from campaign import (  # noqa: E402
     Fault,
     Forker,
     address,
+    lookup_addresses,
     memory_controller,
 )
 from evidence import contradictions  # noqa: E402
+from features import FEATURES, PLAIN, feature_of, runs_over  # noqa: E402
 
 from omni_kvlink import UnavailableError  # noqa: E402
 from omni_kvlink.bench import machine, report  # noqa: E402
@@ -47,13 +56,33 @@ from omni_kvlink.connectors.registry import backend  # noqa: E402
 CONNECTORS = ("shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "ucx", "auto")
 NOT_RUN = {("zmq+ipc", "descriptors"), ("ucx", "descriptors")}
 """Kinds of faults that the library beneath a connector does not survive."""
-FAULTS = 8
+FAULTS = 24
 """Of one campaign."""
 KEYS = 120
+LEAVES = 0.3
+"""How often a reader leaves a payload unread."""
+LOST = "lost: "
+"""What is untrue also in a campaign that did not come to its end."""
+POOR = ("descriptors", "memory")
+"""Faults in which any call of a process may fail: it is asked for plain payloads only."""
 
 
-def run(forker: Forker, connector: str, seed: str, faults: list[Fault]) -> dict[str, Any]:
-    """One campaign; what was read, and what contradicts the promises."""
+def run(
+    forker: Forker,
+    connector: str,
+    seed: str,
+    kinds: list[str],
+    count: int,
+    features: list[str],
+    keep: str | None,
+) -> dict[str, Any]:
+    """One campaign, which the seed decides; what was read, and what contradicts the promises.
+
+    The logs of one that found a problem are copied into the directory `keep`.
+    """
+    rng, names = random.Random(seed), [PRODUCER, *READERS]
+    faults: list[Fault] = [(rng.choice(kinds), rng.choice(names)) for _ in range(count)]
+    is_poor = any(kind in POOR for kind, _ in faults)
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         scheme, _, mode = connector.partition("-")
         options: dict[str, Any] = {"quota": 32 << 20}
@@ -61,91 +90,125 @@ def run(forker: Forker, connector: str, seed: str, faults: list[Fault]) -> dict[
         options |= {"mode": mode} if mode else {}
         logs = Path(folder, "logs")
         logs.mkdir()
-        campaign = Campaign(forker, logs, address(scheme, folder), options, KEYS)
+        campaign = Campaign(
+            forker,
+            logs,
+            address(scheme, folder),
+            options,
+            KEYS,
+            features=PLAIN if is_poor else features,
+            leaves=0.0 if is_poor else LEAVES,
+            seed=seed,
+            lookups=lookup_addresses(scheme, folder),
+        )
         problems = list[str]()
         try:
-            records = campaign.run(random.Random(seed), faults)
+            records = campaign.run(rng, faults)
             problems += contradictions(campaign.orders, records)
             problems += [f"left: {name}" for name in os.listdir(folder) if name != "logs"]
         except AssertionError as error:
             records = campaign.records()
             problems.append(f"it hung, or a process ended: {error}")
+            problems += (one for one in contradictions(campaign.orders, records) if LOST in one)
         finally:
             campaign.close()
+        if keep and problems:
+            shutil.copytree(logs, Path(keep, connector, seed), dirs_exist_ok=True)
         events = Counter(entry.event for record in records for entry in record.entries)
         events["killed"] = sum(record.killed for record in records)
     return {
         "connector": connector,
         "seed": seed,
         "faults": faults,
+        "hits": campaign.hits,
+        "transfers": dict(Counter(map(feature_of, campaign.orders))),
         "events": dict(events),
         "problems": problems,
     }
 
 
-def total(results: list[dict[str, Any]], connector: str) -> list[str]:
-    """The line of a connector."""
-    mine = [result for result in results if result["connector"] == connector]
-    kinds = Counter(kind for result in mine for kind, _ in result["faults"])
-    events: Counter[str] = Counter()
-    for result in mine:
-        events.update(result["events"])
-    ends = ("killed", "put", "read", "released", "failed", "expired", "LEAK", "WRONG")
-    cells = [str(len(mine)), *(str(kinds[kind]) for kind in KINDS), *(str(events[e]) for e in ends)]
-    return [*cells, str(sum(len(result["problems"]) for result in mine)), connector]
+ENDS = ("killed", "put", "read", "chunk", "ended", "back", "released", "failed", "expired")
+"""Events of a campaign that the table counts."""
+
+
+def by_connector(results: list[dict[str, Any]]) -> str:
+    """The table of what happened over each connector."""
+    rows = []
+    for connector in dict.fromkeys(result["connector"] for result in results):
+        mine = [result for result in results if result["connector"] == connector]
+        events: Counter[str] = Counter()
+        for result in mine:
+            events.update(result["events"])
+        problems = sum(len(result["problems"]) for result in mine)
+        cells = [len(mine), *(events[end] for end in ENDS), problems]
+        rows.append([*map(str, cells), connector])
+    return report.table(["runs", *ENDS, "problems", "connector"], rows)
+
+
+def by_feature(results: list[dict[str, Any]]) -> str:
+    """The table of what a process was busy with when a fault hit it."""
+    hits = Counter((kind, feature) for result in results for kind, feature in result["hits"])
+    transfers: Counter[str] = Counter()
+    for result in results:
+        transfers.update(result["transfers"])
+    kinds = [*KINDS, "death"]
+    rows = [
+        [str(transfers[feature]), *(str(hits[kind, feature]) for kind in kinds), feature]
+        for feature in (*FEATURES, "start")
+        if transfers[feature] or any(hits[kind, feature] for kind in kinds)
+    ]
+    of_kind = Counter(kind for result in results for kind, _ in result["hits"])
+    total = [str(sum(transfers.values())), *(str(of_kind[kind]) for kind in kinds)]
+    return report.table(["payloads", *kinds, "feature"], [*rows, [*total, "all"]])
+
+
+def available(chosen: list[str] | None) -> list[str]:
+    """The connectors that run here."""
+    found = list[str]()
+    for connector in chosen or CONNECTORS:
+        try:
+            backend(connector.partition("-")[0])
+            found.append(connector)
+        except UnavailableError as error:  # noqa: PERF203 (a handful)
+            print(f"{connector}: not run: {error}")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--faults", type=int, default=100, help="over all connectors")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", metavar="SEED", help="repeat one campaign, such as 0/7")
     parser.add_argument("--connector", action="append", choices=CONNECTORS)
     parser.add_argument("--kind", action="append", choices=KINDS)
+    parser.add_argument("--feature", action="append", choices=FEATURES)
+    parser.add_argument("--logs", metavar="DIR", help="copy the logs of each problem's run there")
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     about = machine.describe()
     print(machine.one_line(about))
-    connectors, results = list[str](), list[dict[str, Any]]()
-    for connector in args.connector or CONNECTORS:
-        try:
-            backend(connector.partition("-")[0])
-            connectors.append(connector)
-        except UnavailableError as error:  # noqa: PERF203 (a handful)
-            print(f"{connector}: not run: {error}")
+    connectors, results = available(args.connector), list[dict[str, Any]]()
     kinds = list[str](args.kind or KINDS)
     if "memory" in kinds and memory_controller() is None:
         kinds.remove("memory")
         print("memory: not run: no control group can be made here")
-    rng, left, forker = random.Random(args.seed), args.faults, Forker()
+    left, forker = args.faults, Forker()
     try:
         while left > 0 and connectors:
             for connector in connectors:
-                names = [PRODUCER, *READERS]
                 mine = [kind for kind in kinds if (connector, kind) not in NOT_RUN]
-                if not mine:
+                scheme, count = connector.partition("-")[0], min(FAULTS, left)
+                features = [f for f in args.feature or FEATURES if runs_over(f, scheme)]
+                left -= count
+                if not count or not mine or not features:
                     continue
-                faults = [(rng.choice(mine), rng.choice(names)) for _ in range(min(FAULTS, left))]
-                left -= len(faults)
-                if faults:
-                    seed = f"{args.seed}/{len(results)}"
-                    results.append(run(forker, connector, seed, faults))
-                    for problem in results[-1]["problems"]:
-                        print(f"{connector}, seed {seed}: {problem}", flush=True)
+                seed = args.run or f"{args.seed}/{len(results)}"
+                results.append(run(forker, connector, seed, mine, count, features, args.logs))
+                for problem in results[-1]["problems"]:
+                    print(f"{connector}, --run {seed}: {problem}", flush=True)
     finally:
         forker.close()
-    head = [
-        "runs",
-        *KINDS,
-        "killed",
-        "put",
-        "read",
-        "released",
-        "failed",
-        "expired",
-        "leaks",
-        "wrong",
-    ]
-    print(report.table([*head, "problems", "connector"], [total(results, c) for c in connectors]))
+    print(by_connector(results), by_feature(results), sep="\n\n")
     if args.json:
         report.write_json(args.json, "faults", about, vars(args), {"runs": results})
     return 1 if not results or any(result["problems"] for result in results) else 0

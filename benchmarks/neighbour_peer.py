@@ -18,7 +18,8 @@ import zmq
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "network"))
 
-from peer_process import Incarnation, Log, main, recipe, wait_for_term
+from features import number_of, recipe
+from peer_process import Incarnation, Log, main, wait_for_term
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,7 +171,7 @@ def run(incarnation: Incarnation) -> None:
 
 
 def _remainder(key: str) -> int:
-    return int(key.removeprefix("k")) % 2
+    return number_of(key) % 2
 
 
 if __name__ == "__main__":

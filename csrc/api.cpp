@@ -35,6 +35,8 @@ int guarded(kvl_report *report, Body body) {
                      (unsigned long long)current.copy, (unsigned long long)current.chunk);
             return set_error(status, text);
         }
+        if (status == KVL_EDEADLINE)
+            return set_error(status, "the deadline passed before everything was done");
         return status;
     } catch (const Failure &failure) {
         char text[320];
@@ -111,7 +113,7 @@ int64_t kvl_gather_dense(void *payload, uint64_t nbytes, uint64_t start, const v
     kvl_view view{
         const_cast<void *>(source), length, 0, length, {1, 1, 1, 1}, {}, nullptr, 0, 1, 0};
     kvl_copy copy{view, {start, length, has_digest ? 0 : KVL_NO_DIGEST}};
-    kvl_options options{1, KVL_STORES_AUTO};
+    kvl_options options{1, KVL_STORES_AUTO, 0};
     // There is space for one digest, so that more than KVL_CHUNK bytes are refused.
     int status = kvl::run(Mode::gather, false, {payload, nbytes, &crc, has_digest}, &copy, 1,
                           &options, nullptr);

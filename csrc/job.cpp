@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "job.h"
 
+#include <time.h>
+
 #include <algorithm>
 
 #include "failure.h"
@@ -13,6 +15,15 @@ using ull = unsigned long long;
 
 // Above this many bytes stores go past the cache, which they would only evict.
 constexpr uint64_t kStream = 8 << 20;
+
+// A thread looks at the clock when it has moved so many bytes since: a fraction of a millisecond.
+constexpr uint64_t kLook = 4 << 20;
+
+bool is_past(uint64_t deadline) {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return uint64_t(now.tv_sec) * 1000000000 + uint64_t(now.tv_nsec) >= deadline;
+}
 
 }  // namespace
 
@@ -55,10 +66,11 @@ int Job::run(const kvl_options &options, kvl_report &report) {
     threads = std::max<uint64_t>(1, std::min(threads, chunks_));
     bool stream = options.stores == KVL_STORES_STREAM ||
                   (options.stores == KVL_STORES_AUTO && moved_ > kStream);
-    report.threads = run_threads(static_cast<unsigned>(threads), [&] { work(stream); });
+    report.threads =
+        run_threads(static_cast<unsigned>(threads), [&] { work(stream, options.deadline); });
 
     uint64_t mismatch = first_mismatch_.load();
-    if (mismatch == UINT64_MAX) return KVL_OK;
+    if (mismatch == UINT64_MAX) return next_.load() < chunks_ ? KVL_EDEADLINE : KVL_OK;
     auto after = [](uint64_t chunk, const Item &item) { return chunk < item.first_chunk; };
     auto item = std::upper_bound(items_.begin(), items_.end(), mismatch, after) - 1;
     report.chunk = mismatch - item->first_chunk;
@@ -67,27 +79,32 @@ int Job::run(const kvl_options &options, kvl_report &report) {
 }
 
 // Threads claim chunks one by one, in order: a preempted thread delays one chunk.
-void Job::work(bool stream) {
+void Job::work(bool stream, uint64_t deadline) {
     Mover mover(mode_, stream);
     size_t item = 0;
-    for (;;) {
+    for (uint64_t moved = 0;;) {
+        if (deadline && moved >= kLook) {
+            if (is_past(deadline)) break;
+            moved = 0;
+        }
         uint64_t number = next_.fetch_add(1, std::memory_order_relaxed);
         if (number >= chunks_) break;
         while (item + 1 < items_.size() && items_[item + 1].first_chunk <= number) item++;
-        do_chunk(mover, items_[item], number - items_[item].first_chunk, number);
+        moved += do_chunk(mover, items_[item], number - items_[item].first_chunk, number);
     }
     mover.fence();
 }
 
-void Job::do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t number) {
+// Returns the number of bytes read.
+uint64_t Job::do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t number) {
     const kvl_span &span = item.span;
     uint64_t position = chunk * KVL_CHUNK;
     bool digest = span.first_digest != KVL_NO_DIGEST;
-    if (mode_ == Mode::scan && !digest) return;
+    if (mode_ == Mode::scan && !digest) return 0;
     size_t size = std::min<uint64_t>(KVL_CHUNK, span.nbytes - position);
     uint32_t crc =
         mover.move({&item.view, position, payload_ + span.start + position, size}, digest);
-    if (!digest) return;
+    if (!digest) return size;
     uint32_t &stored = digests_[span.first_digest + chunk];
     if (!compare_) {
         stored = crc;
@@ -95,6 +112,7 @@ void Job::do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t numb
         uint64_t first = first_mismatch_.load(std::memory_order_relaxed);
         while (number < first && !first_mismatch_.compare_exchange_weak(first, number)) {}
     }
+    return size;
 }
 
 }  // namespace kvl

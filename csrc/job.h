@@ -21,7 +21,8 @@ class Job {
     // `given` is null for a scan. Add all copies before `run`.
     void add(const kvl_span &span, const kvl_view *given, uint64_t number);
 
-    // Returns KVL_EDIGEST if a chunk differs; fills the report.
+    // Returns KVL_EDIGEST if a chunk differs, KVL_EDEADLINE if it is not finished; fills the
+    // report.
     int run(const kvl_options &options, kvl_report &report);
 
   private:
@@ -33,8 +34,8 @@ class Job {
     };
 
     void check_span(const kvl_span &span);
-    void work(bool stream);
-    void do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t number);
+    void work(bool stream, uint64_t deadline);
+    uint64_t do_chunk(Mover &mover, const Item &item, uint64_t chunk, uint64_t number);
 
     Mode mode_;
     bool compare_;

@@ -21,7 +21,7 @@ extern "C" {
 #define KVL_API __attribute__((visibility("default")))
 
 /* Incremented with every change of a struct or function below; callers compare it. */
-#define KVL_ABI 7
+#define KVL_ABI 8
 #define KVL_DIMS 4
 /* One CRC-32C (Castagnoli) for each started MiB of a span. */
 #define KVL_CHUNK 1048576
@@ -35,6 +35,7 @@ enum kvl_status {
     KVL_EDIGEST = 4,   /* bytes that do not match the given digest */
     KVL_ENOMEM = 5,
     KVL_EUNSUPPORTED = 6, /* this processor does not support it */
+    KVL_EDEADLINE = 7,    /* the deadline passed before everything was done */
 };
 
 /* A tensor in memory: `run` contiguous bytes in each entry of up to KVL_DIMS dimensions, `sizes`
@@ -111,9 +112,12 @@ enum kvl_stores {
     KVL_STORES_STREAM = 2, /* past the cache: the overwritten memory is not read first */
 };
 
+/* After KVL_EDEADLINE a part of the targets and digests is written, and no thread writes to them
+ * any more. */
 typedef struct kvl_options {
     uint64_t threads; /* 0: chosen by size and by the number of idle cores */
     uint64_t stores;
+    uint64_t deadline; /* nanoseconds of CLOCK_MONOTONIC, looked at every few MiB; 0: none */
 } kvl_options;
 
 /* On an error, the copy concerned and its chunk; the number of threads used. */

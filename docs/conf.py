@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import __version__
-from omni_kvlink.bench.cli import main as kvlink_bench
-from omni_kvlink.cli.main import main as kvlink
+from omni_kvlink.bench.commands import run as kvlink_bench
+from omni_kvlink.cli.commands import run as kvlink
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -90,9 +90,9 @@ def _body(path: str) -> str:
 
 def _help(command: str, *argv: str) -> str:
     """What a command prints when it is asked for help."""
-    main = {"kvlink": kvlink, "kvlink-bench": kvlink_bench}[command]
+    run = {"kvlink": kvlink, "kvlink-bench": kvlink_bench}[command]
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        main([*argv, "--help"])
+        run([*argv, "--help"])
     return output.getvalue()
 
 

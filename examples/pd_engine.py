@@ -110,7 +110,7 @@ class Engine:
     def forward(self, prompt: list[int], cache: Any) -> torch.Tensor:
         """The last hidden states `[tokens, dim]`; their K and V go into the cache."""
         with torch.no_grad():
-            out = self._model.model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+            out = self._model.model(torch.tensor([prompt]), None, None, cache)
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 

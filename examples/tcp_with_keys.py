@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink
-from omni_kvlink.cli.main import main as kvlink
+from omni_kvlink.cli.commands import run as kvlink
 
 URL = "zmq+tcp://127.0.0.1:47113"
 

@@ -31,6 +31,7 @@ from omni_kvlink.connectors.control.keys import read_all
 from omni_kvlink.connectors.protocol import messages
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
+from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
@@ -127,10 +128,10 @@ def feed_producer(data: bytes) -> None:
     freed = list[object]()
     table = TransferTable(lambda peer, message: None, freed.append)
     location = messages.Location(0, 0, 1000)
-    whole, stream = table.reserve("k"), table.reserve("k2")
+    whole, stream, growing = Transfer("k"), Transfer("k2"), Transfer("g")
+    table.reserve_all([whole, stream, growing])
     table.commit(whole, location, 2, 100.0)
     table.begin_stream(stream, location, 100, 1)
-    growing = table.reserve("g")
     table.begin_stream(growing, location, 100, 2, growing=GrowingStream(2, 9))
     chunk = table.reserve_chunk(growing)
     table.commit(chunk, location, 1, math.inf)

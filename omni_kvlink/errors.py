@@ -7,6 +7,11 @@ Further facts are attributes, so that no caller has to parse a message.
 from __future__ import annotations
 
 
+def format_seconds(duration: float) -> str:
+    """Return a duration as the texts of errors give it: rounded, such as "0.5 s"."""
+    return f"{duration:.3g} s" if duration < 1 else f"{round(duration, 2):.12g} s"
+
+
 class KVLinkError(Exception):
     """Base of all errors that omni_kvlink raises on purpose."""
 
@@ -27,6 +32,18 @@ class IntegrityError(WireError):
     """The bytes are not the ones that were committed; names branch, layer, K or V."""
 
 
+class FileError(KVLinkError, OSError):
+    """A file cannot be read or written; names the path and the cure. `errno` is the system's."""
+
+    def __init__(self, message: str, *, errno: int | None = None):
+        super().__init__(message)
+        self.errno = errno
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """There is no such file."""
+
+
 class ConnectorError(KVLinkError):
     """A connection or a transfer failed."""
 
@@ -38,7 +55,7 @@ class UnavailableError(ConnectorError, ImportError):
 class TransferTimeout(ConnectorError, TimeoutError):
     """The deadline of the payload `key` passed after `waited` seconds.
 
-    `phase` is how far the transfer had come, such as "never announced".
+    `phase` is how far the transfer had come, such as "not announced".
     """
 
     def __init__(self, message: str, *, key: str = "", waited: float = 0.0, phase: str = ""):

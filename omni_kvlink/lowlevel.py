@@ -14,7 +14,8 @@ the producer.
 | `begin_gets` | several at once |
 | `begin_chunks`, `open_chunks` | the same for streams that grow |
 | `PendingGet`, `Delivery` | what they return |
-| `Options`, `backend`, `check_verify` | validate a configuration before a link is opened |
+| `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |
+| `backend`, `check_verify` | validate a configuration before a link is opened |
 | `check_request_id` | validate a key that a client chose |
 | `check_private`, `default_directory` | directories of this user |
 | `LockFile`, `WakeupFifo`, `wake`, `wait_readable` | who serves at a path, and who waits for it |
@@ -24,6 +25,7 @@ the producer.
 | `Manifest`, `dtype_name`, `write` | a payload's layout, dtypes, blocks |
 """
 
+from omni_kvlink.connectors.base import Device as Device
 from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
 from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
@@ -40,6 +42,9 @@ from omni_kvlink.copier import GatherHandle as GatherHandle
 from omni_kvlink.copier import StreamEvents as StreamEvents
 from omni_kvlink.copier import TorchCopier as TorchCopier
 from omni_kvlink.copier import named_copier as named_copier
+from omni_kvlink.link import ConnectOptions as ConnectOptions
+from omni_kvlink.link import LinkUrl as LinkUrl
+from omni_kvlink.link import ServeOptions as ServeOptions
 from omni_kvlink.link import begin_chunks as begin_chunks
 from omni_kvlink.link import begin_get as begin_get
 from omni_kvlink.link import begin_gets as begin_gets

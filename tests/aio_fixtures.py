@@ -72,9 +72,9 @@ class BlockingCopier(TorchCopier):
         self.entered.set()
         assert self.open.wait(60), "not opened: the event loop was blocked"
 
-    def gather(self, *args: Any) -> list[str]:
+    def gather(self, *args: Any, **options: Any) -> list[str]:
         self._pass()
-        return super().gather(*args)
+        return super().gather(*args, **options)
 
     def verify(self, *args: Any) -> None:
         self._pass()

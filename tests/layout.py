@@ -24,6 +24,7 @@ NAME = "omni_kvlink"
 
 LAYERS = (
     "errors _version",
+    "system settings",
     "memory",
     "_native",
     "payload",
@@ -64,18 +65,20 @@ LAYERS = (
     "integrations.vllm integrations.vllm_omni",
     "integrations",
     "testing",
-    "bench",
     "cli",
+    "bench",
 )
 """The folders and modules of the package, lowest first. A file imports from its own entry and from
 lines above, never from a neighbour on its line; imports inside functions count."""
 
-PUBLIC = {"", "errors", "lowlevel", "adapters", "topology", "aio", "lookup"}
+PUBLIC = {"", "errors", "settings", "lowlevel", "adapters", "topology", "aio", "lookup"}
 """What the engine and the integrations may import of the library; `""` is `omni_kvlink` itself."""
 
 ONLY = {
     "connectors": {
         "errors",
+        "system",
+        "settings",
         "_version",
         "memory",
         "_native",
@@ -84,7 +87,7 @@ ONLY = {
         "payload.manifest",
         "connectors",
     },
-    "link": {"errors", "memory", "payload", "copier", "connectors", "link"},
+    "link": {"errors", "system", "settings", "memory", "payload", "copier", "connectors", "link"},
     "models": {"errors", "models"},
     "engine": PUBLIC | {"models", "engine"},
     "integrations": PUBLIC | {"integrations"},
@@ -93,6 +96,8 @@ ONLY = {
 
 THIRD_PARTY = {
     "errors": set[str](),
+    "system": set[str](),
+    "settings": set[str](),
     "_version": set[str](),
     "memory": {"numpy"},
     "_native": {"numpy", "google_crc32c"},
@@ -101,7 +106,7 @@ THIRD_PARTY = {
 }
 """Packages that a folder may import; one that is not here may import any."""
 
-MOST_MODULES = {"": 4, "engine": 8, "connectors": 6}
+MOST_MODULES = {"": 5, "engine": 8, "connectors": 6}
 """Python files that may lie directly in a folder of the package."""
 
 FORBIDDEN = {

@@ -28,8 +28,8 @@ from zmq_fixtures import free_port
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, TensorTransferData, errors
 from omni_kvlink.adapters import PagedCache
-from omni_kvlink.bench import cli as bench
-from omni_kvlink.cli.main import main as kvlink
+from omni_kvlink.bench import commands as bench
+from omni_kvlink.cli.commands import run as kvlink
 from omni_kvlink.connectors import registry
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
 from omni_kvlink.models.bagel import make_tiny_checkpoint
@@ -321,7 +321,7 @@ def check_python(argv: list[str]) -> None:
 
 
 def check_bench(argv: list[str]) -> None:
-    bench._parser().parse_args(argv[1:])
+    bench.parse(argv[1:])
 
 
 def check_script(argv: list[str]) -> None:

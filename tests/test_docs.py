@@ -44,11 +44,9 @@ def test_every_error_has_a_section() -> None:
 def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(found.read_text() for found in (DOCS / "reference").glob("*.md"))
     documented = set(re.findall(r"omni_kvlink\.(\w+)$", pages, re.MULTILINE))
-    exported = set(
-        re.findall(
-            r"^from .* import \w+ as ([A-Za-z]\w*)$", Path(omni_kvlink.__file__).read_text(), re.M
-        )
-    )
+    source = Path(omni_kvlink.__file__).read_text()
+    exported = set(re.findall(r"^ *from .* import \w+ as ([A-Za-z]\w*)$", source, re.MULTILINE))
+    assert {"KVLink", "KVLinkError"} < exported
     on_the_error_page = {name for name in exported if hasattr(errors, name)}
     assert exported - on_the_error_page - documented == set()
     modules = {"adapters", "aio", "engine", "errors", "lowlevel", "lookup", "testing", "topology"}
@@ -123,7 +121,8 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         (operations, f"arenas of {arena.MIN_ARENA >> 20} MiB"),
         (protocol, f"for {transfer_table.TOMBSTONE_SECONDS:g} seconds"),
         (protocol, f"At most {transfer_table.MAX_TOMBSTONES:,} such keys"),
-        (protocol, f"At most {transfer_table.MAX_WAITING:,} keys"),
+        (protocol, f"last {transfer_table.MAX_TOMBSTONES:,} such keys"),
+        (protocol, f"At most {transfer_table.MAX_WAITING:,} gets"),
         (protocol, f"at most {fetch_plan.EAGER:,} bytes"),
         (protocol, f"`Chunk`s of at most {fetch_plan.CHUNK >> 20} MiB"),
         (protocol, f"{fetch_plan.WINDOW >> 20} MiB at most"),

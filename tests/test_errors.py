@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,8 @@ FAMILY: dict[str, tuple[type, ...]] = {
     "WireError": (errors.KVLinkError, ValueError),
     "VersionError": (errors.WireError,),
     "IntegrityError": (errors.WireError,),
+    "FileError": (errors.KVLinkError, OSError),
+    "MissingFileError": (errors.FileError, FileNotFoundError),
     "ConnectorError": (errors.KVLinkError,),
     "UnavailableError": (errors.ConnectorError, ImportError),
     "TransferTimeout": (errors.ConnectorError, TimeoutError),
@@ -51,8 +55,8 @@ def test_an_error_is_what_the_caller_expects(name: str) -> None:
     ("error", "facts"),
     [
         (
-            errors.TransferTimeout("m", key="k", waited=1.5, phase="never announced"),
-            {"key": "k", "waited": 1.5, "phase": "never announced"},
+            errors.TransferTimeout("m", key="k", waited=1.5, phase="not announced"),
+            {"key": "k", "waited": 1.5, "phase": "not announced"},
         ),
         (errors.TransferFailed("m", key="k", reason="r"), {"key": "k", "reason": "r"}),
         (errors.CapacityError("m", requested=7, free=3), {"requested": 7, "free": 3}),
@@ -61,6 +65,36 @@ def test_an_error_is_what_the_caller_expects(name: str) -> None:
 def test_facts_are_attributes(error: Exception, facts: dict[str, object]) -> None:
     assert str(error) == "m"
     assert {name: getattr(error, name) for name in facts} == facts
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"),
+    [
+        (0.4999991, "0.5 s"),
+        (9.9999, "10 s"),
+        (2.0 / 3, "0.667 s"),
+        (1.23456, "1.23 s"),
+        (0.00012345, "0.000123 s"),
+        (0.0, "0 s"),
+        (30, "30 s"),
+        (1_234_567.0, "1234567 s"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_durations_are_rounded(duration: float, text: str) -> None:
+    assert errors.format_seconds(duration) == text
+
+
+def test_every_text_with_a_duration_uses_the_helper() -> None:
+    package = Path(omni_kvlink.__file__).parent
+    left_out = {"bench", "testing", "errors.py"}
+    found = [
+        f"{path.relative_to(package)}: {text}"
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in left_out
+        for text in re.findall(r"\{[\w.]+:[\w.]+\} ?s\b", path.read_text())
+    ]
+    assert found == []
 
 
 def test_a_copy_keeps_the_facts() -> None:

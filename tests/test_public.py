@@ -7,6 +7,7 @@ import builtins
 import importlib
 import inspect
 import json
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import json, os, sys, threading
 before = set(os.listdir("/proc/self/fd"))
 import torch
 threads = threading.active_count()
-import omni_kvlink
+from omni_kvlink import *
 print(json.dumps({
     "modules": sorted(sys.modules),
     "threads": threading.active_count() - threads,
@@ -73,6 +74,23 @@ def test_importing_has_no_side_effect() -> None:
     assert (found["threads"], found["descriptors"]) == (0, 0)
 
 
+ALONE = """
+import sys
+import omni_kvlink
+print(*sorted({name.split(".")[0] for name in sys.modules} & {*sys.argv[1:]}))
+assert {"KVLink", "KVMetadata"} <= {*dir(omni_kvlink)}
+omni_kvlink.KVLink
+print(*sorted({name.split(".")[0] for name in sys.modules} & {*sys.argv[1:]}))
+"""
+
+
+def test_the_package_alone_imports_nothing_slow() -> None:
+    command = [sys.executable, "-c", ALONE, "torch", "numpy", "msgspec", "zmq"]
+    with new_interpreters():
+        done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True)
+    assert (done.stderr, done.stdout) == ("", "\nmsgspec numpy torch\n")
+
+
 OTHER_PLATFORM = """
 import sys
 sys.platform = "darwin"
@@ -90,17 +108,47 @@ def test_another_platform_is_refused_before_anything_is_imported() -> None:
 
 # ---- what is public
 
-PUBLIC = {name: value for name, value in vars(omni_kvlink).items() if inspect.isclass(value)}
+NAMES = {name: getattr(omni_kvlink, name) for name in dir(omni_kvlink) if name[0] != "_"}
+PUBLIC = {name: value for name, value in NAMES.items() if inspect.isclass(value)}
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "lowlevel.py"])
 def test_every_public_name_is_a_plain_re_export(name: str) -> None:
     tree = ast.parse((ROOT / name).read_text())
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    for node in imports:
-        if (node.module or "").split(".")[0] == "omni_kvlink":
-            assert [alias.asname for alias in node.names] == [alias.name for alias in node.names]
+    for node in own_imports(tree):
+        assert [alias.asname for alias in node.names] == [alias.name for alias in node.names]
     assert not [node for node in tree.body if isinstance(node, (ast.Import, ast.ClassDef))]
+
+
+def own_imports(tree: ast.AST) -> list[ast.ImportFrom]:
+    """The imports of the package's own names, those for type checkers included."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [node for node in found if (node.module or "").split(".")[0] == "omni_kvlink"]
+
+
+def test_a_type_checker_and_python_see_the_same_names() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    typed = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in own_imports(tree)
+        for alias in node.names
+    }
+    lazy = {name: module for module, names in omni_kvlink._NAMES.items() for name in names}
+    assert {f"omni_kvlink.{module}.{name}" for name, module in lazy.items()} <= {*typed.values()}
+    assert typed.keys() - lazy.keys() == {"__version__", *(PUBLIC.keys() & vars(errors).keys())}
+    assert typed.keys() - {"__version__"} == {*star_imported()}
+
+
+def star_imported() -> list[str]:
+    into: dict[str, Any] = {}
+    exec("from omni_kvlink import *", into)
+    return [name for name in into if name != "__builtins__"]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_public_class_is_pickled_by_its_name(name: str) -> None:
+    assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
+    assert getattr(omni_kvlink, name) is PUBLIC[name]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -218,6 +266,15 @@ def unannotated(name: str, function: Any) -> Iterator[str]:
     for parameter in parameters:
         if parameter not in hints and parameter not in ("self", "cls"):
             yield f"{name}: parameter {parameter} has no annotation"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_class_has_a_repr(name: str) -> None:
+    module = importlib.import_module(f"omni_kvlink{name}")
+    never_made = {"KVLink", "AsyncKVLink"}
+    classes = [value for _, value in public_names(module) if inspect.isclass(value)]
+    bare = {each.__name__ for each in classes if each.__repr__ is object.__repr__} - never_made
+    assert not bare
 
 
 @pytest.mark.parametrize("name", MODULES)

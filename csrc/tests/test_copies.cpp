@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every instruction set against the definition, byte by byte.
+#include <time.h>
+
 #include <algorithm>
 #include <thread>
 
@@ -46,7 +48,7 @@ void round_trip(uint32_t seed, uint64_t threads, uint64_t stores) {
         spans.push_back(item.copy.span);
         digests.insert(digests.end(), item.digests.begin(), item.digests.end());
     }
-    kvl_options options{threads, stores};
+    kvl_options options{threads, stores, UINT64_MAX};  // a deadline that does not pass
     kvl_report report{};
 
     Bytes payload(expected_payload.size());
@@ -194,6 +196,45 @@ void packed_payload(uint32_t seed) {
     }
 }
 
+// A passed deadline ends each call after some MiB, and nothing is written later; small copies and
+// calls without a deadline end as always.
+void passed_deadline(uint64_t threads) {
+    constexpr uint64_t kNbytes = 64 << 20;
+    Bytes source(kNbytes, 3), payload(kNbytes, 1);
+    kvl_copy copy{{source.data(), kNbytes, 0, kNbytes, {1, 1, 1, 1}, {}, nullptr, 0, 1, 0},
+                  {0, kNbytes, 0}};
+    std::vector<uint32_t> digests(kNbytes / KVL_CHUNK, 7);
+    kvl_options options{threads, KVL_STORES_AUTO, 1};
+    kvl_report report{};
+    auto call = [&](auto function, auto *entries) {
+        return function(payload.data(), kNbytes, entries, 1, digests.data(), digests.size(),
+                        &options, &report);
+    };
+    uint64_t most = threads * (4 << 20);
+    CHECK(call(kvl_gather, &copy) == KVL_EDEADLINE);
+    CHECK(std::string(kvl_last_error()) == "the deadline passed before everything was done");
+    CHECK(payload[0] == 3 && payload[most] == 1 && payload.back() == 1);
+    CHECK(digests[0] != 7 && digests[most / KVL_CHUNK] == 7);
+    CHECK(call(kvl_digest, &copy.span) == KVL_EDEADLINE);
+    options.deadline = 0;
+    CHECK(call(kvl_gather, &copy) == KVL_OK);
+    CHECK(payload == source);
+    options.deadline = 1;
+    CHECK(call(kvl_verify, &copy.span) == KVL_EDEADLINE);
+    std::fill(source.begin(), source.end(), uint8_t(5));
+    CHECK(call(kvl_scatter, &copy) == KVL_EDEADLINE);
+    CHECK(source[0] == 3 && source[most] == 5);
+    digests[0] ^= 1;
+    CHECK(call(kvl_verify, &copy.span) == KVL_EDIGEST);  // found before
+    copy.view.run = copy.view.extent = copy.span.nbytes = 4 << 20;
+    CHECK(call(kvl_gather, &copy) == KVL_OK);
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    options.deadline = (uint64_t(now.tv_sec) + 3600) * 1000000000;
+    copy.view.run = copy.view.extent = copy.span.nbytes = kNbytes;
+    CHECK(call(kvl_gather, &copy) == KVL_OK);
+}
+
 void known_answer() {
     const uint8_t text[] = "123456789";
     kvl_span span{0, 9, 0};
@@ -218,6 +259,7 @@ void test_copies(const char *features, int rounds) {
         one_dense_tensor(uint32_t(round));
         packed_payload(uint32_t(round));
     }
+    for (uint64_t threads : {1, 3}) passed_deadline(threads);
     std::vector<std::thread> callers;
     for (uint32_t caller = 0; caller < 4; caller++)
         callers.emplace_back([=] { round_trip(1000 + caller, 2, KVL_STORES_STREAM); });

@@ -116,7 +116,7 @@ void test_calls() {
     Refusal r;  // valid as it is
     CHECK(kvl_gather(r.payload.data(), 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==
           KVL_OK);
-    kvl_options options{0, 9};
+    kvl_options options{0, 9, 0};
     CHECK(kvl_gather(r.payload.data(), 2048, &r.copy, 1, r.digests.data(), 1, &options, nullptr) ==
           KVL_EARGUMENT);
     CHECK(kvl_gather(nullptr, 2048, &r.copy, 1, r.digests.data(), 1, nullptr, nullptr) ==

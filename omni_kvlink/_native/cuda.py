@@ -17,6 +17,7 @@ from omni_kvlink._native import host
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import MappedPages, Region
+from omni_kvlink.settings import Size, from_environment
 
 ABI = 4
 LIBRARY = "_kvlink_cuda.so"
@@ -153,12 +154,8 @@ def describe(device: int) -> str:
 
 def crossover() -> int:
     """Return the crossover set by the environment, in bytes; 2**64 - 1 to have it measured."""
-    text = os.environ.get(ENVIRONMENT)
-    if not text:
-        return _MEASURED
-    if not text.isascii() or not text.isdigit() or int(text) >= _MEASURED:
-        raise NativeError(f"{ENVIRONMENT}={text!r}; set it to a number of bytes")
-    return int(text)
+    found: int = from_environment(ENVIRONMENT, Size(), _MEASURED)
+    return found
 
 
 def measured_crossovers(device: int) -> tuple[int, int]:

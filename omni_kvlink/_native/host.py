@@ -19,10 +19,11 @@ from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import dlpack
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
+from omni_kvlink.system.deadline import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 7
+ABI = 8
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -37,18 +38,24 @@ ENVIRONMENT = "OMNI_KVLINK_FEATURES"
 """Environment variable that forces an instruction set, as `features` names it."""
 
 CURE = "install a C++17 compiler (or set CXX) and reinstall omni-kvlink"
-DIGEST, BOUNDS, OVERLAP, ARGUMENT = 4, 2, 3, 1  # enum kvl_status
+DEADLINE, DIGEST, BOUNDS, OVERLAP, ARGUMENT = 7, 4, 2, 3, 1  # enum kvl_status
 
 PackedView = tuple[int, ...]
 """A `kvl_view` as 16 integers, made by `packed_view`; empty for a tensor it cannot describe."""
 _ONES, _ZEROS = (1,) * DIMS, (0,) * DIMS
+_LAST_SECOND = 1e9
+"""Of the monotonic clock, after 30 years of a machine: a later deadline is none."""
 _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
-_FLOAT = 2  # kDLFloat
+
+
+def _nanoseconds(deadline: float) -> int:
+    """A deadline as the library takes it."""
+    return 0 if deadline >= _LAST_SECOND else max(1, int(deadline * 1e9))
 
 
 class _CopyOptions(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("threads", "stores"))
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("threads", "stores", "deadline"))
 
 
 class Report(ctypes.Structure):
@@ -122,12 +129,21 @@ class CopyBatch:
     """The copies of one call between views and one payload, packed as an array of C structs.
 
     The memory at all addresses must stay valid until the call has returned. `threads=0` chooses
-    the number of copying threads; `stores` is `AUTO` or `STREAM`.
+    the number of copying threads; `stores` is `AUTO` or `STREAM`. Calls that have not finished at
+    the `deadline` (`time.monotonic`), which is looked at every few MiB, fail with `DEADLINE`.
     """
 
-    def __init__(self, address: int, nbytes: int, *, threads: int = 0, stores: int = 0):
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        threads: int = 0,
+        stores: int = 0,
+        deadline: float = NEVER,
+    ):
         self._payload = address, nbytes
-        self._threads, self._stores = threads, stores
+        self._options = _CopyOptions(threads, stores, _nanoseconds(deadline))
         self._views: list[int] = []
         self._spans: list[int] = []
         self._num_digests = 0
@@ -186,7 +202,7 @@ class CopyBatch:
             len(self),
             digests.buffer_info()[0] if digests else None,
             len(digests),
-            ctypes.byref(_CopyOptions(self._threads, self._stores)),
+            ctypes.byref(self._options),
             ctypes.byref(self.report),
         )
         if status:
@@ -220,7 +236,8 @@ class PackedLayout:
         shapes: of each tensor.
 
     Attributes:
-        has_floats: whether one is of 16, 32 or 64 bits, as the parts of a complex number are.
+        sizes: bytes of each tensor.
+        itemsizes: bytes of an element of each.
     """
 
     def __init__(
@@ -237,7 +254,8 @@ class PackedLayout:
         for (start, length, digest, (code, bits)), sizes in zip(pieces, self._sizes, strict=True):
             dtype, rank = code | bits << 8 | 1 << 16, len(sizes)
             self._pieces.extend((start, length, digest, dtype, rank, sizes.buffer_info()[0]))
-        self.has_floats = any(code == _FLOAT for *_, (code, _) in pieces)
+        self.sizes = [length for _, length, *_ in pieces]
+        self.itemsizes = [bits // 8 for *_, (_, bits) in pieces]
         at = self._pieces.buffer_info()[0] if pieces else None
         text = (before, len(before), crc, after, len(after), *digests)
         self._struct = _Layout(*text, at, len(pieces))

@@ -59,11 +59,11 @@ class CompiledPart:
         """Load the library from a directory and check its version."""
         path = directory / self.filename
         excuse = path.with_suffix(".missing")
-        if not path.exists():
-            why = f"there is no {path.name} in it"
-            why = excuse.read_text().strip() if excuse.exists() else why
-            raise NativeError(f"omni_kvlink has no {self.name}: {why}; {self.cure}")
         try:
+            if not path.exists():
+                why = f"there is no {path.name} in it"
+                why = excuse.read_text().strip() if excuse.exists() else why
+                raise NativeError(f"omni_kvlink has no {self.name}: {why}; {self.cure}")
             library = ctypes.CDLL(str(path))
             version = self.declare(library)
         except (OSError, AttributeError) as error:

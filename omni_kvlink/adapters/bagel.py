@@ -19,6 +19,7 @@ from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.tensor_memory import same_place
 from omni_kvlink.payload.views import TensorView, dense, first_tokens, same_bytes
 
 if TYPE_CHECKING:
@@ -168,10 +169,5 @@ def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
 def _starts_with(longer: TensorView, shorter: TensorView) -> bool:
     head = first_tokens(longer, shorter.shape[0])
     if isinstance(head, torch.Tensor) and isinstance(shorter, torch.Tensor):
-        one, other = (
-            (view.data_ptr(), view.stride(), view.shape, view.dtype, view.device)
-            for view in (head, shorter)
-        )
-        if one == other:
-            return True
+        return same_place(head, shorter) or same_bytes(head, shorter)
     return same_bytes(head, shorter)

@@ -16,6 +16,9 @@ C = TypeVar("C")
 class CacheAdapter(ABC, Generic[C]):
     """Converts an engine's cache to and from the schema; `check_adapter` checks implementations."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def export(
         self, cache: C, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]

@@ -10,27 +10,26 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
 from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.adapters.hf_state import check_cache, check_layer
 from omni_kvlink.errors import SchemaError, UnavailableError
 from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
-from omni_kvlink.payload.views import TensorView, dense
+from omni_kvlink.payload.views import TensorView, dense, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 INSTALL = "pip install 'omni-kvlink[hf]'"
 EXTRA = "dynamic_cache"
-"""Key of the metadata's `extra` with the layers' indices and the tokens that each has seen."""
-
-_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Exactly these classes: subclasses hold more than K and V."""
+"""Key of the metadata's `extra` with what `_CacheLayers` holds."""
 
 
 class DynamicCacheLike(Protocol):
@@ -46,11 +45,38 @@ class DynamicCacheLike(Protocol):
 C = TypeVar("C", bound=DynamicCacheLike)
 
 
-class _CacheLayers(msgspec.Struct, frozen=True):
-    """Index in the cache, and tokens seen, of each layer of a branch."""
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class _Empty(msgspec.Struct, frozen=True):
+    """K and V without tokens, as a crop of all tokens leaves them; of 0 heads, they have no shape.
+
+    The next K and V must fit to them, and are converted to their dtype if it is the wider one.
+    """
+
+    dtype: str
+    heads: _Size
+    head_dim: _Size
+
+    def tensor(self, batch: int) -> torch.Tensor:
+        """K or V in the shape of transformers; SchemaError for an unknown dtype."""
+        if self.dtype not in DTYPES:
+            raise SchemaError(f"metadata: extra[{EXTRA!r}]: dtype {self.dtype!r} is unknown")
+        shape = (batch, self.heads, 0, self.head_dim) if self.heads else (0,)
+        return torch.empty(shape, dtype=getattr(torch, self.dtype))
+
+
+class _CacheLayers(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Index in the cache, and tokens seen, of each layer of a branch.
+
+    `recording` are the indices of windows that record their past, which may keep more tokens.
+    `empty` is None unless the layers have tensors without tokens.
+    """
 
     layers: list[int]
     seen: list[int]
+    recording: list[int] = []
+    empty: _Empty | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +88,12 @@ class _CacheLayer:
     value: torch.Tensor | None
     window: int = 0
     seen: int = 0
+    records: bool = False
 
     @property
     def tokens(self) -> int:
         """Number of tokens that it keeps."""
-        return 0 if self.key is None else self.key.shape[2]
+        return 0 if self.key is None else self.key.shape[2] if self.key.numel() else 0
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -98,7 +125,7 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
                 or contradicts the metadata.
         """
         layers = _layers(cache)
-        if len({layer.kind for layer in layers if layer.key is not None}) > 1:
+        if len(_groups(layers)) > 1:
             raise SchemaError(
                 "the layers of this cache keep different numbers of tokens, or differ in shape: "
                 f"{[layer.tokens for layer in layers]}; pack() makes a bundle of them"
@@ -132,15 +159,9 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         `ropes` are the next positions of the sequences; if None, the tokens seen. `extra` are JSON
         values, sent with the first branch. Raises SchemaError as `export` does.
         """
-        groups: dict[tuple[object, ...], list[_CacheLayer]] = {}
-        for layer in _layers(cache):
-            groups.setdefault(layer.kind, []).append(layer)
-        if () in groups and len(groups) > 1:
-            missing = groups[()][0].index
-            raise SchemaError(f"layer {missing}, K is missing, while other layers are there")
         own: dict[str, Any] = {} if ropes is None else {"ropes": list(ropes)}
         branches = {}
-        for number, layers in enumerate(groups.values()):
+        for number, layers in enumerate(_groups(_layers(cache))):
             metadata = {**own, "extra": dict(extra or {})} if number == 0 else own
             branches[f"layers_{layers[0].index}"] = _branch(layers, request_id, metadata)
         return branches.popitem()[1] if len(branches) == 1 else KVCacheBundle(request_id, branches)
@@ -177,56 +198,73 @@ def make_cache(config: Any = None) -> Any:
     return kind(config=config) if takes_config and config is not None else kind()
 
 
+def _groups(layers: Sequence[_CacheLayer]) -> list[list[_CacheLayer]]:
+    """Return the layers to send, those of one kind together."""
+    if not layers:
+        raise SchemaError(
+            "the cache has no layers: send it after the first forward pass, or make it as "
+            "DynamicCache(config=model.config)"
+        )
+    missing = [layer.index for layer in layers if not layer.tokens]
+    if missing and len(missing) < len(layers):
+        raise SchemaError(f"layer {missing[0]}, K is missing, while other layers are there")
+    groups: dict[tuple[object, ...], list[_CacheLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.kind, []).append(layer)
+    return list(groups.values())
+
+
 def _layers(cache: Any) -> list[_CacheLayer]:
     """Return the layers of a cache of any version, checked to hold only K and V."""
-    if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
-        raise SchemaError(
-            f"a {type(cache).__name__}; wanted a DynamicCache without offloading, and no subclass: "
-            "those hold more than K and V, or hold it elsewhere"
-        )
-    if not hasattr(cache, "layers"):  # 4.50
+    check_cache(cache)
+    if not hasattr(cache, "layers"):  # 4.50, where a missing layer is [] or an empty tensor
         pairs = zip(cache.key_cache, cache.value_cache, strict=True)
-        return [_plain(index, key, value) for index, (key, value) in enumerate(pairs)]
+        return [
+            _plain(index, *[part if len(part) else None for part in pair])
+            for index, pair in enumerate(pairs)
+        ]
     return [_layer(index, layer) for index, layer in enumerate(cache.layers)]
 
 
 def _layer(index: int, layer: Any) -> _CacheLayer:
-    kind = type(layer).__name__
-    if kind not in _LAYERS:
-        raise SchemaError(f"layer {index} is a {kind}; wanted one of {', '.join(_LAYERS)}")
+    check_layer(layer, index)
     plain = _plain(index, layer.keys, layer.values)
-    if kind == "DynamicLayer":
+    if not hasattr(layer, "sliding_window"):
         return plain
     window, seen = layer.sliding_window, layer.cumulative_length
-    if plain.tokens != min(seen, window - 1):
+    records, least = getattr(layer, "record_past", False), min(seen, window - 1)
+    if not least <= plain.tokens <= (seen if records else least):
         raise SchemaError(
             f"layer {index} keeps {plain.tokens} tokens; a window of {window} that has seen {seen} "
-            f"keeps {min(seen, window - 1)} (a cache that records its past must be cropped first)"
+            f"keeps {least}" + (f" to {seen} while it records its past" if records else "")
         )
-    return dataclasses.replace(plain, window=window, seen=seen)
+    return dataclasses.replace(plain, window=window, seen=seen, records=records)
 
 
 def _plain(index: int, key: Any, value: Any) -> _CacheLayer:
-    """Return K and V of one layer; transformers has [] or an empty tensor for a missing one."""
+    """Return K and V of one layer, None if it is not initialized."""
     parts: list[torch.Tensor | None] = []
     for word, part in (("K", key), ("V", value)):
-        is_there = isinstance(part, torch.Tensor) and part.numel() > 0
-        if is_there and part.dim() != 4:
+        is_there = isinstance(part, torch.Tensor)
+        shape = list(part.shape) if is_there else []
+        if is_there and shape != [0] and (len(shape) != 4 or 0 in (*shape[:2], shape[3])):
             raise SchemaError(
-                f"layer {index}, {word} is {list(part.shape)}; "
-                "wanted [batch, kv_heads, tokens, head_dim]"
+                f"layer {index}, {word} is {shape}; wanted [batch, kv_heads, tokens, head_dim], "
+                "of which only tokens may be 0"
             )
         parts.append(part.detach() if is_there else None)
-    seen = next((part.shape[2] for part in parts if part is not None), 0)
-    return _CacheLayer(index, parts[0], parts[1], seen=seen)
+    layer = _CacheLayer(index, parts[0], parts[1])
+    if not layer.tokens and layer.kind != dataclasses.replace(layer, key=layer.value).kind:
+        raise SchemaError(f"layer {index}: V is not there, or of another kind than K")
+    return dataclasses.replace(layer, seen=layer.tokens)
 
 
 def _branch(
     layers: Sequence[_CacheLayer], request_id: str, metadata: KVMetadata | Mapping[str, Any] | None
 ) -> KVCacheTransferData:
     """Return layers that keep equally many tokens as one cache; copies nothing."""
-    parts = (part for layer in layers for part in (layer.key, layer.value) if part is not None)
-    batch, _, tokens, _ = next((part.shape for part in parts), (1, 0, 0, 0))
+    parts = [part for layer in layers for part in (layer.key, layer.value) if part is not None]
+    batch, heads, tokens, dim = next((x.shape for x in parts if x.dim() == 4), (1, 0, 0, 0))
     lens = (tokens,) * batch
     if not isinstance(metadata, KVMetadata):
         seen = max((layer.seen for layer in layers), default=0)
@@ -234,8 +272,14 @@ def _branch(
         metadata = KVMetadata.from_dict({**own, **(metadata or {})})
     if metadata.kv_lens != lens:
         raise SchemaError(f"kv_lens {list(metadata.kv_lens)}, but the cache has {list(lens)}")
-    if any(layer.window for layer in layers) or [x.index for x in layers] != [*range(len(layers))]:
-        described = _CacheLayers([x.index for x in layers], [x.seen for x in layers])
+    empty = None
+    if parts and not tokens:
+        empty = _Empty(dtype_name(parts[0].dtype), heads, dim)
+    is_plain = [x.index for x in layers] == [*range(len(layers))] and empty is None
+    if any(layer.window for layer in layers) or not is_plain:
+        recording = [layer.index for layer in layers if layer.records]
+        indices, seen_by = [x.index for x in layers], [x.seen for x in layers]
+        described = _CacheLayers(indices, seen_by, recording, empty)
         extra = {**metadata.extra, EXTRA: msgspec.to_builtins(described)}
         metadata = dataclasses.replace(metadata, extra=extra)
     table = None
@@ -270,10 +314,15 @@ def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
     mine = _layers(into)
     if mine and len(mine) != len(found):
         raise SchemaError(f"the target has {len(mine)} layers, the data has {len(found)}")
-    if any(layer.key is not None or layer.value is not None for layer in mine):
+    if any(layer.tokens for layer in mine):
         raise SchemaError("the target is not empty; load into a new DynamicCache")
     windows = [layer.window for layer in mine] or [0] * len(found)
     fitting = [_fit(layer, window) for layer, window in zip(found, windows, strict=True)]
+    recording = [into.layers[x.index] for x in fitting if x.records and x.window]
+    if not all(hasattr(layer, "record_past") for layer in recording):
+        raise SchemaError("windows that record their past: transformers has them from 5.15 on")
+    for layer in recording:
+        layer.record_past = True
     for layer in fitting:
         if layer.key is not None and layer.value is not None:
             _set(into, layer.index, layer.key, layer.value, layer.seen)
@@ -297,22 +346,30 @@ def _received(data: KVCacheTransferData) -> list[_CacheLayer]:
     if len(described.layers) != count or len(described.seen) != count:
         raise SchemaError(f"metadata: extra[{EXTRA!r}] does not have {count} layers")
     parts = (data.layer_blocks["key_cache"], data.layer_blocks["value_cache"])
+    empty = described.empty
     return [
-        _CacheLayer(index, _shaped(key, batch), _shaped(value, batch), seen=seen)
+        _CacheLayer(
+            *(index, _shaped(key, batch, empty), _shaped(value, batch, empty)),
+            seen=seen,
+            records=index in described.recording,
+        )
         for index, seen, key, value in zip(described.layers, described.seen, *parts, strict=True)
     ]
 
 
-def _shaped(view: TensorView | None, batch: int) -> torch.Tensor | None:
+def _shaped(view: TensorView | None, batch: int, empty: _Empty | None) -> torch.Tensor | None:
     """View `[batch × tokens, heads, dim]` as `[batch, heads, tokens, dim]`; copies if paged."""
     if view is None:
-        return None
+        return None if empty is None else empty.tensor(batch)
     tokens, heads, dim = view.shape
     return dense(view).view(batch, tokens // batch, heads, dim).transpose(1, 2)
 
 
 def _fit(layer: _CacheLayer, window: int) -> _CacheLayer:
-    """Return what the target's layer keeps of a layer; raise SchemaError if tokens are missing."""
+    """Return what the target's layer keeps of a layer; raise SchemaError if tokens are missing.
+
+    A window that records its past keeps all; its target has the `window` that is returned, too.
+    """
     expected = min(layer.seen, window - 1) if window else layer.seen
     if not layer.tokens <= layer.seen or layer.tokens < expected:
         keeps = f"keeps the last {window - 1}" if window else "keeps all"
@@ -320,7 +377,9 @@ def _fit(layer: _CacheLayer, window: int) -> _CacheLayer:
             f"layer {layer.index}: {layer.tokens} of {layer.seen} tokens are here, and the target "
             f"{keeps}; make it as DynamicCache(config=model.config), of the sender's model"
         )
-    if layer.key is None or layer.value is None or layer.tokens == expected:
+    layer = dataclasses.replace(layer, window=window)
+    keeps_all = layer.tokens == expected or (layer.records and window)
+    if layer.key is None or layer.value is None or keeps_all:
         return layer
     last = slice(layer.tokens - expected, None)
     return dataclasses.replace(layer, key=layer.key[:, :, last], value=layer.value[:, :, last])
@@ -328,7 +387,8 @@ def _fit(layer: _CacheLayer, window: int) -> _CacheLayer:
 
 def _set(cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, seen: int) -> None:
     """Set a layer that has seen `seen` tokens; an empty `update` initializes it first."""
-    cache.update(key[:, :, :0], value[:, :, :0], index)
+    shape = (*key.shape[:2], 0, key.shape[3]) if key.dim() == 4 else (1, 1, 0, 1)
+    cache.update(key.new_empty(shape), value.new_empty(shape), index)
     if not hasattr(cache, "layers"):
         cache.key_cache[index], cache.value_cache[index] = key, value
         cache._seen_tokens = seen

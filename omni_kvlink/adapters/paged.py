@@ -11,6 +11,7 @@ from omni_kvlink.payload.overlap import check_distinct
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.schema import CACHES, KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.tensor_memory import storage_address
 from omni_kvlink.payload.views import TensorView, dense, write
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ class PagedAdapter(CacheAdapter[PagedCache]):
         self, cache: PagedCache, *, request_id: str, metadata: KVMetadata | Mapping[str, Any]
     ) -> KVCacheTransferData:
         """Return the sequence without copying it: the one copy, of `put`, reads the blocks."""
-        return KVCacheTransferData.from_paged(request_id, metadata=metadata, **vars(cache))
+        return KVCacheTransferData.from_paged(request_id, metadata=metadata, **_pools(cache))
 
     def load(self, data: KVCacheTransferData, into: PagedCache) -> PagedCache:
         """Copy a cache into its blocks; see `inject`."""
-        self.inject(data, **vars(into))
+        self.inject(data, **_pools(into))
         return into
 
     def inject(
@@ -97,6 +98,12 @@ class PagedAdapter(CacheAdapter[PagedCache]):
             write(target, dense(tokens))
 
 
+def _pools(cache: PagedCache) -> dict[str, Any]:
+    if not isinstance(cache, PagedCache):
+        raise SchemaError(f"a {type(cache).__name__}, wanted a PagedCache of the engine's pools")
+    return vars(cache)
+
+
 def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> None:
     """Raise SchemaError, before a byte is written, if pools do not fit or overlap."""
     own = {_storage(tokens) for _, tokens in pairs if tokens is not None}
@@ -115,4 +122,4 @@ def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> No
 
 def _storage(view: TensorView) -> tuple[torch.device, int]:
     memory = view.pool if isinstance(view, PagedTensor) else view
-    return memory.device, memory.untyped_storage().data_ptr()
+    return memory.device, storage_address(memory)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
-from omni_kvlink.errors import PeerLostError, TransferTimeout
+from omni_kvlink.errors import PeerLostError, TransferTimeout, format_seconds
 from omni_kvlink.link import (
     ChunkStream,
     GetAttempts,
@@ -166,7 +166,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
             begun.cancel()
         if not begun.done():
             raise TransferTimeout(
-                f"{self.link.url}: no connection after {request.timeout:g} s",
+                f"{self.link.url}: no connection after {format_seconds(request.timeout)}",
                 waited=request.timeout,
                 phase="connecting",
             )
@@ -181,6 +181,9 @@ class AsyncReceivedStream:
 
     def __init__(self, stream: ReceivedStream):
         self.stream = stream
+
+    def __repr__(self) -> str:
+        return f"<AsyncReceivedStream of {self.stream!r}>"
 
     def __len__(self) -> int:
         """Layers of all branches together."""
@@ -210,14 +213,18 @@ class AsyncReceivedStream:
         return self.stream.wait(timeout=0.0)
 
     def release(self) -> None:
-        """Release the payload; a task that waits for a layer of it raises ClosedError."""
+        """`ReceivedStream.release`; a task that waits for a layer of it raises ClosedError."""
         self.stream.release()
+
+    def release_unread(self) -> None:
+        """`ReceivedStream.release_unread`; a task that waits for a layer raises ClosedError."""
+        self.stream.release_unread()
 
     def __enter__(self) -> AsyncReceivedStream:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.stream.__exit__(kind, error, traceback)
 
     async def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
         """Uses `asyncio.wait`, because `wait_for` may swallow a cancellation."""
@@ -241,6 +248,9 @@ class AsyncChunkStream:
     def __init__(self, stream: ChunkStream[ReceivedChunk]):
         self.stream = stream
 
+    def __repr__(self) -> str:
+        return f"<AsyncChunkStream of {self.stream!r}>"
+
     async def __aiter__(self) -> AsyncIterator[ReceivedChunk]:
         """The chunks in their order, up to the end; waits up to the stream's timeout for each."""
         while (chunk := await self.receive()) is not None:
@@ -261,11 +271,15 @@ class AsyncChunkStream:
         """`ChunkStream.release`; a task that waits for a chunk raises ClosedError."""
         self.stream.release()
 
+    def release_unread(self) -> None:
+        """`ChunkStream.release_unread`; a task that waits for a chunk raises ClosedError."""
+        self.stream.release_unread()
+
     def __enter__(self) -> AsyncChunkStream:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.stream.__exit__(kind, error, traceback)
 
 
 async def _wait_for(future: Future[Any], timeout: float) -> None:
@@ -342,7 +356,7 @@ class _Verification:
                 self._received.release_unread()
             raise
         except BaseException:
-            self._received.release()
+            self._received.release_unread()
             raise
 
     def __call__(self) -> None:

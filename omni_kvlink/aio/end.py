@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import threading
 from concurrent.futures import Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from omni_kvlink.copier import CurrentStreams
 from omni_kvlink.link import KVConsumer, KVProducer
+from omni_kvlink.system.threads import start_detached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -37,7 +37,7 @@ async def _in_thread(call: Callable[[], T]) -> T:
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     run = partial(contextvars.copy_context().run, _complete, future, call)
-    threading.Thread(target=run, name="kvlink-aio", daemon=True).start()
+    start_detached(run)
     return await asyncio.wrap_future(future)
 
 
@@ -68,6 +68,9 @@ class AsyncLinkEnd(Generic[Link]):
 
     def __init__(self, link: Link):
         self.link = link
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.link!r}>"
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """`abort` of the link below; does not block."""

@@ -104,6 +104,10 @@ class _AsyncStream(Generic[S]):
     def __init__(self, begin: Callable[[], S]):
         self._begin: Callable[[], S] = begin
 
+    def __repr__(self) -> str:
+        out = self.__dict__.get("out", "a stream that is not entered")
+        return f"<{type(self).__name__} of {out!r}>"
+
     async def commit(self) -> Receipt:
         """Commit the stream in a thread; the end of the block does it, too."""
         return await asyncio.shield(run_in_thread(self.out.commit))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omni_kvlink.bench.payloads import (
-    Shape,
     Sources,
     empty_cache,
     found_in,
@@ -17,6 +16,7 @@ from omni_kvlink.bench.payloads import (
     make_sample,
     make_tensor_sample,
 )
+from omni_kvlink.bench.setups import Shape
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, Payload, PrefixOf, SameAs
 from omni_kvlink.payload.dtypes import KV_DTYPES
 

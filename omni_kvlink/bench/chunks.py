@@ -15,6 +15,7 @@ import torch
 
 from omni_kvlink.aio.consumer import AsyncChunkStream
 from omni_kvlink.bench.payloads import bytes_of
+from omni_kvlink.bench.setups import READERS, Paced
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStreams
 
@@ -29,24 +30,6 @@ _STEP = 32
 """Elements between the starts of two chunks: a cache line, as tensors of an engine begin on one."""
 _FRAME = struct.Struct("<II")
 _PIPE_BYTES = 1 << 20
-
-
-class Paced(NamedTuple):
-    """A round: `streams` × `chunks` chunks, each `[tokens, hidden]` bfloat16."""
-
-    streams: int
-    chunks: int
-    tokens: int
-    hidden: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a chunk."""
-        return 2 * self.tokens * self.hidden
-
-    def at(self, stream: int, number: int) -> int:
-        """Where a chunk stands in the results: stream by stream."""
-        return stream * self.chunks + number
 
 
 class ChunkBytes:
@@ -235,12 +218,14 @@ def receive_steps(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkReco
             into.take(at, step.number, bytes_of(hidden).data, now)
 
 
-READERS = {
-    "streams": receive_by_streams,
-    "callbacks": receive_by_callbacks,
-    "asyncio": receive_by_asyncio,
-    "steps": receive_steps,
-}
+RECEIVE = dict(
+    zip(
+        READERS,
+        (receive_by_streams, receive_by_callbacks, receive_by_asyncio, receive_steps),
+        strict=True,
+    )
+)
+"""How a reader of each name receives."""
 
 
 def _take(at: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:

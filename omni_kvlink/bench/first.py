@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.payloads import Shape, make_sample
+from omni_kvlink.bench.payloads import make_sample
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.setups import FirstSetup
 from omni_kvlink.bench.stats import Timings
 
 if TYPE_CHECKING:
@@ -20,18 +21,6 @@ KEY = "bench"
 TRANSFERS = 10
 KINDS = ("prefault", "without")
 _SLOT_SPACE = 8 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstSetup:
-    """What to measure, and how: `rounds` links of each kind, in turn."""
-
-    connector: str
-    shape: Shape
-    url: str = ""
-    rounds: int = 5
-    copier: str = "auto"
-    wait: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +55,7 @@ class FirstResult(Timings):
         }
 
     def text(self) -> str:
-        """Everything that was measured, at most 96 columns wide."""
+        """Everything that was measured, as wide as the terminal at most."""
         shape, setup = self.setup.shape, self.setup
         head = [
             wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Paced, Sent, send_all, send_steps
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Sent, send_all, send_steps
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.setups import GrowingSetup, Paced
 from omni_kvlink.bench.stats import Summary, Timings
-from omni_kvlink.connectors.base import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,43 +34,6 @@ TIMES = {
 _TIMEOUT = 60.0
 _BEFORE = 50_000_000
 """Nanoseconds in which the reader's first requests arrive."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GrowingSetup:
-    """What to measure, and how: `seconds` of each kind, in `rounds` rounds that alternate."""
-
-    connector: str
-    url: str = ""
-    streams: int = 64
-    rate: float = 50.0
-    seconds: float = 4.0
-    rounds: int = 4
-    tokens: int = 1
-    hidden: int = 2048
-    together: bool = False
-    reader: str = "callbacks"
-    mode: str = "pooled"
-    copier: str = "auto"
-    digests: bool = True
-    inline: int = Options.inline
-    corrupt: int = -1
-
-    @property
-    def steps(self) -> bool:
-        """Whether one stream carries all."""
-        return self.reader == "steps"
-
-    @property
-    def is_together(self) -> bool:
-        """Whether the chunks of all streams are due at the same moment."""
-        return self.together or self.steps
-
-    @property
-    def paced(self) -> Paced:
-        """One round."""
-        chunks = max(1, int(self.rate * self.seconds / self.rounds))
-        return Paced(self.streams, chunks, self.tokens, self.hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +145,7 @@ class GrowingResult(Timings):
         }
 
     def text(self) -> str:
-        """Everything that was measured, at most 96 columns wide."""
+        """Everything that was measured, as wide as the terminal at most."""
         rows = [
             row(name, dataclasses.astuple(self.milliseconds(name)), what)
             for name, what in TIMES.items()
@@ -191,13 +154,14 @@ class GrowingResult(Timings):
         parts = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
         return "\n\n".join(parts)
 
-    def drawn(self) -> list[tuple[str, float]]:
-        """The bars to draw: microseconds of CPU a chunk."""
-        return [
+    def drawn(self) -> tuple[list[tuple[str, float]], str]:
+        """The bars to draw, and their unit."""
+        bars = [
             (f"{kind}, {side}", value)
             for kind in KINDS
             for side, value in self.cpu_per_chunk(kind).items()
         ]
+        return bars, "µs of CPU a chunk"
 
     def cpu_per_chunk(self, kind: str) -> dict[str, float]:
         """Microseconds of CPU a chunk of each side, also where the pace was not reached."""

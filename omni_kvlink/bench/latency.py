@@ -20,11 +20,11 @@ from omni_kvlink.bench.baselines import (
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.payloads import BLOCK, Shape, make_bundle, make_sample
+from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.setups import BLOCK, LatencySetup
 from omni_kvlink.bench.stats import Summary, Timings
-from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.memory.region import PAGE
 
@@ -53,47 +53,6 @@ OTHER_TIMES = {
     "pipe_wake": "a pipe wakes the same reader",
 }
 TIMES = PHASES | OTHER_TIMES
-
-
-@dataclasses.dataclass(frozen=True)
-class LatencySetup:
-    """What to measure, and how."""
-
-    connector: str
-    shape: Shape
-    url: str = ""
-    paged: bool = False
-    branches: int = 0
-    rounds: int = 20
-    warmup: int = 3
-    mode: str = "pooled"
-    digests: bool = True
-    copier: str = "auto"
-    verify: str = "auto"
-    threads: int = 1
-    idle: float = 0.0
-    direct: bool = False
-    busy: bool = False
-    inline: int = Options.inline
-
-    def notes(self) -> list[str]:
-        """What must be known about this setup to understand its figures."""
-        lines = []
-        if self.paged:
-            lines.append(
-                f"paged: K and V of each layer lie in pools of their own, in blocks of {BLOCK} "
-                "tokens in random order; the same blocks in every layer"
-            )
-        if self.busy:
-            lines.append(
-                f"busy: just before each put, {OTHERS} payloads of the same layout were put and "
-                "aborted, so that the producer's code is in the processor's caches"
-            )
-        if self.connector == "inproc":
-            lines.append("inproc: both ends are threads of one process")
-        if self.connector == "shm" and self.shape.nbytes <= SMALL and not has_vllm_omni():
-            lines.append("vLLM-Omni is not installed: its SharedMemoryConnector is not compared")
-        return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +119,7 @@ class LatencyResult(Timings):
             "minor_faults": {side: Summary.of(n).to_dict() for side, n in self.faults.items()},
             "idle_cpu_percent": self.idle,
             "bars": self.bars(),
-            "notes": self.setup.notes(),
+            "notes": _notes(self.setup),
         }
 
     def bars(self) -> list[dict[str, Any]]:
@@ -190,7 +149,7 @@ class LatencyResult(Timings):
         return [bar(*one) for one in found]
 
     def text(self) -> str:
-        """Everything that was measured, at most 96 columns wide."""
+        """Everything that was measured, as wide as the terminal at most."""
         rows = [
             row(name, dataclasses.astuple(self.milliseconds(name)), what)
             for name, what in TIMES.items()
@@ -311,6 +270,26 @@ def _idle(pair: Pair, seconds: float) -> dict[str, float]:
     return {side: round(value, 4) for side, value in percent.items()}
 
 
+def _notes(setup: LatencySetup) -> list[str]:
+    """What must be known about this setup to understand its figures."""
+    lines = []
+    if setup.paged:
+        lines.append(
+            f"paged: K and V of each layer lie in pools of their own, in blocks of {BLOCK} "
+            "tokens in random order; the same blocks in every layer"
+        )
+    if setup.busy:
+        lines.append(
+            f"busy: just before each put, {OTHERS} payloads of the same layout were put and "
+            "aborted, so that the producer's code is in the processor's caches"
+        )
+    if setup.connector == "inproc":
+        lines.append("inproc: both ends are threads of one process")
+    if setup.connector == "shm" and setup.shape.nbytes <= SMALL and not has_vllm_omni():
+        lines.append("vLLM-Omni is not installed: its SharedMemoryConnector is not compared")
+    return lines
+
+
 def _setup_lines(result: LatencyResult) -> list[str]:
     setup, ledger = result.setup, result.ledger
     branches = f", {setup.branches} branches" if setup.branches else ""
@@ -324,7 +303,7 @@ def _setup_lines(result: LatencyResult) -> list[str]:
         wrapped("payload", f"{setup.shape} = {setup.shape.nbytes / 1e6:.3f} MB{branches}"),
         wrapped("link", link),
         wrapped("rounds", f"{setup.rounds} after {setup.warmup} to warm up"),
-        *(wrapped("note", note) for note in setup.notes()),
+        *(wrapped("note", note) for note in _notes(setup)),
     ]
 
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.chunks import ChunkBytes, Paced
+from omni_kvlink.bench.chunks import ChunkBytes
 from omni_kvlink.bench.pair import Pair, open_pair
 from omni_kvlink.bench.pipelined import (
     ReceiptPipe,
@@ -20,6 +20,7 @@ from omni_kvlink.bench.pipelined import (
 )
 from omni_kvlink.bench.reader import freeze_gc
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, table, wrapped
+from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Options
 
@@ -41,47 +42,6 @@ _LIVE_BATCH = 250
 _SLOT_SPACE = 8 << 10
 """Bytes of memory that a small payload takes besides its tensors, at most."""
 _TIMEOUT = 120.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ManySetup:
-    """What to measure, and how: `rounds`, each with a run of `transfers` payloads of each kind."""
-
-    connector: str
-    url: str = ""
-    bytes: int = 4096
-    transfers: int = 2000
-    outstanding: int = 256
-    batch: int = 64
-    live: int = 10000
-    rounds: int = 6
-    mode: str = "pooled"
-    copier: str = "auto"
-    digests: bool = True
-    inline: int = Options.inline
-    corrupt: int = -1
-
-    @property
-    def paced(self) -> Paced:
-        """The payloads of all runs; a run is a stream, and so are those that are live meanwhile."""
-        runs = (self.rounds + 1) * 2 * len(KINDS)
-        return Paced(runs, self.transfers, tokens=1, hidden=self.bytes // 2)
-
-    @property
-    def quota(self) -> int:
-        """Bytes of memory for all that is live at once."""
-        payloads = self.live + self.outstanding + 2 * self.batch
-        return max(Options.quota, 2 * payloads * (self.bytes + _SLOT_SPACE))
-
-    def what(self, kind: str) -> str:
-        """What a kind is, for people."""
-        return {
-            "pipe": "bare bytes, one byte back",
-            "single": "put, begin_get",
-            "batched": "put_many, begin_get_many",
-            "few_live": f"single, {FEW} others live",
-            "many_live": f"single, {self.live} others live",
-        }[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +138,7 @@ class ManyResult:
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
         return {
-            "payload_bytes": self.setup.paced.nbytes,
+            "payload_bytes": _paced(self.setup).nbytes,
             "transfers": sum(one.transfers for one in self.runs),
             "wrong": self.failed,
             "copier": self.copier,
@@ -196,13 +156,13 @@ class ManyResult:
         }
 
     def text(self) -> str:
-        """Everything that was measured, at most 96 columns wide."""
+        """Everything that was measured, as wide as the terminal at most."""
         rows = [
             [
                 kind.replace("_", " "),
                 _ranged(self.per_second(kind)),
                 *(_ranged(one) for one in self.cpu(kind).values()),
-                self.setup.what(kind),
+                _what(self.setup, kind),
             ]
             for kind in KINDS
         ]
@@ -216,9 +176,33 @@ class ManyResult:
         about, verdict = "\n".join(_setup_lines(self)), "\n".join(_result_lines(self))
         return "\n\n".join((about, table(head, rows), ratios, verdict))
 
-    def drawn(self) -> list[tuple[str, float]]:
-        """The bars to draw: transfers a second."""
-        return [(kind.replace("_", " "), self.per_second(kind).p50) for kind in KINDS]
+    def drawn(self) -> tuple[list[tuple[str, float]], str]:
+        """The bars to draw, and their unit."""
+        bars = [(kind.replace("_", " "), self.per_second(kind).p50) for kind in KINDS]
+        return bars, "transfers a second"
+
+
+def _paced(setup: ManySetup) -> Paced:
+    """The payloads of all runs; a run is a stream, and so are those that are live meanwhile."""
+    runs = (setup.rounds + 1) * 2 * len(KINDS)
+    return Paced(runs, setup.transfers, tokens=1, hidden=setup.bytes // 2)
+
+
+def _quota(setup: ManySetup) -> int:
+    """Bytes of memory for all that is live at once."""
+    payloads = setup.live + setup.outstanding + 2 * setup.batch
+    return max(Options.quota, 2 * payloads * (setup.bytes + _SLOT_SPACE))
+
+
+def _what(setup: ManySetup, kind: str) -> str:
+    """What a kind is, for people."""
+    return {
+        "pipe": "bare bytes, one byte back",
+        "single": "put, begin_get",
+        "batched": "put_many, begin_get_many",
+        "few_live": f"single, {FEW} others live",
+        "many_live": f"single, {setup.live} others live",
+    }[kind]
 
 
 def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
@@ -226,9 +210,9 @@ def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
     serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
     with (
         open_pair(
-            setup.connector, url=setup.url, quota=setup.quota, inline=setup.inline, **serving
+            setup.connector, url=setup.url, quota=_quota(setup), inline=setup.inline, **serving
         ) as pair,
-        _open_pipe(pair, setup.paced) as pipe,
+        _open_pipe(pair, _paced(setup)) as pipe,
         progress("runs", len(KINDS) * setup.rounds) as step,
     ):
         sender = ManySender(pair, setup, pipe)
@@ -254,7 +238,7 @@ class ManySender:
 
     def __init__(self, pair: Pair, setup: ManySetup, pipe: ReceiptPipe):
         self._pair, self._setup, self._pipe = pair, setup, pipe
-        self._data = ChunkBytes(setup.paced)
+        self._data = ChunkBytes(_paced(setup))
         self._number = self._live = self._live_run = 0
         self.copier, self.wrong_beside = "", 0
 
@@ -288,7 +272,7 @@ class ManySender:
             self.copier = receipts[0].ledger.copier
 
     def _tensors(self, run: int, count: int) -> list[torch.Tensor]:
-        chunks, corrupt = self._setup.paced.chunks, self._setup.corrupt
+        chunks, corrupt = _paced(self._setup).chunks, self._setup.corrupt
         tensors = [self._data.tensor(run, number % chunks) for number in range(count)]
         if 0 <= corrupt < count:
             tensors[corrupt] = self._data.flip(run, corrupt % chunks)
@@ -345,7 +329,7 @@ def _setup_lines(result: ManyResult) -> list[str]:
         f"kind, at most {setup.outstanding} outstanding, {setup.batch} in a batch"
     )
     return [
-        wrapped("payload", f"{payload} = {setup.paced.nbytes} bytes"),
+        wrapped("payload", f"{payload} = {_paced(setup).nbytes} bytes"),
         wrapped("link", link),
         wrapped("rounds", rounds),
         wrapped("gc", "gc.freeze() in both processes after the warm-up; see docs/operations.md"),

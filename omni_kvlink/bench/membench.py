@@ -16,8 +16,9 @@ import torch
 
 from omni_kvlink._native import host
 from omni_kvlink.bench.machine import torch_threads
-from omni_kvlink.bench.payloads import BLOCK, Shape, Sources, make_sample
+from omni_kvlink.bench.payloads import Sources, make_sample
 from omni_kvlink.bench.report import BenchError, Progress, progress, table, wrapped
+from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
@@ -272,15 +273,6 @@ def _blank(tensors: Sequence[torch.Tensor]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class CopySetup:
-    """What to measure; `threads` are torch's."""
-
-    shape: Shape
-    rounds: int = 20
-    threads: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
 class CopyResult(Timings):
     """All methods of one run by their keys, and what each is, for people."""
 
@@ -319,7 +311,7 @@ class CopyResult(Timings):
         }
 
     def text(self) -> str:
-        """Everything that was measured, at most 96 columns wide."""
+        """Everything that was measured, as wide as the terminal at most."""
         shape = self.setup.shape
         head = ["", "ms p50 [min..max]", "GB/s", "× plain", "what"]
         rows = [self._cells(key) for key in self.what]
@@ -330,6 +322,10 @@ class CopyResult(Timings):
         ]
         cost = wrapped("digests", f"{self.digests_cost:+.1f} % of one thread's gather")
         return "\n\n".join(["\n".join(lines), table(head, rows), cost])
+
+    def drawn(self) -> tuple[list[tuple[str, float]], str]:
+        """The bars to draw, and their unit."""
+        return [(key.replace("_", " "), self.rate(key)) for key in self.what], "GB/s"
 
     def _cells(self, key: str) -> list[str]:
         summary = self.milliseconds(key)

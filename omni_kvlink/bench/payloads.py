@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from omni_kvlink.bench.setups import BLOCK, Shape
 from omni_kvlink.payload.bundle import BundleBranch, KVCacheBundle, PrefixOf, SameAs
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
@@ -27,50 +28,7 @@ Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Sources: TypeAlias = Literal["contiguous", "strided", "paged"]
 """The memory of tensors: dense; K and V of a token side by side; pool blocks in random order."""
 
-BLOCK = 16
-"""Tokens of a block of paged sources."""
-
 BRANCH_NAMES = ("gen", "cfg_text", "cfg_img")
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The dimensions of a cache; `heads` 0 means one latent a layer (MLA) instead of K and V."""
-
-    layers: int
-    tokens: int
-    heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-
-    @property
-    def layout(self) -> str:
-        """The metadata's layout."""
-        return "NHD" if self.heads else "ND"
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of a layer's tensors."""
-        return ("key_cache", "value_cache") if self.heads else ("latent_cache",)
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """The shape of one token in one tensor."""
-        return (self.heads, self.head_dim) if self.heads else (self.head_dim,)
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one token in one tensor."""
-        return math.prod(self.row) * torch_dtype(self.dtype).itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, without header and padding."""
-        return self.layers * len(self.parts) * self.tokens * self.row_nbytes
-
-    def __str__(self) -> str:
-        parts = "{K, V}" if self.heads else "latent"
-        return f"{self.layers} × {parts} × {[self.tokens, *self.row]} {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True)

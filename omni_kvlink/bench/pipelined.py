@@ -12,9 +12,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.bench.chunks import ChunkBytes, Paced
+from omni_kvlink.bench.chunks import ChunkBytes
 from omni_kvlink.bench.payloads import bytes_of
 from omni_kvlink.bench.report import BenchError
+from omni_kvlink.bench.setups import Paced
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.payload.tensor_data import TensorTransferData
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from omni_kvlink.bench.baselines import TIMEOUT, BufferTransfer, make_end
-from omni_kvlink.bench.chunks import READERS, ChunkPipe, ChunkRecorder, Paced
-from omni_kvlink.bench.payloads import Shape, Sources, bytes_of, found_in, make_sample
+from omni_kvlink.bench.chunks import RECEIVE, ChunkPipe, ChunkRecorder
+from omni_kvlink.bench.payloads import Sources, bytes_of, found_in, make_sample
 from omni_kvlink.bench.pipelined import RunReader
+from omni_kvlink.bench.setups import Paced, Shape
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStream, KVLink, ReceivedChunk, begin_get
 from omni_kvlink.memory.region import PAGE
@@ -129,7 +130,7 @@ class ReaderCommands(CommandSet):
     def receive_streams(self, *, reader: str, **paced: int) -> dict[str, Any]:
         """Receive every chunk of the open streams, and their ends; see `ChunkRecorder.result`."""
         into = ChunkRecorder(Paced(**paced))
-        READERS[reader](self._streams, into)
+        RECEIVE[reader](self._streams, into)
         for number, stream in enumerate(self._streams):
             if stream.receive(timeout=TIMEOUT) is not None:
                 raise IntegrityError(f"stream {number} has too many chunks")

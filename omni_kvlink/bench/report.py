@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -12,13 +14,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.errors import KVLinkError
+from omni_kvlink.cli.process import show
+from omni_kvlink.errors import FileError, KVLinkError, MissingFileError
+from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 SCHEMA = "kvlink-bench/1"
-WIDTH = 96
+PIPED_WIDTH, MAX_WIDTH = 80, 96
+"""Columns of a report that goes to no terminal, and those that it has at most on a wide one."""
+_NARROW = 16
+"""Columns that the last one of a table needs, if it has longer texts."""
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Takes the name and number of steps; the function of its `with` block is called after each."""
 
@@ -27,18 +34,48 @@ class BenchError(KVLinkError):
     """The benchmark could not be set up, or its reader failed; its text is all that is printed."""
 
 
+def width() -> int:
+    """Columns of the terminal, or of the environment's COLUMNS, that a report may take."""
+    return min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, MAX_WIDTH)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose numbers are aligned right and whose words are aligned left."""
+    """A table whose numbers are aligned right and whose words are aligned left.
+
+    The words of the last column are wrapped to the `width`; where not even the others fit, each row
+    is a list.
+    """
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     textual = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
+    left = width() - sum(one + 2 for one in widths[:-1])
+    if left < min(widths[-1], _NARROW if textual[-1] else widths[-1]):
+        return "\n".join(line for row in rows for line in _list(head, row))
+    widths[-1] = min(widths[-1], left)
     lines = []
-    for line in [head, ["─" * width for width in widths], *rows]:
-        cells = [
-            cell.ljust(width) if is_text else cell.rjust(width)
-            for cell, width, is_text in zip(line, widths, textual, strict=True)
+    for line in [head, ["─" * one for one in widths], *rows]:
+        *cells, last = line
+        first, *more = textwrap.wrap(last, widths[-1]) or [""]
+        padded = [
+            cell.ljust(one) if is_text else cell.rjust(one)
+            for cell, one, is_text in zip([*cells, first], widths, textual, strict=True)
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append("  ".join(padded).rstrip())
+        indent = sum(one + 2 for one in widths[:-1])
+        lines += [" " * indent + part for part in more]
     return "\n".join(lines)
+
+
+def _list(head: Sequence[str], row: Sequence[str]) -> list[str]:
+    """A row of a table that is too wide: its first cell, and below it the others by their heads."""
+    pairs = zip(head[1:], row[1:], strict=True)
+    fill, columns = textwrap.fill, width()
+    return [
+        fill(row[0], columns),
+        *(
+            fill(f"{name}: {cell}", columns, initial_indent="  ", subsequent_indent="    ")
+            for name, cell in pairs
+        ),
+    ]
 
 
 def row(name: str, values: Iterable[float], what: str) -> list[str]:
@@ -48,7 +85,12 @@ def row(name: str, values: Iterable[float], what: str) -> list[str]:
 
 def wrapped(label: str, text: str) -> str:
     """A label, and beside it a text of several lines."""
-    return textwrap.fill(text, WIDTH, initial_indent=f"{label:<9} ", subsequent_indent=" " * 10)
+    return textwrap.fill(text, width(), initial_indent=f"{label:<9} ", subsequent_indent=" " * 10)
+
+
+def filled(text: str) -> str:
+    """A text, wrapped to the width."""
+    return textwrap.fill(text, width())
 
 
 def bar(name: str, got: float, limit: float) -> dict[str, Any]:
@@ -62,16 +104,68 @@ def bar_line(one: dict[str, Any]) -> str:
     return wrapped("bar", f"{one['bar']}: {one['got']:g}, limit {one['limit']:g}: {state}")
 
 
+def check_json(path: str) -> None:
+    """Raise FileError if `write_json` could not write there; "" and "-" are no files."""
+    if path not in ("", "-"):
+        with _as_json_errors(path), _draft(path):
+            pass
+
+
 def write_json(
     path: str, command: str, machine: dict[str, Any], setup: dict[str, Any], results: dict[str, Any]
 ) -> None:
-    """Write the document, the same parts for every command, to a file; "-": standard output."""
+    """Write the document, the same parts for every command, to a file; "-": standard output.
+
+    The file has the whole document, or what it had before. It raises FileError.
+    """
     named = {"schema": SCHEMA, "command": command, "machine": machine}
     text = json.dumps({**named, "setup": setup, "results": results}, indent=2) + "\n"
     if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text)
+        show(text, end="")
+        return
+    with _as_json_errors(path), _draft(path) as draft:
+        with open(draft, "w") as file:
+            file.write(text)
+            file.flush()
+            if draft != path:
+                os.fsync(
+                    file.fileno()
+                )  # after a power failure the name must not have an empty file
+        if draft != path:
+            os.replace(draft, os.path.realpath(path))
+
+
+def _as_json_errors(path: str) -> AbstractContextManager[None]:
+    return translate_errors(f"--json {path}", "give another file", FileError)
+
+
+@contextlib.contextmanager
+def _draft(path: str) -> Iterator[str]:
+    """A new file beside a regular one, to replace it; of a device or a pipe, `path` itself."""
+    is_there = os.path.exists(path)
+    if is_there and not os.path.isfile(path):
+        if not Path(path).is_fifo():  # its reader may come later
+            os.close(os.open(path, os.O_WRONLY))
+        yield path
+        return
+    target = os.path.realpath(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(target)  # its name may be too long
+    if is_there:
+        os.close(os.open(target, os.O_WRONLY))  # it may be written, not just replaced
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise MissingFileError(f"--json {path}: make the directory {folder}, or give another file")
+    draft = os.path.join(folder, f".kvlink-bench-{os.urandom(8).hex()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        if is_there:
+            os.fchmod(fd, os.stat(target).st_mode & 0o7777)
+        os.close(fd)
+        yield draft
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it is the document now
+            os.unlink(draft)
 
 
 def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
@@ -119,6 +213,6 @@ def _lines(what: str, total: int, quiet: bool) -> Callable[[], None]:
     def advance() -> None:
         done = next(numbers)
         if not quiet and (done == total or done % max(1, total // 4) == 0):
-            print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
+            show(f"{done}/{total} {what}", to_stderr=True)
 
     return advance

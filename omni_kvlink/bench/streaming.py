@@ -10,8 +10,9 @@ import numpy as np
 
 from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.payloads import Sample, Shape, bytes_of, make_sample, torch_dtype
+from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
 from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.setups import StreamSetup
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.memory.region import Mapping, Region
@@ -32,19 +33,6 @@ MEASUREMENTS = {
     "in_place_bare": "the same without digests",
     "digest": "the digests alone, of as many bytes",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamSetup:
-    """What to measure, and how."""
-
-    connector: str
-    shape: Shape
-    url: str = ""
-    paged: bool = False
-    rounds: int = 20
-    warmup: int = 3
-    copier: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +77,7 @@ class StreamResult(Timings):
         }
 
     def text(self) -> str:
-        """Everything that was measured, at most 96 columns wide."""
+        """Everything that was measured, as wide as the terminal at most."""
         shape = self.setup.shape
         sides = "paged: random blocks" if self.setup.paged else "dense"
         head = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.cases import Case, cases
 from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.report import Progress, progress, table
+from omni_kvlink.bench.report import Progress, filled, progress, table
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing
 from omni_kvlink.testing.peer_harness import PeerError
@@ -17,23 +17,12 @@ from omni_kvlink.testing.peer_harness import PeerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.bench.setups import VerifySetup
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 
 MAX_SHOWN = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifySetup:
-    """What to send, and how; a bit of the case of the number `corrupt` is flipped on the way."""
-
-    connector: str
-    url: str = ""
-    mode: str = "pooled"
-    copier: str = "auto"
-    quick: bool = False
-    corrupt: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +68,13 @@ class Verdict:
         lines = [
             [dtype, *(_cell(total[dtype, r], bad[dtype, r]) for r in rows)] for dtype in dtypes
         ]
-        failed = [f"FAILED {o.case}: {o.problem}" for o in self.failed[:MAX_SHOWN]]
+        failed = [filled(f"FAILED {o.case}: {o.problem}") for o in self.failed[:MAX_SHOWN]]
         if len(self.failed) > MAX_SHOWN:
             failed.append(f"... and {len(self.failed) - MAX_SHOWN} more")
         count = len(self.outcomes)
         verdict = f"{len(self.failed)} of {count} cases FAILED" if failed else f"all {count} passed"
         summary = f"{verdict}, {self.nbytes / 1e6:.1f} MB sent, SHA-256 of each tensor at both ends"
-        return "\n\n".join([table(["cases", *rows], lines), *failed, summary])
+        return "\n\n".join([table(["cases", *rows], lines), *failed, filled(summary)])
 
 
 def measure(

@@ -1,1 +1,1 @@
-"""The `kvlink` command."""
+"""The `kvlink` command, and what `kvlink-bench` has in common with it."""

@@ -23,7 +23,9 @@ from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.zmq.transport import ZmqSender, ZmqSession, keep_freed_memory
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
+from omni_kvlink.memory.ownership import CallAtEnd, closer
 from omni_kvlink.memory.region import Mapping
+from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.runtime.consumer import Session
@@ -43,6 +45,8 @@ class AutoConsumer(ControlConsumer):
         self._ucx_transport: UcxTransport | None = None
         self._choice = "", "not connected yet"  # the transport in use, and why
         self._interrupt_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not in `close`: another thread may still wait for it, and its number must not be reused.
+        CallAtEnd.of(self, closer(self._interrupt_fd))
         super().__init__(ControlAddress("tcp", options.tcp, "auto"), options)
         self._label = self._url = f"auto://{name}?tcp={options.tcp}"
         keep_freed_memory()
@@ -89,12 +93,11 @@ class AutoConsumer(ControlConsumer):
     def _open_shm(self, control: ZmqSession, deadline: float) -> tuple[Session, str]:
         path = socket_path(self._name, self._options.directory)
         try:
-            sock = dial(path, 0.0, self._interrupt_fd)
-            session = ShmSession(f"shm://{self._name}", sock, deadline, self._interrupt_fd)
+            with translate_errors(path):
+                sock = dial(path, 0.0, self._interrupt_fd)
+                session = ShmSession(f"shm://{self._name}", sock, deadline, self._interrupt_fd)
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
-        except OSError as error:  # it closed during the handshake
-            raise ConnectorError(f"{path}: {error}") from None
         if session.incarnation != control.incarnation:
             session.close()
             raise ConnectorError(f"behind {path} is another producer")
@@ -117,11 +120,6 @@ class AutoConsumer(ControlConsumer):
         super()._close_resources()
         if self._ucx_transport is not None:
             self._ucx_transport.close()
-
-    def __del__(self) -> None:
-        # Not in `close`: another thread may still wait for it, and its number must not be reused.
-        if hasattr(self, "_interrupt_fd"):
-            os.close(self._interrupt_fd)
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

@@ -11,13 +11,15 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
 from omni_kvlink.connectors.protocol.process_check import check_process
-from omni_kvlink.errors import ClosedError, KVLinkError
+from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
+from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +37,28 @@ MAX_RETRIES = 3
 """Times that a `get` is repeated when only its connection broke."""
 
 
+class Device(Text):
+    """The name of a CUDA device, or one of the other texts given here; by default the empty one."""
+
+    def __init__(self, *also: str):
+        super().__init__()
+        self.also = ("", *also)
+
+    def _read(self, value: Any, name: str) -> str:
+        text = super()._read(value, name)
+        is_known = text in self.also or number_of(text) is not None
+        return text if is_known else self.refuse(value, name)
+
+    def _allowed(self) -> str:
+        return " or ".join(("'cuda:0', with this or another number,", *map(repr, self.also)))
+
+
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(Settings):
     """The settings of a link; a connector uses those that concern it.
+
+    Sizes are whole numbers of bytes, or texts such as "8GB" and "512MiB". SchemaError if a value
+    is of another type or range.
 
     Args:
         quota: bytes of memory that all payloads not yet released may take together.
@@ -66,29 +87,26 @@ class Options:
             UCX reaches it; elsewhere, and if empty, they lie in the host's.
     """
 
-    quota: int = 4 << 30
-    mode: str = "pooled"
-    prefault: int = 0
-    inline: int = DEFAULT_INLINE
-    directory: str = ""
-    keys: str = ""
-    peers: str = ""
+    quota: Annotated[int, Size(least=1)] = 4 << 30
+    mode: Annotated[str, Choice("pooled", "sealed")] = "pooled"
+    prefault: Annotated[int, Size()] = 0
+    inline: Annotated[int, Size(most=INLINE)] = DEFAULT_INLINE
+    directory: Annotated[str, FilePath()] = ""
+    keys: Annotated[str, FilePath()] = ""
+    peers: Annotated[str, FilePath()] = ""
     insecure: bool = False
     trusted_network: bool = False
     ucx_tls: str = "tcp"
     ucx_devices: str = ""
     tcp: str = ""
-    device: str = ""
+    device: Annotated[str, Device()] = ""
 
     def __post_init__(self) -> None:
-        if self.mode not in ("pooled", "sealed"):
-            raise ValueError(f"mode {self.mode!r} is unknown; use 'pooled' or 'sealed'")
-        if not 0 <= self.prefault <= self.quota:
-            raise ValueError(f"prefault {self.prefault} is not within the quota {self.quota}")
-        if not 0 <= self.inline <= INLINE:
-            raise ValueError(f"inline {self.inline} is not within 0…{INLINE}")
-        if self.device and number_of(self.device) is None:
-            raise ValueError(f"device {self.device!r}; wanted 'cuda:0', with another number, or ''")
+        super().__post_init__()
+        if self.prefault > self.quota:
+            raise SchemaError(
+                f"prefault={self.prefault}: not within the quota {self.quota}; raise quota="
+            )
 
     @property
     def prefault_nbytes(self) -> int:
@@ -97,9 +115,9 @@ class Options:
 
 
 def refuse_keys(url: str, options: Options) -> None:
-    """Raise ValueError if keys were given to a connector that does not encrypt."""
+    """Raise SchemaError if keys were given to a connector that does not encrypt."""
     if options.keys or options.peers:
-        raise ValueError(
+        raise SchemaError(
             f"{url} never leaves this machine, and is not encrypted: leave keys= and peers= out"
         )
 
@@ -207,13 +225,16 @@ class Producer(Connector):
 
     @abstractmethod
     def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
-        """Return memory for one payload, which is then sent from there; `timeout` is in seconds.
+        """Return memory for one payload, which is then sent from there.
+
+        It may be waited for, and mapped, for `timeout` seconds; with 0 it is not waited for.
 
         `draft`: the length of the header that `begin_stream` will be given; 0 if not called.
 
         Raises:
             DuplicateKeyError: a live payload has this key.
             CapacityError: the payload does not fit within `timeout` seconds, or ever.
+            TransferTimeout: they passed while the memory was being mapped.
         """
 
     def reserve_many(
@@ -223,10 +244,9 @@ class Producer(Connector):
 
         Errors are those of `reserve`; the caller releases what `into` has then.
         """
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for key, nbytes in payloads:
-            left = max(0.0, deadline - time.monotonic())
-            into.append(self.reserve(key, nbytes, timeout=left))
+            into.append(self.reserve(key, nbytes, timeout=deadline.left(key)))
 
     @abstractmethod
     def lend(self, lease: Lease) -> Region:
@@ -262,7 +282,7 @@ class Producer(Connector):
 
     def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
-        return "readers look into the link's own memory here"
+        return "readers look into the link's own memory, so put without direct=True, which copies"
 
     def begin_direct(
         self,
@@ -359,6 +379,9 @@ class PendingGet(ABC):
     """What `receive_until` receives from; None if it does nothing."""
     inline_target: InlineTarget | None = None
     """Memory that `wait` fills where payloads come inside their offers; else it is not used."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'done' if self.is_done else 'waits'}>"
 
     @property
     def is_done(self) -> bool:

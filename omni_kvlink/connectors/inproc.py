@@ -12,7 +12,14 @@ from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import SLOT, Location, Message
 from omni_kvlink.connectors.runtime.consumer import MappedSession, SessionConsumer, closed_here
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
-from omni_kvlink.errors import BusyError, ClosedError, KVLinkError, PeerLostError, TransferTimeout
+from omni_kvlink.errors import (
+    BusyError,
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+    format_seconds,
+)
 from omni_kvlink.memory.region import Mapping, Region
 
 if TYPE_CHECKING:
@@ -114,7 +121,7 @@ class InprocConsumer(SessionConsumer):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TransferTimeout(
-                        f"nobody serves {self._url} after {timeout:g} s",
+                        f"nobody serves {self._url} after {format_seconds(timeout)}",
                         waited=timeout,
                         phase="connecting",
                     )

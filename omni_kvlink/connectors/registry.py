@@ -6,7 +6,8 @@ import importlib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import UnavailableError
+from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.settings import Text, shown, there_are
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Backend
@@ -34,11 +35,20 @@ def schemes() -> list[str]:
     return sorted({*_ROWS, *(point.name for point in entry_points(group=GROUP))})
 
 
+def is_known(scheme: str) -> bool:
+    """Whether there is such a connector, be it able to run here or not."""
+    return scheme in _ROWS or scheme in schemes()
+
+
 def split_url(url: str) -> tuple[str, str]:
-    """Return `("shm", "bagel")` of `"shm://bagel"`; ValueError if it is not a link URL."""
+    """Return `("shm", "bagel")` of `"shm://bagel"`; SchemaError if it is not a link URL."""
+    Text("shm://name").read(url, "url")
     scheme, separator, address = url.partition("://")
     if not separator or not scheme or not address:
-        raise ValueError(f"{url!r} is not a link URL; one looks like shm://name")
+        before, colon, after = url.partition(":")
+        name = after.strip("/")
+        meant = f"; did you mean {before}://{name}?" if before and colon and name else ""
+        raise SchemaError(f"{shown(url)} is not a link URL; one looks like shm://name{meant}")
     return scheme, address
 
 
@@ -64,4 +74,4 @@ def backend(scheme: str) -> Backend:
 def _from_entry_points(scheme: str) -> tuple[str, str]:
     for point in entry_points(group=GROUP, name=scheme):
         return point.value, ""
-    raise UnavailableError(f"no connector {scheme!r}; there are {', '.join(schemes())}")
+    raise UnavailableError(f"no connector {scheme!r}{there_are(scheme, schemes())}")

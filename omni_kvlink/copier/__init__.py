@@ -4,6 +4,7 @@ from omni_kvlink.copier.base import Copier as Copier
 from omni_kvlink.copier.base import GatherHandle as GatherHandle
 from omni_kvlink.copier.native import NativeCopier as NativeCopier
 from omni_kvlink.copier.pinned import PinnedCopier as PinnedCopier
+from omni_kvlink.copier.select import COPIER as COPIER
 from omni_kvlink.copier.select import fastest_copier as fastest_copier
 from omni_kvlink.copier.select import named_copier as named_copier
 from omni_kvlink.copier.streams import CurrentStreams as CurrentStreams

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from omni_kvlink.copier.streams import StreamEvents, TorchEvent, device_of
 from omni_kvlink.memory.region import Scratch
+from omni_kvlink.system.deadline import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ class GatherHandle:
     def __init__(self, wait: Callable[[], list[str]]):
         self._wait: Callable[[], list[str]] | None = wait
         self._digests: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'copies' if self._wait else 'done'}>"
 
     def wait(self) -> list[str]:
         """Block until all bytes are in the payload; return the digests as `Copier.gather` does.
@@ -48,6 +52,9 @@ class Copier(ABC):
     uses_device_memory: ClassVar[bool] = False
     """Whether a payload's region may be memory of a CUDA device (`Region.device`)."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
     @property
     def features(self) -> str:
         """The instruction set in use; empty if the copier does not choose one."""
@@ -63,7 +70,12 @@ class Copier(ABC):
 
     @abstractmethod
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        deadline: float = NEVER,
     ) -> list[str]:
         """Copy each tensor to its position in the payload; blocks until all are copied.
 
@@ -71,6 +83,8 @@ class Copier(ABC):
             sources: in the manifest's order, dense or paged, with any strides, on any device.
             manifest: the plan.
             region: the payload's memory, at least `manifest.nbytes` long.
+            deadline: when to stop unfinished (`time.monotonic`); looked at every few MiB. Copies
+                that a device has begun are waited for.
 
         Returns:
             For each tensor the digest of the copied bytes, in the form of `TensorSpec.digest`;
@@ -78,6 +92,7 @@ class Copier(ABC):
 
         Raises:
             SchemaError: a source does not match the plan.
+            TransferTimeout: the deadline passed; nothing writes to the payload any more.
         """
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
@@ -129,8 +144,11 @@ class Copier(ABC):
         return GatherHandle(lambda: digests)
 
     @abstractmethod
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        """Return what `gather` returns, for bytes that are in the payload already."""
+    def digest(self, manifest: Manifest, region: Region, *, deadline: float = NEVER) -> list[str]:
+        """Return what `gather` returns, for bytes that are in the payload already.
+
+        TransferTimeout if the deadline passed before.
+        """
 
     @abstractmethod
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:

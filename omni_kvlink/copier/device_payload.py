@@ -9,6 +9,7 @@ from omni_kvlink.copier.streams import synchronize
 from omni_kvlink.payload.digests import compare
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.tensor_memory import readable, writable
 from omni_kvlink.payload.views import TensorView, dense, tensor_view
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def copy_in(
 ) -> None:
     """Let torch copy tensors of the host, or of another device, into a payload; blocks for that."""
     for view, spec in zip(views, specs, strict=True):
-        tensor_view(region, spec, data).copy_(dense(view).detach())
+        tensor_view(region, spec, data).copy_(readable(dense(view), spec.where))
     _wait_for_torch(views, region)
 
 
@@ -54,7 +55,7 @@ def copy_out(
         if isinstance(view, PagedTensor):
             view.fill(source.to(view.device))
         else:
-            view.detach().copy_(source)
+            writable(view, spec.where).copy_(source)
     _wait_for_torch(views, region)
 
 

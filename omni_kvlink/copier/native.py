@@ -11,10 +11,12 @@ from omni_kvlink._native import dlpack, host
 from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
+from omni_kvlink.copier.torch_copier import COPYING, LARGE_STEP, gather_steps
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.header_template import SIMPLE_QUOTES, quote_id
 from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.tensor_memory import address_of, are_whole, writable
 from omni_kvlink.payload.views import (
     TensorView,
     check_fit,
@@ -23,6 +25,7 @@ from omni_kvlink.payload.views import (
     packed_host_view,
     tensor_view,
 )
+from omni_kvlink.system.deadline import NEVER, check_deadline, deadline_passed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,24 +70,27 @@ class NativeCopier(Copier):
         return self._copies.nbytes()
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        deadline: float = NEVER,
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
-        check_fit(sources, manifest, region)
+        sources = check_fit(sources, manifest, region)
         if manifest.nbytes <= _SMALL:
             digests = self._gather_few(sources, manifest, region) if len(sources) <= _FEW else None
             if digests is not None:
                 return digests
-            packed = [packed_host_view(source) for source in sources]
+            pairs = zip(sources, manifest.tensors, strict=True)
+            packed = [packed_host_view(source, spec.where) for source, spec in pairs]
             if all(packed):
                 return self._gather_small(packed, manifest, region)
-        native, others, rest = self._split(sources, manifest, region)
-        for source, target in rest:
-            if isinstance(source, PagedTensor):
-                for _ in source.read(target):
-                    pass
-            else:
-                target.copy_(source.detach())
+        native, others, rest = self._split(sources, manifest, region, deadline)
+        for source, target, spec in rest:
+            for _ in gather_steps(source, target, spec, LARGE_STEP):
+                check_deadline(deadline, COPYING)
         by_name = native.gather()
         if others is not None:
             by_name |= others.digest()
@@ -138,10 +144,10 @@ class NativeCopier(Copier):
         """
         if not self._describe or {*map(type, sources)} - _PLAIN:
             return None
-        if packed.has_floats and any(map(torch.Tensor.is_neg, sources)):  # type: ignore[arg-type]
-            return None  # `x.conj().imag` is negated when it is read; no other dtype ever is
         request = request_id.encode()
         try:
+            if not are_whole(sources, packed.itemsizes, packed.sizes):  # type: ignore[arg-type]
+                return None
             return packed.pack_tensors(nbytes, header_nbytes, request, sources, self._describe)
         except RuntimeError:  # torch cannot describe one
             return None
@@ -155,8 +161,9 @@ class NativeCopier(Copier):
             if not is_dense(view):
                 return None
             start, nbytes, digest = data + spec.start, spec.stop - spec.start, bool(spec.digest)
+            address = address_of(view, spec.where)
             crc = host.gather_dense(
-                region.address, region.nbytes, start, view.data_ptr(), nbytes, digest=digest
+                region.address, region.nbytes, start, address, nbytes, digest=digest
             )
             if crc < 0:
                 return None
@@ -184,20 +191,20 @@ class NativeCopier(Copier):
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
-        check_targets(targets, manifest, region)
-        native, others, rest = self._split(targets, manifest, region)
+        targets = check_targets(targets, manifest, region)
+        native, others, rest = self._split(targets, manifest, region, NEVER, writing=True)
         native.scatter()
         if others is not None:
             others.verify()
-        for target, source in rest:
+        for target, source, spec in rest:
             if isinstance(target, PagedTensor):
                 target.fill(source)
             else:
-                target.detach().copy_(source)
+                writable(target, spec.where).copy_(source)
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+    def digest(self, manifest: Manifest, region: Region, *, deadline: float = NEVER) -> list[str]:
         """Compute the digests of a payload in one call of the library."""
-        batch = _Batch(manifest, region, self.threads)
+        batch = _Batch(manifest, region, self.threads, deadline)
         for spec in manifest.tensors:
             batch.add(spec)
         return list(batch.digest().values())
@@ -211,20 +218,26 @@ class NativeCopier(Copier):
         batch.verify()
 
     def _split(
-        self, views: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> tuple[_Batch, _Batch | None, list[tuple[TensorView, torch.Tensor]]]:
+        self,
+        views: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        deadline: float,
+        *,
+        writing: bool = False,
+    ) -> tuple[_Batch, _Batch | None, list[tuple[TensorView, torch.Tensor, TensorSpec]]]:
         """Return what the library copies, and what torch does: its digests, and both tensors."""
-        native, others = _Batch(manifest, region, self.threads), None
+        native, others = _Batch(manifest, region, self.threads, deadline), None
         rest = []
         for view, spec in zip(views, manifest.tensors, strict=True):
-            packed = packed_host_view(view)
+            packed = packed_host_view(view, spec.where, writing=writing)
             if packed:
                 native.add(spec, packed)
             else:
-                others = others or _Batch(manifest, region, self.threads)
+                others = others or _Batch(manifest, region, self.threads, deadline)
                 others.add(spec)
-                rest.append((view, tensor_view(region, spec, manifest.header_nbytes)))
-        self._count([view for view, _ in rest])
+                rest.append((view, tensor_view(region, spec, manifest.header_nbytes), spec))
+        self._count([view for view, *_ in rest])
         return native, others, rest
 
     def _count(self, views: list[TensorView]) -> None:
@@ -236,10 +249,12 @@ class NativeCopier(Copier):
 class _Batch:
     """A `host.CopyBatch` whose copies and digests are a manifest's tensors."""
 
-    def __init__(self, manifest: Manifest, region: Region, threads: int):
+    def __init__(self, manifest: Manifest, region: Region, threads: int, deadline: float = NEVER):
         # By the whole payload: one cached layer would evict the others.
         stores = host.STREAM if manifest.nbytes > host.LARGE else host.AUTO
-        self._batch = host.CopyBatch(region.address, region.nbytes, threads=threads, stores=stores)
+        self._batch = host.CopyBatch(
+            region.address, region.nbytes, threads=threads, stores=stores, deadline=deadline
+        )
         self._data = manifest.header_nbytes
         self._specs: list[TensorSpec] = []
 
@@ -295,6 +310,8 @@ def copy_error(failed: host.CopyFailed, specs: Sequence[TensorSpec]) -> Exceptio
     spec = specs[failed.copy]
     if failed.status == host.DIGEST:
         return mismatch(spec, failed.chunk)
+    if failed.status == host.DEADLINE:
+        return deadline_passed(COPYING)
     if failed.status in (host.ARGUMENT, host.BOUNDS, host.OVERLAP):
         return SchemaError(f"{spec.where()}: {failed}")
     return failed

@@ -17,7 +17,8 @@ from omni_kvlink.copier.native import NativeCopier, copy_error, split_digests
 from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import chunks_of, compare
-from omni_kvlink.payload.views import TensorView, check_sizes, check_view_fits, packed_view
+from omni_kvlink.payload.views import TensorView, aliases, check_sizes, check_view_fits, packed_view
+from omni_kvlink.system.deadline import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,11 +63,16 @@ class PinnedCopier(NativeCopier):
         return f"{host.features()}, {cuda.describe(0)}"
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        deadline: float = NEVER,
     ) -> list[str]:
         """Copy and wait; device tensors are copied while host tensors are."""
         with _CopiesInProgress() as copies:
-            return self._begin(sources, manifest, region, copies)()
+            return self._begin(sources, manifest, region, copies, deadline=deadline)()
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
         """Leave it to the native copier: no source lies on a device."""
@@ -103,8 +109,8 @@ class PinnedCopier(NativeCopier):
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out, blocking until device copies are complete, whose digests devices compute."""
-        check_targets(targets, manifest, region)
-        assignment = _Assignment(self, targets, manifest, region)
+        targets = check_targets(targets, manifest, region)
+        assignment = _Assignment(self, targets, manifest, region, writing=True)
         with _CopiesInProgress() as copies:
             for part in _parts(manifest):
                 assignment.assign(part)
@@ -115,10 +121,11 @@ class PinnedCopier(NativeCopier):
             for each in copies.drain():
                 each.verify()
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+    def digest(self, manifest: Manifest, region: Region, *, deadline: float = NEVER) -> list[str]:
         """Compute the digests where the payload lies."""
-        is_near = region.device == "cpu"
-        return (super().digest if is_near else device_payload.digests)(manifest, region)
+        if region.device != "cpu":
+            return device_payload.digests(manifest, region)
+        return super().digest(manifest, region, deadline=deadline)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests where the payload lies."""
@@ -137,8 +144,8 @@ class PinnedCopier(NativeCopier):
 
         Unlike `scatter`, no device tensor is written if a byte of one is wrong.
         """
-        check_targets(targets, manifest, region)
-        assignment = _Assignment(self, targets, manifest, region, after, digest=False)
+        targets = check_targets(targets, manifest, region)
+        assignment = _Assignment(self, targets, manifest, region, after, digest=False, writing=True)
         assignment.assign(range(len(manifest.tensors)))
         for numbers in assignment.by_device():
             self.verify(_part(manifest, numbers), region)
@@ -158,9 +165,11 @@ class PinnedCopier(NativeCopier):
         region: Region,
         copies: _CopiesInProgress,
         after: StreamEvents | None = None,
+        deadline: float = NEVER,
     ) -> Callable[[], list[str]]:
         """Copy host tensors and start copying the others; return what waits for the digests."""
         check_sizes(sources, manifest, region)
+        sources = aliases(sources)
         assignment = _Assignment(self, sources, manifest, region, after)
         for part in _parts(manifest):
             for number in part:
@@ -170,7 +179,7 @@ class PinnedCopier(NativeCopier):
         digests = [""] * len(sources)
         if assignment.others:
             others, views = assignment.host_part()
-            found = self._gather_others(others, region, views, after)
+            found = self._gather_others(others, region, views, after, deadline)
             for number, digest in zip(assignment.others, found, strict=True):
                 digests[number] = digest
 
@@ -188,11 +197,12 @@ class PinnedCopier(NativeCopier):
         region: Region,
         views: Sequence[TensorView],
         after: StreamEvents | None,
+        deadline: float,
     ) -> list[str]:
         """Copy, by the host or by torch, what no device copies by itself; return the digests."""
         _follow(views, after)
         if region.device == "cpu":
-            return super().gather(views, manifest, region)
+            return super().gather(views, manifest, region, deadline=deadline)
         device_payload.copy_in(views, manifest.tensors, manifest.header_nbytes, region)
         return device_payload.digests(manifest, region)
 
@@ -237,11 +247,12 @@ class _Assignment:
         after: StreamEvents | None = None,
         *,
         digest: bool = True,
+        writing: bool = False,
     ):
         self.others: list[int] = []
         """Numbers of the tensors that are left to the host and torch."""
         self._copier, self._views, self._manifest, self._region = copier, views, manifest, region
-        self._after, self._digest = after, digest
+        self._after, self._digest, self._writing = after, digest, writing
         self._devices: dict[int, _OnDevice | None] = {}  # None: it cannot reach the payload
 
     def assign(self, part: range) -> None:
@@ -249,7 +260,8 @@ class _Assignment:
         for number in part:
             view = self._views[number]
             device = device_of(view)
-            packed = () if device is None else packed_view(view)
+            where = self._manifest.tensors[number].where
+            packed = () if device is None else packed_view(view, where, writing=self._writing)
             copies = None
             if device is not None and packed:
                 if device not in self._devices:

@@ -11,10 +11,13 @@ from omni_kvlink.copier.base import Copier
 from omni_kvlink.copier.native import NativeCopier
 from omni_kvlink.copier.pinned import PinnedCopier
 from omni_kvlink.copier.torch_copier import TorchCopier
+from omni_kvlink.settings import Choice
 
 _COPIERS: dict[str, type[Copier]] = {
     copier.name: copier for copier in (PinnedCopier, NativeCopier, TorchCopier)
 }
+COPIER = Choice("auto", *_COPIERS)
+"""The names that a setting may have."""
 _has_warned = False
 
 
@@ -45,13 +48,10 @@ def fastest_copier() -> Copier:
 def named_copier(copier: str | Copier) -> Copier:
     """Return the copier named "auto" (see `fastest_copier`), "pinned", "native" or "torch".
 
-    A `Copier` is returned as it is. Raises NativeError if the named copier cannot be used here.
+    A `Copier` is returned as it is. Raises NativeError if the named copier cannot be used here, and
+    SchemaError if there is none of this name.
     """
     if isinstance(copier, Copier):
         return copier
-    if copier == "auto":
-        return fastest_copier()
-    if copier not in _COPIERS:
-        names = ", ".join(map(repr, ("auto", *_COPIERS)))
-        raise ValueError(f"no copier {copier!r}; use one of {names}, or a Copier")
-    return _COPIERS[copier]()
+    name = COPIER.read(copier, "copier")
+    return fastest_copier() if name == "auto" else _COPIERS[name]()

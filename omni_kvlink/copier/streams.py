@@ -69,6 +69,9 @@ class StreamEvents:
         self.events = tuple(events)
         self.devices = frozenset(event.device for event in events)
 
+    def __repr__(self) -> str:
+        return f"<StreamEvents of {len(self.devices)} devices>"
+
     def wait(self) -> None:
         """Block until the devices have reached it."""
         for event in self.events:
@@ -139,6 +142,9 @@ class CurrentStreams:
         # A process that has not used CUDA must not open a context here.
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
         self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    def __repr__(self) -> str:
+        return f"<CurrentStreams of {len(self._streams)} devices>"
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:

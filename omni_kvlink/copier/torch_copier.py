@@ -1,10 +1,9 @@
-"""The reference copier: torch and numpy copy, crc32c hashes the bytes while they are in cache."""
+"""The reference copier: torch copies, crc32c hashes the bytes while they are in cache."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from omni_kvlink.copier.base import Copier
@@ -12,7 +11,9 @@ from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.paged import STEP, PagedTensor
+from omni_kvlink.payload.tensor_memory import readable, writable
 from omni_kvlink.payload.views import TensorView, check_fit, tensor_view
+from omni_kvlink.system.deadline import NEVER, check_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+
+
+COPYING = "copying its tensors"
+"""The phase in the errors of passed deadlines."""
+LARGE_STEP = 16 << 20
+"""Bytes that torch copies at a time where no digests are computed meanwhile."""
 
 
 class TorchCopier(Copier):
@@ -41,10 +48,15 @@ class TorchCopier(Copier):
         return self._copies.nbytes()
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self,
+        sources: Sequence[TensorView],
+        manifest: Manifest,
+        region: Region,
+        *,
+        deadline: float = NEVER,
     ) -> list[str]:
         """Copy tensor by tensor, hashing each MiB while it is in cache."""
-        check_fit(sources, manifest, region)
+        sources = check_fit(sources, manifest, region)
         self._copies.add("pageable", sources)
         payload = region.view()
         digests = []
@@ -52,26 +64,28 @@ class TorchCopier(Copier):
             start = manifest.header_nbytes + spec.start
             digest = ChunkDigest(payload[start : start + spec.nbytes]) if spec.digest else None
             target = tensor_view(region, spec, manifest.header_nbytes)
-            for upto in _gather_steps(source, target):
+            for upto in gather_steps(source, target, spec):
                 if digest:
                     digest.advance(upto)
+                check_deadline(deadline, COPYING)
             digests.append(digest.text() if digest else "")
         return digests
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+    def digest(self, manifest: Manifest, region: Region, *, deadline: float = NEVER) -> list[str]:
         """Hash every tensor of the payload."""
-        return [tensor_digest(manifest, region, spec).text() for spec in manifest.tensors]
+        tensors = manifest.tensors
+        return [tensor_digest(manifest, region, spec, deadline).text() for spec in tensors]
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy tensor by tensor, hashing the payload while it is in cache."""
-        check_targets(targets, manifest, region)
+        targets = check_targets(targets, manifest, region)
         self._copies.add("pageable", targets)
         payload = region.view()
         for target, spec in zip(targets, manifest.tensors, strict=True):
             source = tensor_view(region, spec, manifest.header_nbytes)
             start = manifest.header_nbytes + spec.start
             digest = ChunkDigest(payload[start : start + spec.nbytes])
-            for upto in _scatter_steps(source, target):
+            for upto in _scatter_steps(source, target, spec):
                 if spec.digest:
                     digest.advance(upto)
             if spec.digest:
@@ -82,31 +96,34 @@ class TorchCopier(Copier):
         verify(manifest, region)
 
 
-def _gather_steps(source: TensorView, target: torch.Tensor) -> Iterator[int]:
+def gather_steps(
+    source: TensorView, target: torch.Tensor, spec: TensorSpec, step: int = STEP
+) -> Iterator[int]:
+    """Copy a tensor into the payload, yielding the number of bytes after each `step`."""
     if isinstance(source, PagedTensor):
         return _in_bytes(source.read(target), source)
-    return _copy_steps(source.detach(), target)
+    return _copy_steps(readable(source, spec.where), target, step)
 
 
-def _scatter_steps(source: torch.Tensor, target: TensorView) -> Iterator[int]:
+def _scatter_steps(source: torch.Tensor, target: TensorView, spec: TensorSpec) -> Iterator[int]:
     if isinstance(target, PagedTensor):
         return _in_bytes(target.write(source), target)
-    return _copy_steps(source, target.detach())
+    return _copy_steps(source, writable(target, spec.where), STEP)
 
 
 def _in_bytes(done: Iterator[int], paged: PagedTensor) -> Iterator[int]:
     return (tokens * (paged.nbytes // paged.shape[0]) for tokens in done)
 
 
-def _copy_steps(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
-    """Copy in steps that stay in cache, yielding the number of bytes copied so far."""
+def _copy_steps(source: torch.Tensor, target: torch.Tensor, step: int) -> Iterator[int]:
+    """Copy in steps, yielding the number of bytes copied so far."""
     if not (_is_plain(source) and _is_plain(target)):
-        yield from _copy_rows(source, target)
+        yield from _copy_rows(source, target, step)
         return
     read, written = _bytes_of(source), _bytes_of(target)
-    for start in range(0, len(read), STEP):
-        stop = min(start + STEP, len(read))
-        np.copyto(written[start:stop], read[start:stop])
+    for start in range(0, len(read), step):
+        stop = min(start + step, len(read))
+        written[start:stop].copy_(read[start:stop])
         yield stop
 
 
@@ -114,19 +131,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_neg()
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     # Not view(-1): dimensions of size 1 may have any stride, and view(dtype) requires 1.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[int]:
+def _copy_rows(source: torch.Tensor, target: torch.Tensor, step: int) -> Iterator[int]:
     """Copy some tokens at a time, so that strided sources and devices need no large temporary."""
     if target.dim() == 0 or target.numel() == 0:
         target.copy_(source)
         yield target.nbytes
         return
     row = target[0].numel() * target.element_size()
-    rows = max(1, STEP // row)
+    rows = max(1, step // row)
     for start in range(0, len(target), rows):
         target[start : start + rows].copy_(source[start : start + rows])
         yield min(start + rows, len(target)) * row

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
-import os
 from dataclasses import field
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
 from omni_kvlink import Verify
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.lowlevel import ConnectOptions, ServeOptions
+from omni_kvlink.settings import (
+    Choice,
+    FilePath,
+    Integer,
+    Json,
+    ListOf,
+    MapOf,
+    Number,
+    Seconds,
+    Settings,
+    Size,
+    SomeOf,
+    Text,
+)
 
 C = TypeVar("C", bound="StageConfig")
 
-_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_BACKENDS = ("inductor", "aot_eager", "eager")
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+Degree = Annotated[int, Integer(1)]
+Wait = Annotated[float, Seconds(above=0, endless=True)]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -25,39 +38,37 @@ def load_class(kind: str, name: str, known: dict[str, str]) -> Any:
     """The class that a configuration names, by its name in `known` or as "module:Class"."""
     module, separator, attribute = known.get(name, name).partition(":")
     if not separator:
-        raise ValueError(f"no {kind} {name!r}; there are {', '.join(known)}, or 'module:Class'")
+        raise SchemaError(f"no {kind} {name!r}; there are {', '.join(known)}, or 'module:Class'")
     return getattr(importlib.import_module(module), attribute)
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionParallelConfig:
+class DiffusionParallelConfig(Settings):
     """How a diffusion stage divides its work among ranks."""
 
-    data_parallel_size: int = 1  # groups that run different requests
-    cfg_parallel_size: int = 1  # ranks that divide the guidance branches; 1, 2 or 3
-    tensor_parallel_size: int = 1  # ranks that divide the heads
-    sequence_parallel_size: int | None = None  # ulysses_degree x ring_degree, which it is set to
-    ulysses_degree: int = 1  # ranks that divide latent rows, and the heads in attention
-    ring_degree: int = 1  # ranks that divide latent rows, and pass K and V around in attention
-    pipeline_parallel_size: int = 1  # ranks that divide the layers
-    vae_patch_parallel_size: int = 1  # of these ranks: the first ones decode an image's tiles
+    data_parallel_size: Degree = 1  # groups that run different requests
+    cfg_parallel_size: Annotated[int, Integer(1, 3)] = (
+        1  # ranks that divide the guidance branches; 1, 2 or 3
+    )
+    tensor_parallel_size: Degree = 1  # ranks that divide the heads
+    sequence_parallel_size: Degree | None = None  # ulysses_degree x ring_degree, if None
+    ulysses_degree: Degree = 1  # ranks that divide latent rows, and the heads in attention
+    ring_degree: Degree = 1  # ranks that divide latent rows, and pass K and V around in attention
+    pipeline_parallel_size: Degree = 1  # ranks that divide the layers
+    vae_patch_parallel_size: Degree = 1  # of these ranks: the first ones decode an image's tiles
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         product = self.ulysses_degree * self.ring_degree
         if self.sequence_parallel_size is None:
             object.__setattr__(self, "sequence_parallel_size", product)
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} {value}: 1 or more")
-        if self.cfg_parallel_size > 3:
-            raise ValueError(f"cfg_parallel_size {self.cfg_parallel_size}: at most 3 branches")
         if self.sequence_parallel_size != product:
-            raise ValueError(
+            raise SchemaError(
                 f"sequence_parallel_size {self.sequence_parallel_size}: ulysses_degree "
                 f"{self.ulysses_degree} x ring_degree {self.ring_degree} is {product}; set those"
             )
         if (degree := self.vae_patch_parallel_size) > self.ranks_per_request:
-            raise ValueError(
+            raise SchemaError(
                 f"vae_patch_parallel_size {degree}: at most the number of ranks that compute a "
                 f"request together, here {self.ranks_per_request}: the product of all degrees but "
                 "data_parallel_size"
@@ -85,7 +96,7 @@ class DiffusionParallelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVConfig:
+class KVConfig(Settings):
     """The links of a stage, and how much received KV it may hold.
 
     Options are fields of the connectors' `Options`. `receivers` is how the next stage divides its
@@ -94,37 +105,35 @@ class KVConfig:
 
     sources: tuple[str, ...] = ()  # URLs of the tensor ranks of the stage before, if there is one
     sinks: tuple[str, ...] = ()  # URLs that the tensor ranks serve for the next stage
-    source_options: dict[str, Any] = field(default_factory=dict)
-    sink_options: dict[str, Any] = field(default_factory=dict)
+    source_options: Annotated[dict[str, Any], SomeOf(ConnectOptions)] = field(default_factory=dict)
+    sink_options: Annotated[dict[str, Any], SomeOf(ServeOptions)] = field(default_factory=dict)
     receivers: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
-    budget: int = 4 << 30  # bytes of received KV that may be held at once
-    reserve: int = 0  # bytes reserved for a KV of unknown size; an eighth of the budget if 0
-    timeout: float = 60.0  # seconds until a request's KV must have come
-    connect_timeout: float = 60.0  # seconds until the stage before must serve
-    put_timeout: float = 60.0  # seconds to wait for free memory in the sink
-    ttl: float = 120.0  # seconds in which the next stage must receive what was sent
+    budget: Annotated[int, Size(1)] = 4 << 30  # bytes of received KV that may be held at once
+    reserve: Annotated[int, Size()] = 0  # bytes for a KV of unknown size; 0: budget / 8
+    timeout: Wait = 60.0  # seconds until a request's KV must have come
+    connect_timeout: Wait = 60.0  # seconds until the stage before must serve
+    put_timeout: Wait = 60.0  # seconds to wait for free memory in the sink
+    ttl: Wait = 120.0  # seconds in which the next stage must receive what was sent
     prefetch: bool = True  # receive for waiting requests while others run
     verify: Verify = "full"  # checks every byte; "auto" checks what `get` does by default
 
 
 @dataclasses.dataclass(frozen=True)
-class CompilationConfig:
+class CompilationConfig(Settings):
     """How `torch.compile` compiles the repeated layers, where `enforce_eager` is False."""
 
-    backend: str = "inductor"  # or "aot_eager", "eager", which trace, but generate no code
-    mode: str = "default"  # of inductor, as torch names them; "reduce-overhead" uses CUDA graphs
+    # "aot_eager" and "eager" trace, but generate no code
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    # of inductor, as torch names them; "reduce-overhead" uses CUDA graphs
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        "default"
+    )
     dynamic: bool = True  # compile for any number of rows; False compiles for each number anew
 
     def __post_init__(self) -> None:
-        if self.backend not in _BACKENDS:
-            known = ", ".join(_BACKENDS)
-            raise ValueError(f"compilation_config.backend {self.backend!r}; there are {known}")
-        if self.mode not in _MODES:
-            raise ValueError(
-                f"compilation_config.mode {self.mode!r}; there are {', '.join(_MODES)}"
-            )
+        super().__post_init__()
         if self.mode != "default" and self.backend != "inductor":
-            raise ValueError(f"compilation_config.mode {self.mode!r} is for the backend inductor")
+            raise SchemaError(f"mode={self.mode!r}: it is for the backend inductor")
 
     def options(self) -> dict[str, Any]:
         """The arguments of `torch.compile`."""
@@ -133,26 +142,24 @@ class CompilationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(Settings):
     """The LoRA adapters of a stage, in vLLM's names."""
 
     enable_lora: bool = True  # False refuses requests with an adapter
-    max_loras: int = 1  # adapters that are held at once; those that were used last stay
-    max_cpu_loras: int | None = None  # as vLLM-Omni calls it; the larger of the two counts
-    max_lora_rank: int = 512  # of a layer of an adapter
-    lora_path: str = ""  # directory of the stage's own adapter, for requests that name none
+    max_loras: Degree = 1  # adapters that are held at once; those that were used last stay
+    max_cpu_loras: Degree | None = None  # as vLLM-Omni calls it; the larger of the two counts
+    max_lora_rank: Degree = 512  # of a layer of an adapter
+    lora_path: Annotated[str, FilePath()] = (
+        ""  # directory of the stage's own adapter, for requests that name none
+    )
     lora_scale: float = 1.0  # of the stage's own adapter
 
     def __post_init__(self) -> None:
-        for name in ("max_loras", "max_cpu_loras", "max_lora_rank"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} {value}: 1 or more")
-        if not math.isfinite(self.lora_scale):
-            raise ValueError(f"lora_scale {self.lora_scale}: a finite number")
+        super().__post_init__()
         if self.lora_path and not self.enable_lora:
-            raise ValueError(f"lora_path {self.lora_path} with enable_lora: false; one of them")
+            raise SchemaError(f"lora_path {self.lora_path} with enable_lora: false; one of them")
         if self.lora_scale != 1.0 and not self.lora_path:
-            raise ValueError(f"lora_scale {self.lora_scale} without a lora_path has no effect")
+            raise SchemaError(f"lora_scale {self.lora_scale} without a lora_path has no effect")
 
     @property
     def capacity(self) -> int:
@@ -161,26 +168,27 @@ class LoRAConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVTransferConfig:
+class KVTransferConfig(Settings):
     """Prefill and decode apart: an AR stage gives K and V of prompts to another, or takes them.
 
     A stage of each role serves a link at its `url`, and connects to those of the other role.
     """
 
-    kv_role: str  # "kv_producer": reads prompts alone; "kv_consumer": reads what no producer has
-    url: str  # of this stage's link; its peers must know it, so a port is not 0
+    # "kv_producer": reads prompts alone; "kv_consumer": reads what no producer has
+    kv_role: Literal["kv_producer", "kv_consumer"]
+    url: Annotated[
+        str, Text("shm://prefill", filled=True)
+    ]  # of this stage's link; its peers must know it, so a port is not 0
     peers: tuple[str, ...]  # the URLs of the stages of the other role
-    options: dict[str, Any] = field(default_factory=dict)  # of the connectors, for all these links
-    budget: int = 1 << 30  # bytes of K and V that a producer keeps
-    timeout: float = 10.0  # seconds that a consumer waits for a producer; then it computes
+    # of all these links
+    options: Annotated[dict[str, Any], SomeOf(ConnectOptions)] = field(default_factory=dict)
+    budget: Annotated[int, Size(1)] = 1 << 30  # bytes of K and V that a producer keeps
+    timeout: Wait = 10.0  # seconds that a consumer waits for a producer; then it computes
 
     def __post_init__(self) -> None:
-        if self.kv_role not in ("kv_producer", "kv_consumer"):
-            raise ValueError(f"kv_role {self.kv_role!r}: kv_producer or kv_consumer")
+        super().__post_init__()
         if not self.peers:
-            raise ValueError("kv_transfer without peers: the URLs of stages of the other role")
-        if self.budget < 1 or not self.timeout > 0:
-            raise ValueError(f"kv_transfer: budget {self.budget}, timeout {self.timeout}: above 0")
+            raise SchemaError("peers=(): the URLs of stages of the other role")
 
     @property
     def is_producer(self) -> bool:
@@ -189,45 +197,42 @@ class KVTransferConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RayConfig:
+class RayConfig(Settings):
     """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
 
     address: str = "auto"  # or "host:port" of a cluster, or "local" to start one
-    num_cpus: float = 1.0
-    num_gpus: float | None = None  # one if None and the stage uses a GPU
-    resources: dict[str, float] = field(default_factory=dict)  # by their names in Ray
-    strategy: str = "PACK"  # of the ranks' placement group, as Ray names it
+    num_cpus: Annotated[float, Number(0)] = 1.0
+    # one if None and the stage uses a GPU
+    num_gpus: Annotated[float, Number(0)] | None = None
+    # by their names in Ray
+    resources: Annotated[dict[str, float], MapOf(Number(0))] = field(default_factory=dict)
+    # of the ranks' placement group, as Ray names it
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
 
     def __post_init__(self) -> None:
-        if self.strategy not in _STRATEGIES:
-            raise ValueError(f"strategy {self.strategy!r}; there are {', '.join(_STRATEGIES)}")
+        super().__post_init__()
         if self.address.startswith("ray://"):
-            raise ValueError(f"{self.address}: Ray's client cannot be used here; name host:port")
+            raise SchemaError(f"{self.address}: Ray's client cannot be used here; name host:port")
         amounts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or 0, **self.resources}
-        low = [name for name, amount in amounts.items() if amount < 0]
-        if low or not any(amounts.values()):
-            raise ValueError(f"{amounts}: a rank needs something of its node, nothing below 0")
+        if not any(amounts.values()):
+            raise SchemaError(f"{amounts}: a rank needs something of its node")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProfilerConfig:
+class ProfilerConfig(Settings):
     """What the profiler of each worker records, and where; names as in vLLM, all off by default."""
 
-    profiler: str = "torch"  # the only one here
-    torch_profiler_dir: str = ""  # for `start_profile` without a directory
+    profiler: Literal["torch"] = "torch"  # the only one here
+    torch_profiler_dir: Annotated[str, FilePath()] = ""  # for `start_profile` without a directory
     torch_profiler_record_shapes: bool = False  # of each operator's inputs
     torch_profiler_with_memory: bool = False
     torch_profiler_with_stack: bool = False  # of Python
     torch_profiler_with_flops: bool = False
     torch_profiler_use_gzip: bool = False  # writes `.trace.json.gz`
 
-    def __post_init__(self) -> None:
-        if self.profiler != "torch":
-            raise ValueError(f"profiler {self.profiler!r}; only 'torch' is supported")
-
 
 @dataclasses.dataclass(frozen=True)
-class StageConfig:
+class StageConfig(Settings):
     """The configuration of any stage.
 
     `worker_cls` is "module:Class" of a `WorkerBase`, the stage's own kind if empty.
@@ -236,18 +241,20 @@ class StageConfig:
     "file:///…" or "tcp://127.0.0.1:port", chosen by the executor if empty.
     """
 
-    model: str  # directory of the checkpoint; a path becomes a string
+    model: Annotated[str, FilePath()]  # directory of the checkpoint; a path becomes a string
     model_class_name: str = "bagel"  # the `ModelUtility`, or "module:Class"
     worker_cls: str = ""
     stage: str = "dit"  # which part of the model, as the model names it
-    dtype: str = "bfloat16"  # or "float16", "float32"
+    dtype: Annotated[str, Choice(*_DTYPES)] = "bfloat16"
     attention_backend: str = "auto"  # as vLLM-Omni, diffusers or `attention_backends` name it
-    quantization: str = ""  # of the layers' weights: "int8_weight_only"
-    vae_dtype: str = "auto"  # of the image autoencoder; as published if "auto", BAGEL's in float32
+    quantization: Literal["", "int8_weight_only"] = ""  # of the layers' weights
+    # of the image autoencoder; as published if "auto", BAGEL's in float32
+    vae_dtype: Annotated[str, Choice("auto", *_DTYPES)] = "auto"
     device: str = "auto"  # the rank's CUDA device, or the CPU; or such as "cuda:1" for one rank
-    device_numbers: tuple[int, ...] = ()  # the ranks' CUDA devices, in order; 0, 1, … if empty
-    max_num_seqs: int = 1  # requests that may run at once
-    num_threads: int = 0  # of torch, on the CPU; torch's default if 0
+    # the ranks' CUDA devices, in order; 0, 1, … if empty
+    device_numbers: Annotated[tuple[int, ...], ListOf(Integer(0))] = ()
+    max_num_seqs: Degree = 1  # requests that may run at once
+    num_threads: Annotated[int, Integer(0)] = 0  # of torch, on the CPU; torch's default if 0
     vae_use_tiling: bool = False  # images above 512 pixels a side: blended tiles; True if divided
     enable_cpu_offload: bool = False  # encoders and decoders are on the device while they run
     enable_layerwise_offload: bool = False  # layers are on the device while they run
@@ -259,43 +266,36 @@ class StageConfig:
     parallel_config: DiffusionParallelConfig = field(default_factory=DiffusionParallelConfig)
     distributed_executor_backend: str = ""
     distributed_init_method: str = ""
-    start_timeout: float = 600.0  # seconds in which the stage must have loaded its model
-    distributed_timeout: float = 300.0  # seconds in which all ranks must join a collective call
+    start_timeout: Wait = 600.0  # seconds in which the stage must have loaded its model
+    distributed_timeout: Wait = 300.0  # seconds in which all ranks must join a collective call
     ray: RayConfig = field(default_factory=RayConfig)
     profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
     lora_config: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", os.fspath(self.model))  # as it is sent to workers
-        for name, also in (("dtype", ()), ("vae_dtype", ("auto",))):
-            if (given := getattr(self, name)) not in (known := (*_DTYPES, *also)):
-                raise ValueError(f"{name} {given!r}; there are {', '.join(known)}")
-        if self.quantization not in ("", "int8_weight_only"):
-            raise ValueError(f"quantization {self.quantization!r}; there is 'int8_weight_only'")
+        super().__post_init__()
         if self.quantization and self.offloads:
-            raise ValueError("quantization with offloaded weights: choose one of them")
+            raise SchemaError("quantization with offloaded weights: choose one of them")
         if self.enforce_eager and self.compilation_config != CompilationConfig():
-            raise ValueError("compilation_config: has no effect unless enforce_eager is false")
+            raise SchemaError("compilation_config: has no effect unless enforce_eager is false")
         if not (self.pin_cpu_memory or self.offloads):
-            raise ValueError("pin_cpu_memory false: it is for enable_cpu_offload and the like")
+            raise SchemaError("pin_cpu_memory false: it is for enable_cpu_offload and the like")
         if self.worker_cls and ":" not in self.worker_cls:
-            raise ValueError(f"worker_cls {self.worker_cls!r}: name a WorkerBase, 'module:Class'")
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs {self.max_num_seqs}: 1 or more")
-        if not self.start_timeout > 0:
-            raise ValueError(f"start_timeout {self.start_timeout}: more than 0 s")
+            raise SchemaError(f"worker_cls {self.worker_cls!r}: name a WorkerBase, 'module:Class'")
         if self.parallel_config.vae_patch_parallel_size > 1:
             object.__setattr__(self, "vae_use_tiling", True)
         world = self.parallel_config.world_size
         if ":" in self.device and world > 1:
-            raise ValueError(f"device {self.device!r} for {world} ranks: use devices, one for each")
+            raise SchemaError(
+                f"device {self.device!r} for {world} ranks: use devices, one for each"
+            )
         if self.device_numbers and len(self.device_numbers) < world:
-            raise ValueError(f"devices {self.device_numbers} for {world} ranks: one for each")
+            raise SchemaError(f"devices {self.device_numbers} for {world} ranks: one for each")
         ranks = self.parallel_config.tensor_parallel_size
         if self.kv.sinks and len(self.kv.sinks) != ranks:
-            raise ValueError(f"{len(self.kv.sinks)} kv.sinks for {ranks} tensor ranks: one each")
+            raise SchemaError(f"{len(self.kv.sinks)} kv.sinks for {ranks} tensor ranks: one each")
         if self.kv.sinks and self.parallel_config.world_size > ranks:
-            raise ValueError(
+            raise SchemaError(
                 "a stage that sends KV divides its heads alone: use tensor_parallel_size"
             )
 
@@ -338,31 +338,30 @@ class StageConfig:
 class OmniDiffusionConfig(StageConfig):
     """A diffusion stage."""
 
-    request_batch_max_wait_ms: float = 0.0  # that a first request may wait for a full batch
+    request_batch_max_wait_ms: Annotated[float, Number(0)] = (
+        0.0  # that a first request may wait for a full batch
+    )
     step_execution: bool = False  # requests begin and end between denoising steps
-    max_concurrent_batches: int = 1  # sent to the workers before the first has ended
+    max_concurrent_batches: Degree = 1  # sent to the workers before the first has ended
     cache_backend: str = "none"  # or the name of a `CacheBackend`
-    cache_config: dict[str, Any] = field(default_factory=dict)
+    # of the `CacheBackend`, which checks it
+    cache_config: Annotated[dict[str, Any], MapOf(Json())] = field(default_factory=dict)
     vae_use_slicing: bool = False  # the autoencoder decodes one image at a time; diffusers only
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.request_batch_max_wait_ms < 0:
-            raise ValueError(f"request_batch_max_wait_ms {self.request_batch_max_wait_ms}")
-        if self.max_concurrent_batches < 1:
-            raise ValueError(f"max_concurrent_batches {self.max_concurrent_batches}: 1 or more")
         if self.has_attention_backend and self.parallel_config.ring_degree > 1:
             text = f"attention_backend {self.attention_backend!r} with ring_degree"
-            raise ValueError(f"{text}: a ring merges blocks by itself; set ulysses_degree")
+            raise SchemaError(f"{text}: a ring merges blocks by itself; set ulysses_degree")
         if self.step_execution and self.max_concurrent_batches > 1:
             text = f"max_concurrent_batches {self.max_concurrent_batches} with step_execution"
-            raise ValueError(f"{text}: a step begins when the one before has ended; set 1")
+            raise SchemaError(f"{text}: a step begins when the one before has ended; set 1")
         if self.step_execution and self.request_batch_max_wait_ms:
             text = f"request_batch_max_wait_ms {self.request_batch_max_wait_ms} with step_execution"
-            raise ValueError(f"{text}: a request joins those that run at their next step; set 0")
+            raise SchemaError(f"{text}: a request joins those that run at their next step; set 0")
         if self.step_execution and self.cache_backend != "none":
             text = f"cache_backend {self.cache_backend!r} with step_execution: it compares steps of"
-            raise ValueError(f'{text} one batch, from its first to its last; set "none"')
+            raise SchemaError(f'{text} one batch, from its first to its last; set "none"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,10 +369,10 @@ class OmniARConfig(StageConfig):
     """An AR stage."""
 
     stage: str = "ar"
-    num_blocks: int = 1024  # of the paged KV pool
-    block_size: int = 16  # tokens in each block
+    num_blocks: Degree = 1024  # of the paged KV pool
+    block_size: Degree = 16  # tokens in each block
     think: bool = False  # let the model write a plan first, which becomes part of the prompt
-    max_num_batched_tokens: int = 2048  # of all texts in one step
+    max_num_batched_tokens: Degree = 2048  # of all texts in one step
     enable_chunked_prefill: bool = True  # divide a text that is longer
     enable_prefix_caching: bool = False  # share blocks of equal leading texts
     kv_transfer: KVTransferConfig | None = None  # prefill and decode apart
@@ -381,19 +380,19 @@ class OmniARConfig(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
+            raise SchemaError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} for max_num_seqs "
                 f"{self.max_num_seqs}: one token for each request, or more"
             )
         if self.parallel_config.world_size > self.parallel_config.tensor_parallel_size:
-            raise ValueError("an AR stage divides its heads alone: use tensor_parallel_size")
+            raise SchemaError("an AR stage divides its heads alone: use tensor_parallel_size")
         if (degree := self.parallel_config.vae_patch_parallel_size) > 1:
-            raise ValueError(
+            raise SchemaError(
                 f"vae_patch_parallel_size {degree}: an AR stage decodes no image; leave it out"
             )
         if self.kv_transfer is not None and self.parallel_config.world_size > 1:
-            raise ValueError("kv_transfer: a stage with it has one rank, not several")
+            raise SchemaError("kv_transfer: a stage with it has one rank, not several")
         if self.kv_transfer is not None and self.kv_transfer.is_producer and self.kv.sinks:
-            raise ValueError("a kv_producer reads prompts for a kv_consumer: leave kv.sinks out")
+            raise SchemaError("a kv_producer reads prompts for a kv_consumer: leave kv.sinks out")
         if self.kv_transfer is not None and self.lora_config.lora_path:
-            raise ValueError("kv_transfer with lora_path: stages compare no adapters; one of them")
+            raise SchemaError("kv_transfer with lora_path: stages compare no adapters; one of them")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from omni_kvlink.engine.inputs.values import check_values, comparable
 from omni_kvlink.engine.lora.request import LoRARequest, checked_id
 from omni_kvlink.engine.tokens.sampling import TEXT_DEFAULTS, TextSamplingParams, check_text_params
+from omni_kvlink.settings import Instance, Integer
 
 
 @dataclasses.dataclass
@@ -18,7 +19,7 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
 
     height: int | None = None  # in pixels
     width: int | None = None
-    num_frames: int | None = None  # of a video
+    num_frames: Annotated[int, Integer(1)] | None = None  # of a video
     num_inference_steps: int | None = None  # points of the denoising schedule
     guidance_scale: float | None = None  # by the text: BAGEL's cfg_text_scale
     guidance_scale_2: float | None = None  # by the images of the prompt: its cfg_img_scale
@@ -28,24 +29,21 @@ class OmniDiffusionSamplingParams(TextSamplingParams):
     cfg_renorm_type: str | None = None  # this and the next two: as in `DenoiseParams`
     cfg_renorm_min: float | None = None
     timestep_shift: float | None = None
-    num_outputs_per_prompt: int = 1  # images, each from noise of its own
+    num_outputs_per_prompt: Annotated[int, Integer(1)] = 1  # images, each from noise of its own
     seed: int | None = None  # of everything random in the request; drawn if None
-    lora_request: LoRARequest | None = None  # an adapter, which is loaded if it is not yet
+    lora_request: Annotated[LoRARequest, Instance(LoRARequest)] | None = None  # loaded if need be
     lora_int_id: int | None = None  # its number; alone, of an adapter that was added before
     lora_scale: float = 1.0  # how strongly the adapter acts; 0 for not at all
-    extra_args: dict[str, Any] | None = None  # other arguments of the pipeline, JSON values
-    latents: torch.Tensor | None = None  # the initial noise, [num_outputs_per_prompt, …]
-    generator: torch.Generator | None = None  # once the prompt was read; stays in its process
+    extra_args: Annotated[dict[str, Any], Instance(dict)] | None = None  # JSON, for the pipeline
+    latents: Annotated[torch.Tensor, Instance(torch.Tensor)] | None = None  # noise of all outputs
+    generator: Annotated[torch.Generator, Instance(torch.Generator)] | None = None  # here only
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if any(getattr(self, name) != default for name, default in TEXT_DEFAULTS.items()):
             check_text_params(self)
-        if self.num_outputs_per_prompt < 1:
-            raise ValueError(f"num_outputs_per_prompt {self.num_outputs_per_prompt}: 1 or more")
         if self.lora_request is not None or self.lora_scale != 1.0:
             self.lora_int_id = checked_id(self.lora_request, self.lora_int_id, self.lora_scale)
-        if self.num_frames is not None and self.num_frames < 1:
-            raise ValueError(f"num_frames {self.num_frames}: 1 or more")
         if self.latents is not None or self.extra_args is not None:
             check_values(self.latents, self.extra_args, self.num_outputs_per_prompt)
 

@@ -22,10 +22,14 @@ from omni_kvlink.link.consumer import open_chunks as open_chunks
 from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream
 from omni_kvlink.link.consumer import verify_first as verify_first
+from omni_kvlink.link.kvlink import ConnectOptions as ConnectOptions
 from omni_kvlink.link.kvlink import KVLink as KVLink
 from omni_kvlink.link.kvlink import LinkOptions as LinkOptions
+from omni_kvlink.link.kvlink import LinkUrl as LinkUrl
+from omni_kvlink.link.kvlink import ServeOptions as ServeOptions
 from omni_kvlink.link.producer import KVProducer as KVProducer
 from omni_kvlink.link.put_stream import PutStream as PutStream
+from omni_kvlink.link.read_block import ReadBlock as ReadBlock
 from omni_kvlink.link.received_batch import ReceivedBatch as ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link.received_stream import ReceivedStream as ReceivedStream

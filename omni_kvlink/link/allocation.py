@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
-from omni_kvlink.errors import ClosedError
+from omni_kvlink.errors import ClosedError, TransferFailed
 from omni_kvlink.payload.bundle import open_payload
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Lease, Region
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.manifest import Manifest
+
+
+class AbortedAllocation:
+    """The abort of a payload that memory was allocated for; it lives for as long as that memory."""
+
+    def __init__(self, request_id: str, reason: str):
+        self.request_id, self.reason = request_id, reason
+
+    def error(self) -> TransferFailed:
+        """What `put` of the payload raises."""
+        message = f"payload {self.request_id!r} was aborted: {self.reason}; allocate it anew"
+        return TransferFailed(message, key=self.request_id, reason=self.reason)
 
 
 class Allocation:
@@ -26,6 +39,7 @@ class Allocation:
         self.capacity, self._table = capacity, table
         self.data: Payload = open_payload(capacity, region)
         self._lease: Lease | None = lease
+        self._span = weakref.ref(region.span)
         table[self.request_id] = self
 
     @property
@@ -52,6 +66,15 @@ class Allocation:
         if self._lease is not None:
             self.take().release()
             self.data.close()
+
+    def abort(self, reason: str) -> AbortedAllocation:
+        """Spend the memory of a payload that was aborted, and return the mark of that."""
+        mark, span = AbortedAllocation(self.request_id, reason), self._span()
+        if span is not None:
+            span.abort = mark  # type: ignore[attr-defined]
+        self._table.pop(self.request_id, None)
+        self._lease = None  # the abort released it
+        return mark
 
     def __repr__(self) -> str:
         return f"<Allocation {self.request_id!r}: {self.capacity.nbytes} bytes>"

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process
-from omni_kvlink.errors import CapacityError, ClosedError, SchemaError
+from omni_kvlink.errors import (
+    CapacityError,
+    ClosedError,
+    SchemaError,
+    TransferTimeout,
+    format_seconds,
+)
 from omni_kvlink.payload.chunk_requests import PackedRequests
 from omni_kvlink.payload.growing import StreamPosition
+from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +44,7 @@ class StreamPut(Protocol):
     readers: int
 
     def put_chunk(
-        self, stream: Lease, chunk: TensorTransferData, deadline: float
+        self, stream: Lease, chunk: TensorTransferData, deadline: Deadline
     ) -> tuple[bytes, Ledger]:
         """Copy a chunk and publish it; return its header, and what it cost."""
 
@@ -94,6 +101,7 @@ class AppendStream:
 
         Raises:
             CapacityError: that took longer than `timeout` seconds; nothing was sent, try again.
+            TransferTimeout: mapping memory or copying took longer; the same holds.
             SchemaError: the tensors are not as the spec says; nothing was sent.
             TransferFailed: the stream was aborted, or a reader rejected a chunk.
             ClosedError: the stream was committed or failed before.
@@ -172,6 +180,11 @@ class AppendStream:
         else:
             self.commit()
 
+    def __repr__(self) -> str:
+        ended = "committed" if self.receipt is not None else "failed"
+        state = ended if self._lease is None else "open"
+        return f"<AppendStream {self.request_id!r}: {self.count} chunks, {state}>"
+
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
         if lease is not None and os.getpid() == self._pid:
@@ -189,11 +202,12 @@ class AppendStream:
     ) -> int:
         self._check_process()
         limit = check_timeout(timeout)
-        deadline = time.monotonic() + limit
+        deadline = Deadline(limit)
         try:
             if not self._appending.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
                 raise CapacityError(
-                    f"stream {self.request_id!r}: another append did not end within {timeout:g} s"
+                    f"stream {self.request_id!r}: another append did not end "
+                    f"within {format_seconds(timeout)}"
                 )
             return self._append(tensors, metadata, requests, deadline)
         finally:
@@ -205,15 +219,15 @@ class AppendStream:
         tensors: Mapping[str, Any],
         metadata: Mapping[str, Any] | None,
         requests: PackedRequests | None,
-        deadline: float,
+        deadline: Deadline,
     ) -> int:
         lease, head, started = self._open_lease(), self._head, time.perf_counter()
         try:
             chunk = self._spec.chunk(tensors, metadata, self._position, requests)
-            head.producer.wait_for_window(lease, timeout=_left(deadline))
+            head.producer.wait_for_window(lease, timeout=max(0.0, deadline.at - time.monotonic()))
             header, ledger = head.put_chunk(lease, chunk, deadline)
             self._position = self._position.after(header)
-        except (CapacityError, SchemaError):
+        except (CapacityError, SchemaError, TransferTimeout):
             raise
         except BaseException as error:
             # Whether the chunk was sent is not known: an interrupt comes at any line.
@@ -241,7 +255,3 @@ class AppendStream:
         if self._lease is None:
             raise ClosedError(f"stream {self.request_id!r} was committed or failed before")
         return self._lease
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

@@ -12,7 +12,8 @@ import torch
 
 from omni_kvlink.connectors.protocol.get_table import StreamEnded, check_timeout
 from omni_kvlink.connectors.protocol.messages import INLINE
-from omni_kvlink.errors import ClosedError, TransferTimeout, WireError
+from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
+from omni_kvlink.link.read_block import ReadBlock
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.growing import (
     PLAIN_CHUNK,
@@ -39,20 +40,29 @@ AHEAD = 4
 class OpenedChunk(Protocol):
     """What the stream needs of a `ReceivedChunk`."""
 
-    data: TensorTransferData
+    _delivery: Delivery
+
+    @property
+    def data(self) -> TensorTransferData:
+        """Its tensors and metadata."""
 
     def release(self) -> None:
-        """Release it."""
+        """Release it as read."""
+
+    def release_unread(self) -> None:
+        """Release it so that it can be received again."""
 
 
 C = TypeVar("C", bound=OpenedChunk)
 
 
-class ChunkStream(Generic[C]):
+class ChunkStream(ReadBlock, Generic[C]):
     """A stream that grows, from `KVConsumer.read_stream`; iterate over its chunks.
 
-    A context manager; without the block, it is released at its end, or with the last reference to
-    it. For one thread at a time.
+    A chunk counts as read when the next one, or the end, is asked for, or when it is released; the
+    stream at its end, or when `release` says so. One that is left before, by an exception, `break`,
+    the end of its `with` block or its last reference, goes on with another reader, at the first
+    chunk that was not read. For one thread at a time.
 
     Attributes:
         request_id: of the stream.
@@ -81,15 +91,13 @@ class ChunkStream(Generic[C]):
         self._position = StreamPosition(start, None) if start else StreamPosition()
         self._requested: dict[int, PendingGet] = {}
         self._last: C | None = None
+        self._are_read = True  # all chunks before the last one
         try:
             region = self._region()
             manifest = delivery.open_manifest(region)
             self.dim, self.metadata, self._spec = read_head(manifest, region)
-        except Exception as error:
-            delivery.reject(str(error) or repr(error), at_once=True)
-            raise
-        except BaseException:  # an interrupt: another reader can have it
-            delivery.release_unread()
+        except BaseException as error:
+            delivery.end_after(error)
             raise
 
     @property
@@ -105,8 +113,8 @@ class ChunkStream(Generic[C]):
     def receive(self, *, timeout: float | None = None) -> C | None:
         """Wait for the next chunk; None at the end, when order and completeness are proved.
 
-        The chunk before is released; tensors of it that are kept elsewhere keep its memory, and its
-        place in the producer's window. `timeout` (seconds) is that of the stream if None.
+        The chunk before is released as read; tensors of it that are kept elsewhere keep its memory,
+        and its place in the producer's window. `timeout` (seconds) is that of the stream if None.
 
         Raises:
             TransferTimeout: it was not appended in time; call again to go on waiting.
@@ -117,7 +125,7 @@ class ChunkStream(Generic[C]):
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         if self.count is not None:
-            self.release()  # an interrupt may have come before
+            self._end()  # an interrupt may have come before
             return None
         if self._last is not None or len(self._requested) < AHEAD:
             self._delivery.coalesce(self._release_and_request)
@@ -144,20 +152,25 @@ class ChunkStream(Generic[C]):
         return TensorTransferData(self.request_id, filled(self._spec.tree, joined), self.metadata)
 
     def release(self) -> None:
-        """Release the stream: chunks that were not received are not kept for this reader."""
-        self._delivery.coalesce(self._drop_requests)
+        """Release the stream as read: this reader needs none of the chunks that are left."""
+        self._delivery.coalesce(self._release_all)
         self._delivery.release()
 
     def release_unread(self) -> None:
-        """Let another reader go on with the chunk after the last one that was released."""
-        self._drop_requests()
+        """Let another reader go on with the first chunk that was not released as read.
+
+        That is the one in hand; `release` that chunk before if it was used.
+        """
+        self._delivery.coalesce(self._drop_all)
         self._delivery.release_unread()
 
     def __enter__(self) -> ChunkStream[C]:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    @property
+    def _is_taken(self) -> bool:
+        """Whether the end was reached, and no chunk was given back."""
+        return self.count is not None and self._are_read
 
     # For event loops: `receive(timeout=0.0)` does not block once this future is done, and then,
     # if it ended with `StreamEnded`, the other.
@@ -194,7 +207,8 @@ class ChunkStream(Generic[C]):
             error = self.when_whole().exception(timeout)
         except FutureTimeout:
             raise TransferTimeout(
-                f"stream {self.request_id!r}: its end did not come within {timeout:g} s",
+                f"stream {self.request_id!r}: its end did not come "
+                f"within {format_seconds(timeout)}",
                 key=self.request_id,
                 waited=timeout,
                 phase="all chunks were received",
@@ -211,7 +225,11 @@ class ChunkStream(Generic[C]):
             self._delivery.reject(str(error))
             raise
         self.count = count
-        self.release()
+        self._end()
+
+    def _end(self) -> None:
+        """Release the stream at its end."""
+        (self.release if self._is_taken else self.release_unread)()
 
     def _accept(self, chunk: C, following: StreamPosition) -> None:
         """Go on behind a chunk: at once, so that an interrupt comes before or after it."""
@@ -227,10 +245,20 @@ class ChunkStream(Generic[C]):
     def _release_chunk(self) -> None:
         last, self._last = self._last, None
         if last is not None:
-            last.release()
+            last.release()  # its reader may have given it back before
+            self._are_read = self._are_read and last._delivery.is_read
 
-    def _drop_requests(self) -> None:
+    def _release_all(self) -> None:
         self._release_chunk()
+        self._cancel_requests()
+
+    def _drop_all(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.release_unread()
+        self._cancel_requests()
+
+    def _cancel_requests(self) -> None:
         requested, self._requested = self._requested, {}
         for pending in requested.values():
             pending.cancel()

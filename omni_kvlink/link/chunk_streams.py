@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout
-from omni_kvlink.errors import ClosedError, TransferTimeout
+from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 from omni_kvlink.link.chunk_stream import C, ChunkStream
+from omni_kvlink.link.read_block import ReadBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
 
 
-class ChunkStreams(Generic[C]):
+class ChunkStreams(ReadBlock, Generic[C]):
     """Streams that grow, received in one thread, in the order in which their chunks come.
 
     For an engine that serves many requests at once: waiting costs no thread, and if all streams are
     of one link over shared memory, the thread that waits reads its socket itself. `len` is the
-    number of streams in here. A context manager, which releases them at its end. For one thread at
-    a time; a stream in here is received, and released, from here alone.
+    number of streams in here. The end of its `with` block leaves those that have not ended to other
+    readers. For one thread at a time; a stream in here is received, and released, from here alone.
 
     Args:
         streams: the first ones; `add` takes more at any time.
@@ -46,6 +47,9 @@ class ChunkStreams(Generic[C]):
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def __repr__(self) -> str:
+        return f"<ChunkStreams of {len(self)} streams>"
 
     def __contains__(self, stream: object) -> bool:
         return stream in self._pending
@@ -100,21 +104,28 @@ class ChunkStreams(Generic[C]):
             if stream is not None:
                 return stream, self._take(stream, deadline)
             if not self._wait(deadline):
-                text = f"no chunk of {len(self)} streams came within {timeout:g} s"
+                text = f"no chunk of {len(self)} streams came within {format_seconds(timeout)}"
                 raise TransferTimeout(text, waited=limit, phase="waiting for chunks")
         raise ClosedError("there is no stream to receive from; `add` one")
 
     def release(self) -> None:
-        """Release all streams that have not ended, and leave none in here."""
+        """Release all streams that have not ended as read, and leave none in here."""
         for stream in list(self._pending):
             stream.release()
+            self.remove(stream)
+
+    def release_unread(self) -> None:
+        """Leave all streams that have not ended to other readers, and none in here."""
+        for stream in list(self._pending):
+            stream.release_unread()
             self.remove(stream)
 
     def __enter__(self) -> ChunkStreams[C]:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    @property
+    def _is_taken(self) -> bool:
+        return not self._pending
 
     def _request(self, stream: ChunkStream[C]) -> None:
         """Release the stream's last chunk, and have its next one noted when it comes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import check_timeout
@@ -15,12 +15,14 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     ClosedError,
     IntegrityError,
+    KVLinkError,
     PeerLostError,
     SchemaError,
     WireError,
 )
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
+from omni_kvlink.link.read_block import ReadBlock
 from omni_kvlink.link.received_batch import ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedStream
 from omni_kvlink.link.scatter import scatter_delivery
@@ -29,8 +31,10 @@ from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.growing import check_chunk, open_chunk, tensors_of_chunk
 from omni_kvlink.payload.manifest import KnownHeader, repeated_layout
-from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.schema import check_reason, check_request_id
+from omni_kvlink.payload.targets import targets_of
 from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.settings import Choice, Integer
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import Delivery
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.views import TensorView
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
+_VERIFY = Choice(*get_args(Verify))
+_START = Integer(0)
 
 
 class KVConsumer(LinkEnd):
@@ -83,7 +89,7 @@ class KVConsumer(LinkEnd):
         return Received(delivery, self._copier, started=started, verify=verify, expected=expected)
 
     def get_many(
-        self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+        self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
     ) -> ReceivedBatch[Received]:
         """Wait for several payloads, all of which are requested at once; blocks until all are here.
 
@@ -99,7 +105,7 @@ class KVConsumer(LinkEnd):
         return batch.wait(timeout=attempts.seconds_left())
 
     def begin_get_many(
-        self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+        self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
     ) -> PendingBatch:
         """Request several payloads, and do not wait for them; `PendingBatch.wait` does.
 
@@ -109,6 +115,7 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
+        request_ids = id_list(request_ids)
         pending = begin_gets(self, request_ids, timeout=timeout, verify=verify)
         return PendingBatch(self, request_ids, pending, started=started, verify=verify)
 
@@ -153,7 +160,7 @@ class KVConsumer(LinkEnd):
     def abort(self, request_id: str, reason: str = "aborted") -> None:
         """Abort a transfer on both sides: every `get` of it raises TransferFailed."""
         self._check_open()
-        self._end.abort(check_request_id(request_id), reason)
+        self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
         self,
@@ -222,14 +229,19 @@ def begin_get(
 
 
 def begin_gets(
-    consumer: KVConsumer, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
+    consumer: KVConsumer, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
 ) -> list[PendingGet]:
     """Request several payloads at once, without waiting for one; else as `begin_get`."""
     consumer._check_open()
-    if isinstance(request_ids, str):
-        raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    keys, limit = list(map(check_request_id, request_ids)), check_timeout(timeout)
+    keys, limit = list(map(check_request_id, id_list(request_ids))), check_timeout(timeout)
     return consumer._end.begin_gets(keys, timeout=limit, verify=verify != "off")
+
+
+def id_list(request_ids: Iterable[str]) -> list[str]:
+    """Return the request ids, which may come from a generator; SchemaError for a single one."""
+    if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
+        raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
+    return list(request_ids)
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
@@ -279,10 +291,9 @@ def begin_chunks(
     """Request a stream that grows, as `begin_get` does a payload; open it with `open_chunks`."""
     check_verify(verify)
     key, limit = check_request_id(request_id), check_timeout(timeout)
-    if start < 0:
-        raise SchemaError(f"start={start}: the number of a chunk, from 0 on")
+    first = _START.read(start, "start")
     consumer._check_open()
-    return consumer._end.begin_chunks(key, timeout=limit, start=start, verify=verify != "off")
+    return consumer._end.begin_chunks(key, timeout=limit, start=first, verify=verify != "off")
 
 
 def open_chunks(
@@ -300,13 +311,15 @@ def open_chunks(
     return ChunkStream(head, delivery, open_chunk, copier, start=start, timeout=timeout)
 
 
-class Received:
+class Received(ReadBlock):
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
-    `data` is readonly views of the link's memory; `manifest` has sizes, positions and digests.
+    After an exception in the block it is released unread: another reader receives it, or its
+    receipt says that nobody did. Without the block, it counts as read once `data` was looked at or
+    `scatter` has returned, and is released with the last view.
     """
 
-    data: Payload
+    _data: Payload
     _header: Manifest | KnownHeader
     _ledger: Ledger | None = None
 
@@ -324,19 +337,22 @@ class Received:
         try:
             region = delivery.open_region()
             if expected is not None and expected.header is not None:
-                self._header, self.data = expected.header, expected.data
+                self._header, self._data = expected.header, expected.data
             else:
                 self._header = delivery.open_header(region)
-                self.data = self._open(region)
+                self._data = self._open(region)
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
-        except Exception as error:  # released without a reason, it would count as read
-            delivery.reject(str(error) or repr(error), at_once=True)
+        except BaseException as error:
+            delivery.end_after(error)
             raise
-        except BaseException:  # an interrupt: another get can have it
-            delivery.release_unread()
-            raise
+
+    @property
+    def data(self) -> Payload:
+        """Its tensors, readonly views of the link's memory, and its metadata."""
+        self._mark_read()
+        return self._data
 
     @property
     def ledger(self) -> Ledger:
@@ -360,6 +376,10 @@ class Received:
         if isinstance(self._header, KnownHeader):
             self._header = self._header.manifest()
         return self._header
+
+    def _mark_read(self) -> None:
+        """Its reader has all of it: if it is dropped, it counts as read."""
+        self._delivery.mark_read()
 
     def _open(self, region: Region) -> Payload:
         """The payload as views."""
@@ -391,11 +411,12 @@ class Received:
             with self.ledger.phase("verify"):
                 self._copier.verify(manifest, region)
 
-    def scatter(self, into: Payload | Sequence[TensorView]) -> None:
+    def scatter(self, into: Payload | Mapping[str, Any] | Sequence[TensorView]) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.
 
-        `into` is the caller's tensors or paged tensors, in the order of `data.tensors()`; or a
-        payload that holds them, such as `PagedAdapter.export` makes of free blocks.
+        `into` is the caller's tensors or paged tensors, in the order of `data.tensors()`; the same
+        by name, as `TensorTransferData` or `layer_blocks` take them; or a payload that holds them,
+        such as `PagedAdapter.export` makes of free blocks.
 
         Raises:
             SchemaError: a target is not what the payload is, or two of them share memory (the text
@@ -403,29 +424,48 @@ class Received:
             IntegrityError: the bytes are not those committed; the producer's receipt says so, and
                 the targets are worthless.
         """
-        targets = into if isinstance(into, Sequence) else into.tensors()
+        targets = targets_of(self._data, into)
         scatter_delivery(
             self._copier,
             self._delivery,
             self.ledger,
             lambda region: self._copier.scatter(self.manifest, region, targets),
         )
+        self._mark_read()
 
     def release(self) -> None:
-        """Release the payload; tensors that are kept elsewhere keep its memory."""
-        self.data.close()
+        """Release the payload as read; tensors that are kept elsewhere keep its memory."""
+        self._data.close()
         self._delivery.release()
 
     def release_unread(self) -> None:
         """Release a payload that was not used, so that another reader receives it."""
-        self.data.close()
+        self._data.close()
         self._delivery.release_unread()
 
-    def __enter__(self) -> Payload:
-        return self.data
+    def __getitem__(self, name: str) -> Any:
+        """Return what `data[name]` is: a tensor, the layers of a part, or a cache of a bundle."""
+        return self.data[name]
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names in `data`."""
+        return iter(self.data)
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name the attribute of `data` that was meant."""
+            data = self.__dict__.get("_data")
+            cure = (
+                f": it is `data.{name}`" if data is not None and hasattr(type(data), name) else ""
+            )
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{cure}")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._data!r}>"
+
+    def __enter__(self) -> Payload:
+        return self._data
 
 
 class PendingBatch:
@@ -473,7 +513,7 @@ class PendingBatch:
         except BaseException as error:
             for one in received:
                 one.release_unread()
-            if isinstance(error, Exception):
+            if isinstance(error, KVLinkError):
                 for get in pending[len(received) + 1 :]:
                     get.cancel()
             pending.clear()  # after an interrupt their finalizers cancel them, without a lock
@@ -483,11 +523,19 @@ class PendingBatch:
         """Withdraw the requests: others may have the payloads. A second call does nothing."""
         self._pending = None  # dropped gets cancel themselves
 
+    def __repr__(self) -> str:
+        pending = self._pending
+        came = "ended" if pending is None else f"{sum(get.is_done for get in pending)} came"
+        return f"<PendingBatch of {len(self._request_ids)} payloads, {came}>"
+
 
 class ReceivedChunk(Received):
-    """Chunk `number` of a stream, counted from 0; all else as of a payload that was got."""
+    """Chunk `number` of a stream, counted from 0; all else as of a payload that was got.
 
-    data: TensorTransferData
+    To look at it is not to have read it: see `ChunkStream`.
+    """
+
+    _data: TensorTransferData
     _sizes: RequestSizes | None = None
 
     def __init__(
@@ -506,12 +554,14 @@ class ReceivedChunk(Received):
             plan = expected.plan if expected and expected.header else self._whole_manifest()
             following = check_chunk(plan, delivery.open_region(), position)
             accept(self, following)
-        except Exception as error:
-            delivery.reject(str(error) or repr(error), at_once=True)
+        except BaseException as error:  # after an interrupt, it can be received again
+            delivery.end_after(error)
             raise
-        except BaseException:  # an interrupt: it can be received again
-            delivery.release_unread()
-            raise
+
+    @property
+    def data(self) -> TensorTransferData:
+        """Its tensors, readonly views of the link's memory, and its metadata."""
+        return self._data
 
     @property
     def manifest(self) -> Manifest:
@@ -528,7 +578,13 @@ class ReceivedChunk(Received):
         if self._sizes is None:
             text = f"chunk {self.number} is of one request: append_requests sends those of many"
             raise SchemaError(text)
-        return ChunkRequests(self._sizes, self.data)
+        return ChunkRequests(self._sizes, self._data)
+
+    def _mark_read(self) -> None:
+        """It counts as read when its stream releases it."""
+
+    def __repr__(self) -> str:
+        return f"<ReceivedChunk {self.number} of {self._data!r}>"
 
     def _open(self, region: Region) -> TensorTransferData:
         data, self._sizes = open_chunk(self._whole_manifest(), region)
@@ -536,6 +592,6 @@ class ReceivedChunk(Received):
 
 
 def check_verify(verify: str) -> None:
-    """Raise ValueError unless this is one of the values of `Verify`."""
-    if verify not in ("auto", "full", "off"):
-        raise ValueError(f"verify {verify!r}; wanted 'auto', 'full' or 'off'")
+    """Raise SchemaError unless this is one of the values of `Verify`."""
+    if verify not in _VERIFY.values:  # the call costs more than the test
+        _VERIFY.read(verify, "verify")

@@ -6,10 +6,13 @@ import atexit
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError
+from omni_kvlink.memory.ownership import CallAtEnd
+from omni_kvlink.system.threads import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +35,7 @@ class LinkEnd:
         self._end = end
         self._copier = copier
         self._closed, self._pid = False, os.getpid()
+        self._dropped = CallAtEnd.of(self, partial(_close_dropped, url, end, self._pid))
         _open_ends.add(self)
 
     def stats(self) -> dict[str, Any]:
@@ -62,9 +66,15 @@ class LinkEnd:
         """Refuse new calls (ClosedError), wake every waiting call and free the memory; idempotent.
 
         Payloads not fetched yet are lost, and their receipts say so: wait for the receipts first.
+        An exception of a signal handler ends the wait for it: the link closes all the same.
         """
         self._closed = True
+        if self._is_owned_here():
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
         self._end.close()
+        self._dropped.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -72,11 +82,11 @@ class LinkEnd:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._is_owned_here():
-            self._closed = True
-            self._end.close_deferred()
-            warnings.warn(f"link {self.url} was not closed", ResourceWarning, stacklevel=2)
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say which end has a verb that this one lacks."""
+        owner = next((kind for kind in LinkEnd.__subclasses__() if hasattr(kind, name)), None)
+        cure = f": {owner.__name__} has it, the other end of the link" if owner else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{cure}")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}{', closed' if self._closed else ''}>"
@@ -98,9 +108,16 @@ class LinkEnd:
             raise ClosedError(f"link {self.url} is closed")
 
 
+def _close_dropped(url: str, end: Connector, pid: int) -> None:
+    """Close a link that nobody has any more, in the process that opened it."""
+    if os.getpid() == pid:
+        end.close_deferred()
+        warnings.warn(f"link {url} was not closed", ResourceWarning, stacklevel=4)
+
+
 @atexit.register
 def _close_all() -> None:
     """Close open links while threads still run; later, a close could wait for one that is gone."""
     for end in list(_open_ends):
-        if not end._closed and end._is_owned_here():
+        if end._dropped.is_alive and end._is_owned_here():  # also one whose `close` was interrupted
             end.close()  # no ResourceWarning: an atexit function of the owner may be about to

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.get_table import check_timeout
-from omni_kvlink.connectors.registry import backend, split_url
-from omni_kvlink.copier import Copier, named_copier
+from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
+from omni_kvlink.connectors.runtime.consumer import cancel_connect
+from omni_kvlink.copier import COPIER, Copier, named_copier
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS
+from omni_kvlink.settings import Flag, Text, shown, there_are
+from omni_kvlink.system.failures import translate_errors
+from omni_kvlink.system.threads import uninterrupted
 
 if TYPE_CHECKING:
+    import os
+
     from typing_extensions import Unpack
 
-    from omni_kvlink.connectors.base import Connector
+    from omni_kvlink.connectors.base import Backend, Connector
     from omni_kvlink.payload.bundle import Payload
 
 
 class LinkOptions(TypedDict, total=False):
     """Options of both ends; a connector uses those that concern it. They may stand in the URL, too.
+
+    Sizes are whole numbers of bytes, or texts: "8GB" is 8 × 10⁹ bytes, "512MiB" is 512 × 2²⁰. Flags
+    are True or False, and in a URL true, false, 1 or 0. SchemaError if a value is something else.
 
     Attributes:
         quota: bytes of memory that all payloads not yet released may take together.
@@ -57,19 +67,53 @@ class LinkOptions(TypedDict, total=False):
             `ucx_tls`; elsewhere they lie in the host's, and `stats()` says why.
     """
 
-    quota: int
+    quota: int | str
     mode: str
-    prefault: int | Payload
-    inline: int
-    directory: str
-    keys: str
-    peers: str
+    prefault: int | str | Payload
+    inline: int | str
+    directory: str | os.PathLike[str]
+    keys: str | os.PathLike[str]
+    peers: str | os.PathLike[str]
     insecure: bool
     trusted_network: bool
     ucx_tls: str
     ucx_devices: str
     tcp: str
     device: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectOptions(Options):
+    """The options of `KVLink.connect` as a configuration has them: the copier by its name."""
+
+    copier: Annotated[str, COPIER] = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions(ConnectOptions):
+    """The options of `KVLink.serve` as a configuration has them."""
+
+    digests: bool = True
+
+
+class LinkUrl(Text):
+    """The URL of a link with its options, of a known connector; or the empty text, for none."""
+
+    def __init__(self) -> None:
+        super().__init__("shm://name")
+
+    def _read(self, value: Any, name: str) -> str:
+        text = super()._read(value, name)
+        try:
+            scheme = _parse(text, {})[0] if text else "shm"
+        except SchemaError as error:
+            raise SchemaError(f"{name}: {error}") from None
+        if not is_known(scheme):
+            known = schemes()
+            raise SchemaError(
+                f"{name}={shown(text)}: no connector {scheme}{there_are(scheme, known)}"
+            )
+        return text
 
 
 class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
@@ -99,14 +143,21 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         Raises:
             BusyError: the name is served already.
             UnavailableError: the connector or the copier cannot run here.
-            ValueError: the URL, an option or the copier's name is not valid.
+            SchemaError: the URL, an option or the copier's name is not valid.
         """
+        Flag().read(digests, "digests")
         scheme, address, given = _parse(url, dict(options))
         found = named_copier(copier)
         parsed, refusal = _without_device(given, found)
-        end = backend(scheme).serve(address, parsed)
-        bound, reason = url.replace(*end.bound_url, 1), refusal or _host_reason(scheme, given, end)
-        return KVProducer(bound, end, found, digests=digests, host_reason=reason)
+        connector = _loaded(url, scheme)
+
+        def open_end() -> KVProducer:
+            with translate_errors(url):
+                end = connector.serve(address, parsed)
+            bound, reason = url.replace(*end.bound_url, 1), _host_reason(scheme, given, end)
+            return KVProducer(bound, end, found, digests=digests, host_reason=refusal or reason)
+
+        return uninterrupted(open_end, undo=KVProducer.close)
 
     @staticmethod
     def connect(
@@ -114,7 +165,9 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
     ) -> KVConsumer:
         """Open a consumer's end, before or after the producer starts; blocks until both are there.
 
-        `url` is the producer's; `copier` and `options` are as for `serve`.
+        `url` is the producer's; `copier` and `options` are as for `serve`. `timeout` is in seconds,
+        to wait for the producer. The first link of a process over a scheme imports its connector
+        before: that takes about a second over `ucx://`, and the wait begins after it.
 
         When the main thread has ended, what waits here in other threads raises ClosedError, so that
         the process can end.
@@ -124,15 +177,26 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             UnavailableError: the connector or the copier cannot run here.
             VersionError: the producer speaks another major version.
             ConnectorError: the producer refused this process.
-            ValueError: the URL, an option, the timeout or the copier's name is not valid.
+            SchemaError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
         scheme, address, given = _parse(url, dict(options))
         found = named_copier(copier)
         parsed, refusal = _without_device(given, found)
-        end = backend(scheme).connect(address, parsed, limit)
-        reason = refusal or _host_reason(scheme, given, end)
-        return KVConsumer(url, end, found, host_reason=reason)
+        connector = _loaded(url, scheme)
+
+        def open_end() -> KVConsumer:
+            with translate_errors(url):
+                end = connector.connect(address, parsed, limit)
+            reason = refusal or _host_reason(scheme, given, end)
+            return KVConsumer(url, end, found, host_reason=reason)
+
+        return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
+
+
+def _loaded(url: str, scheme: str) -> Backend:
+    with translate_errors(url):
+        return backend(scheme)
 
 
 KVLink.register(KVProducer)
@@ -160,15 +224,7 @@ def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
     """Split a URL into scheme, address and options; keyword options take precedence."""
     scheme, rest = split_url(url)
     address, _, query = rest.partition("?")
-    fields = {field.name: field.type for field in dataclasses.fields(Options)}
-    values: dict[str, Any] = {
-        name: int(text) if fields.get(name) in ("int", "bool") else text
-        for name, text in parse_qsl(query)
-    }
-    values.update(options)
+    values = Options.parse(parse_qsl(query, keep_blank_values=True)) | options
     if isinstance(values.get("prefault"), tuple(PAYLOAD_KINDS.values())):
         values["prefault"] = values["prefault"].plan(digests=True).nbytes
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ValueError(f"no option {', '.join(unknown)}; there are {', '.join(fields)}")
-    return scheme, address, Options(**values)
+    return scheme, address, Options.read(values)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,21 +17,33 @@ from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams
-from omni_kvlink.errors import ClosedError, DuplicateKeyError, SchemaError, TransferFailed
-from omni_kvlink.link.allocation import Allocation
+from omni_kvlink.errors import (
+    CapacityError,
+    ClosedError,
+    DuplicateKeyError,
+    SchemaError,
+    TransferFailed,
+)
+from omni_kvlink.link.allocation import AbortedAllocation, Allocation
 from omni_kvlink.link.append_stream import AppendStream
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.in_place import gather_into
 from omni_kvlink.link.inline_payload import pack_inline, pack_known, record
 from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.payload.bundle import check_payload, payload_list
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import check_request_id
+from omni_kvlink.payload.schema import check_reason, check_request_id
+from omni_kvlink.payload.tensor_memory import address_of
+from omni_kvlink.payload.views import aliases, check_view_fits
+from omni_kvlink.settings import Flag, Integer, Seconds
+from omni_kvlink.system.deadline import Deadline
+from omni_kvlink.system.threads import start_detached
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from omni_kvlink.copier import GatherHandle, StreamEvents
@@ -44,6 +56,7 @@ MAX_DIGITS = 80_000
 TURN = 8
 """Small payloads that `put_many` packs before it lets the link's thread answer readers."""
 SAME_ID = "two of the payloads have the same request id"
+_FLAG, _COUNT, _TTL = Flag(), Integer(1, (1 << 63) - 1), Seconds(above=0, endless=True)
 STEP = 8 << 20
 """Bytes of tensors that are copied before the first announcement to a waiting remote reader."""
 
@@ -59,6 +72,7 @@ class KVProducer(LinkEnd):
         super().__init__(url, end, copier, host_reason=host_reason)
         self._digests = digests
         self._allocations: dict[str, Allocation] = {}
+        self._aborts = weakref.WeakValueDictionary[str, AbortedAllocation]()
 
     def put(
         self,
@@ -77,6 +91,9 @@ class KVProducer(LinkEnd):
         whether it was delivered. Tensors that lie in memory which `allocate` returned for this
         request id are not copied.
 
+        Tensors may change until this call, and what was cut or freed is refused by name. During the
+        call nobody may cut, free or write them, no other thread and no signal handler.
+
         With `direct=True` no tensor is copied, and no memory is reserved for one: over ZMQ and UCX
         the bytes are sent from where they lie. `put` then blocks until every reader has received
         the payload. A reader that is lost later cannot be replaced, and the receipt ends FAILED.
@@ -85,7 +102,9 @@ class KVProducer(LinkEnd):
             data: the tensors and their metadata.
             readers: number of `get` calls that the payload is for.
             ttl: seconds in which they must come.
-            timeout: seconds to wait for memory; with `direct=True` for the readers, too.
+            timeout: seconds that all of it may take: to wait for memory, to map it and to copy;
+                with `direct=True` also to wait for the readers, with `background=True` also what
+                the thread does. With 0 it waits for no memory, and the rest has no limit.
             digests: compute CRC-32C digests or not; None for the link's default.
             background: for allocated memory only: return at once, while a thread computes the
                 digests and commits. A failure there is reported by the receipt.
@@ -96,12 +115,17 @@ class KVProducer(LinkEnd):
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout; `requested` and `free` are bytes.
-            TransferTimeout: with `direct=True`, not every reader received it; none will.
+            TransferTimeout: mapping or copying took longer than the timeout, and nothing was
+                published; with `direct=True` also: not every reader received it, none will.
             SchemaError: the tensors do not fit the plan, or cannot be sent as asked.
         """
-        with_digests, limit = self._begin(digests), check_timeout(timeout)
+        with_digests, deadline = self._begin(digests), Deadline(check_timeout(timeout))
         _check_delivery(readers, ttl)
+        if direct or background:
+            _FLAG.read(direct, "direct")
+            _FLAG.read(background, "background")
         started = time.perf_counter()
+        check_payload(data, "put")
         found = self._layout_or_plan(data, with_digests)
         if isinstance(found, Layout) and not (direct or background):
             receipt = self._put_known(data, found, with_digests, (readers, ttl), started)
@@ -116,10 +140,14 @@ class KVProducer(LinkEnd):
         if direct:
             if background or is_allocated:
                 raise SchemaError("direct=True is for tensors of your own, and puts them now")
-            operation = DirectPutOperation(self._end, plan, self._copier, ledger, readers, ttl)
-            return operation.run_direct(views, timeout=limit)
+            direct_put = DirectPutOperation(
+                self._end, plan, self._copier, ledger, readers, ttl, deadline=deadline
+            )
+            return direct_put.run_direct(views)
         put = PutOperation(
-            self._end, plan, self._copier, ledger, readers, ttl, is_allocated=is_allocated
+            *(self._end, plan, self._copier, ledger, readers, ttl),
+            is_allocated=is_allocated,
+            deadline=deadline,
         )
         if plan.nbytes <= self._end.inline_limit and not is_allocated:
             receipt = put.run_inline(views)
@@ -127,7 +155,7 @@ class KVProducer(LinkEnd):
                 return receipt
         announced = put.has_waiting_reader
         draft = plan.header_nbytes if announced else 0
-        lease, allocation = self._reserve(plan, limit, ledger, draft=draft)
+        lease, allocation = self._reserve(plan, deadline.timeout, ledger, draft=draft)
         if allocation is not None:
             allocation.data.close()
         if background:
@@ -136,7 +164,7 @@ class KVProducer(LinkEnd):
 
     def put_many(
         self,
-        payloads: Sequence[Payload],
+        payloads: Iterable[Payload],
         *,
         readers: int = 1,
         ttl: float = 60.0,
@@ -152,12 +180,14 @@ class KVProducer(LinkEnd):
         Raises:
             DuplicateKeyError: a live payload has one of the request ids, or two have the same.
             CapacityError: not enough memory within the timeout.
+            TransferTimeout: mapping or copying took longer than the timeout.
             SchemaError: the tensors do not fit the plan.
             TransferFailed: one of them was aborted while it was being copied.
         """
-        limit = check_timeout(timeout)
+        deadline = Deadline(check_timeout(timeout))
         _check_delivery(readers, ttl)
-        receipts = self._put_inline_many(payloads, readers, ttl, digests)
+        payloads = payload_list(payloads, "put_many")
+        receipts = self._put_inline_many(payloads, readers, ttl, digests, deadline)
         if receipts is not None:
             return receipts
         puts, with_digests = list[PutOperation](), self._begin(digests)
@@ -165,11 +195,12 @@ class KVProducer(LinkEnd):
             ledger, before = self._describe(Ledger(), data, with_digests), time.perf_counter()
             plan = _plan_of(self._layout_or_plan(data, with_digests), data)
             ledger.seconds["plan"] = time.perf_counter() - before
-            puts.append(PutOperation(self._end, plan, self._copier, ledger, readers, ttl))
+            to = self._end, plan, self._copier, ledger, readers, ttl
+            puts.append(PutOperation(*to, deadline=deadline))
         views = [data.tensors() for data in payloads]
         leases: list[Lease] = []
         try:
-            in_order = self._reserve_many(puts, limit, leases)
+            in_order = self._reserve_many(puts, deadline, leases)
             for put, lease, tensors in zip(puts, in_order, views, strict=True):
                 put.fill(lease, tensors)
             ledgers = [put.ledger for put in puts]
@@ -179,7 +210,12 @@ class KVProducer(LinkEnd):
                 lease.release()
 
     def _put_inline_many(
-        self, payloads: Sequence[Payload], readers: int, ttl: float, digests: bool | None
+        self,
+        payloads: Sequence[Payload],
+        readers: int,
+        ttl: float,
+        digests: bool | None,
+        deadline: Deadline,
     ) -> list[Receipt] | None:
         """Put payloads that all travel inside their offers; None if they cannot.
 
@@ -193,6 +229,7 @@ class KVProducer(LinkEnd):
         for number, data in enumerate(payloads):
             ledger = self._describe(Ledger(), data, with_digests)
             if number % TURN == 0:
+                deadline.left(data.request_id)
                 self._end.give_way()
             started = time.perf_counter()
             key, payload = data.request_id, None
@@ -227,6 +264,7 @@ class KVProducer(LinkEnd):
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
+            TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the plan is not valid, or this link's payloads lie on a device.
         """
         self._check_open()
@@ -236,12 +274,14 @@ class KVProducer(LinkEnd):
                 f"allocate() gives memory of the host, this link's is on {self._end.device}: "
                 "put tensors of your own, or open a link without device="
             )
+        check_payload(plan, "allocate")
         capacity = plan.plan(digests=True).as_capacity()
         key = capacity.request_id
         lease = self._end.reserve(key, capacity.nbytes, timeout=limit, draft=capacity.header_nbytes)
         try:
             return Allocation(capacity, lease, self._end.lend(lease), self._allocations)
         except BaseException:
+            self._allocations.pop(key, None)
             lease.release()
             raise
 
@@ -258,16 +298,20 @@ class KVProducer(LinkEnd):
         A reader that called `stream_get` receives each layer once `out.write_layer` has written it;
         other readers receive the whole cache when the block ends. Layers that lie in memory which
         `allocate` returned for this request id are not copied. The plan gives sizes and metadata,
-        as `KVCacheTransferData.blank` does. All else is as for `put`; `ttl` starts with the commit.
+        as `KVCacheTransferData.blank` does. `timeout` is for memory: to wait for it and to map it.
+        All else is as for `put`; `ttl` starts with the commit.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
+            TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the payload has no layers, or a tensor too long for a stream.
         """
         with_digests, limit = self._begin(None), check_timeout(timeout)
         _check_delivery(readers, ttl)
-        if isinstance(plan, Manifest) and plan.request_id in self._allocations:
+        if not isinstance(plan, Manifest):
+            check_payload(plan, "stream_put")
+        elif plan.request_id in self._allocations:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
         ledger = self._describe(Ledger(), plan, with_digests)
         with ledger.phase("plan"):
@@ -308,19 +352,19 @@ class KVProducer(LinkEnd):
                 not released the oldest of them.
             readers: number of `read_stream` calls that the stream is for.
             ttl: seconds after the commit in which they must have come.
-            timeout: seconds to wait for memory.
+            timeout: seconds to wait for memory and to map it.
             digests: compute CRC-32C digests or not; None for the link's default.
 
         Raises:
             DuplicateKeyError: a live payload has this request id.
             CapacityError: not enough memory within the timeout.
+            TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the spec cannot be sent, or has no dimension `dim`.
         """
         with_digests, limit = self._begin(digests), check_timeout(timeout)
         _check_delivery(readers, ttl)
-        if window < 1:
-            raise SchemaError(f"window {window}: at least one chunk")
-        stream = StreamSpec(request_id, spec, dim, metadata)
+        _COUNT.read(window, "window")
+        stream = StreamSpec(request_id, spec, Integer().read(dim, "dim"), metadata)
         head = stream.head(StreamPosition().encode())
         ledger, plan = self._describe(Ledger(), head, with_digests), head.plan(digests=with_digests)
         put = PutOperation(self._end, plan, self._copier, ledger, readers, ttl)
@@ -331,23 +375,29 @@ class KVProducer(LinkEnd):
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""
         self._check_open()
-        self._end.fail(check_request_id(request_id), reason)
+        self._end.fail(check_request_id(request_id), check_reason(reason))
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
-        """Abort a transfer: free its memory, and make every `get` of it raise TransferFailed."""
-        self._check_open()
-        self._end.fail(check_request_id(request_id), reason, aborted=True)
+        """Abort a transfer: free its memory, and make every `get` of it raise TransferFailed.
 
-    def close(self) -> None:
-        """Refuse new calls, wake every waiting call and free the memory; see `LinkEnd.close`."""
-        super().close()
+        Memory that `allocate` returned stays with the caller until its last tensor is freed; `put`
+        of it raises TransferFailed.
+        """
+        self._check_open()
+        self._end.fail(check_request_id(request_id), check_reason(reason), aborted=True)
+        allocation = self._allocations.get(request_id)
+        if allocation is not None:
+            self._aborts[request_id] = allocation.abort(reason)
+
+    def _close(self) -> None:
+        super()._close()
         self._allocations.clear()  # they would keep the memory for as long as the closed link
 
     def _begin(self, digests: bool | None) -> bool:
         """Check that the link is open; return whether the call's payloads have digests."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        return self._digests if digests is None else digests
+        return self._digests if digests is None else _FLAG.read(digests, "digests")
 
     def _describe(self, ledger: Ledger, data: Payload | Manifest, digests: bool) -> Ledger:
         """Write into a ledger what is known of a put before it begins; return the ledger."""
@@ -363,6 +413,9 @@ class KVProducer(LinkEnd):
         """
         allocation = self._allocations.get(data.request_id)
         if allocation is None:
+            abort = self._aborts.pop(data.request_id, None) if self._aborts else None
+            if abort is not None:
+                raise abort.error()
             return data.layout_or_plan(digests=digests)
         return data.plan(digests=digests, capacity=allocation.capacity)
 
@@ -399,7 +452,7 @@ class KVProducer(LinkEnd):
     def _reserve_many(
         self,
         puts: Sequence[PutOperation],
-        timeout: float,
+        deadline: Deadline,
         into: list[Lease],
     ) -> list[Lease]:
         """Memory for each payload, what was allocated for it or new; each lease is added to `into`.
@@ -414,7 +467,8 @@ class KVProducer(LinkEnd):
             for plan in plans
             if plan.request_id not in self._allocations
         ]
-        self._end.reserve_many(new, timeout=timeout, into=into)
+        left = deadline.left(plans[0].request_id if plans else "")
+        self._end.reserve_many(new, timeout=left, into=into)
         if len(into) == len(plans):
             return into
         found = {key: lease for (key, _), lease in zip(new, into, strict=True)}
@@ -434,8 +488,10 @@ def _plan_of(found: Layout | Manifest, data: Payload) -> Manifest:
 
 
 def _check_delivery(readers: int, ttl: float) -> None:
-    if readers < 1 or not ttl > 0:
-        raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
+    if type(readers) is int and readers == 1 and type(ttl) is float and ttl > 0:
+        return  # the calls below cost more than the test
+    _COUNT.read(readers, "readers")
+    _TTL.read(ttl, "ttl")
 
 
 @dataclasses.dataclass(eq=False)
@@ -450,6 +506,7 @@ class PutOperation:
     ttl: float
     stream: Lease | None = None  # of which the payload is a chunk
     is_allocated: bool = False  # whether its tensors may lie in its memory already
+    deadline: Deadline = dataclasses.field(default_factory=lambda: Deadline(0.0))  # of its copies
     header: bytes = b""  # once it was written; of a small payload, if it is a chunk
 
     @property
@@ -519,15 +576,16 @@ class PutOperation:
         return receipt
 
     def put_chunk(
-        self, stream: Lease, chunk: TensorTransferData, deadline: float
+        self, stream: Lease, chunk: TensorTransferData, deadline: Deadline
     ) -> tuple[bytes, Ledger]:
         """Put a chunk of the stream whose head this has put; return its header and its ledger."""
         producer, copier, views = self.producer, self.copier, chunk.tensors()
         ledger = Ledger(copier=copier.name, digests=self.ledger.digests)
         plan = chunk.plan(digests=ledger.digests != "off")
-        put = PutOperation(producer, plan, copier, ledger, 1, float("inf"), stream)
+        to = producer, plan, copier, ledger, 1, float("inf"), stream
+        put = PutOperation(*to, deadline=deadline)
         if plan.nbytes > producer.inline_limit or put.run_inline(views) is None:
-            left = max(0.0, deadline - time.monotonic())
+            left = deadline.left(plan.request_id)
             reserve = partial(producer.reserve_chunk, stream, plan.nbytes, timeout=left)
             put.run(reserve(), views, announced=False)  # no interrupt comes in between
         return put.header, ledger
@@ -537,9 +595,9 @@ class PutOperation:
         receipt = self.producer.receipt(lease, self.ledger)
         run = partial(CurrentStreams().call, partial(self._run_or_fail, lease, views))
         try:
-            threading.Thread(target=run, daemon=True).start()
-        except BaseException:
-            lease.release()
+            start_detached(run)
+        except CapacityError:
+            lease.release()  # not after an interrupt: the thread may write to its memory
             raise
         return receipt
 
@@ -580,10 +638,12 @@ class PutOperation:
 
     def _gather(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
         """Copy the tensors that are not in place; return digests, and whether there were any."""
-        plan = self.plan
-        if self.is_allocated:
-            return gather_into(self.copier, views, plan, lease)
-        return self.copier.gather(views, plan, lease.region), plan.nbytes > plan.header_nbytes
+        plan, until = self.plan, self.deadline.work
+        with self.deadline.naming(self.plan.request_id):
+            if self.is_allocated:
+                return gather_into(self.copier, views, plan, lease, until)
+            digests = self.copier.gather(views, plan, lease.region, deadline=until)
+            return digests, plan.nbytes > plan.header_nbytes
 
     def _gather_in_steps(self, lease: Lease, views: Sequence[TensorView]) -> tuple[list[str], bool]:
         """Gather like `gather_into`, and announce each step to the readers."""
@@ -591,7 +651,9 @@ class PutOperation:
         digests, copied = list[str](), False
         for step in steps(self.plan):
             part = views[step.start : step.stop]
-            new, is_copied = gather_into(self.copier, part, self.plan.part(step), lease)
+            with self.deadline.naming(self.plan.request_id):
+                until = self.deadline.work
+                new, is_copied = gather_into(self.copier, part, self.plan.part(step), lease, until)
             self.announce(lease, step.start, new)
             digests += new
             copied |= is_copied
@@ -601,7 +663,7 @@ class PutOperation:
         """Run in the thread. Unlike `run`, fail the payload before the lease is released."""
         with lease:
             try:
-                digests, copied = gather_into(self.copier, views, self.plan, lease)
+                digests, copied = self._gather(lease, views)
                 self.ledger.copies = int(copied)
                 self.publish(lease, digests)
             except Exception as error:
@@ -611,13 +673,13 @@ class PutOperation:
 class DirectPutOperation(PutOperation):
     """Sends a payload from the caller's tensors; only the header lies in the link's memory."""
 
-    def run_direct(self, views: Sequence[TensorView], *, timeout: float) -> Receipt:
+    def run_direct(self, views: Sequence[TensorView]) -> Receipt:
         """Announce each tensor once its digest is known; block until all readers received all."""
-        deadline, plan = time.monotonic() + timeout, self.plan
-        tensors = self._regions(views)
+        plan, tensors = self.plan, self._regions(views)
         with self.ledger.phase("reserve"):
             header = plan.header_nbytes
-            lease = self.producer.reserve(plan.request_id, header, timeout=timeout, draft=header)
+            left = self.deadline.left(self.plan.request_id)
+            lease = self.producer.reserve(plan.request_id, header, timeout=left, draft=header)
         with lease:
             starts = [header + spec.start for spec in plan.tensors]
             parts = list(zip(starts, tensors, strict=True))
@@ -631,7 +693,7 @@ class DirectPutOperation(PutOperation):
                         new = [self._digest(plan.tensors[n], tensors[n]) for n in step]
                         self.announce(lease, step.start, new)
                         digests += new
-                return self.publish(lease, digests, deadline=deadline)
+                return self.publish(lease, digests, deadline=self.deadline.at)
             except ClosedError as error:  # as while it waits for its readers
                 key = plan.request_id
                 raise TransferFailed(
@@ -643,20 +705,23 @@ class DirectPutOperation(PutOperation):
             return ""
         alone = self.plan.only([msgspec.structs.replace(spec, start=0, stop=spec.nbytes)])
         whole = msgspec.structs.replace(alone, header_nbytes=0, nbytes=spec.nbytes)
-        return self.copier.digest(whole, tensor)[0]
+        with self.deadline.naming(self.plan.request_id):
+            return self.copier.digest(whole, tensor, deadline=self.deadline.work)[0]
 
     def _regions(self, views: Sequence[TensorView]) -> list[Region]:
         """The memory of the tensors, once all work queued on their devices is done."""
         if not can_announce(self.plan):
             raise SchemaError("direct=True: a tensor is too long to be announced; leave it out")
         regions = list[Region]()
-        for view, spec in zip(views, self.plan.tensors, strict=True):
+        for view, spec in zip(aliases(views), self.plan.tensors, strict=True):
             device = device_of(view)
             problem = self._problem(view, spec) or self.producer.direct_refusal(device)
             if problem:
                 raise SchemaError(f"direct=True, {spec.where()}: {problem}")
             assert isinstance(view, torch.Tensor)
-            regions.append(Region(view.data_ptr(), spec.nbytes, view, device=device))
+            check_view_fits(view, spec)
+            address = address_of(view, spec.where)
+            regions.append(Region(address, spec.nbytes, view, device=device))
         for gpu in {view.device for view in views if view.device.type == "cuda"}:
             torch.cuda.current_stream(gpu).synchronize()
         return regions

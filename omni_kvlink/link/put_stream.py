@@ -13,6 +13,7 @@ from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.gather_queue import GatherQueue
+from omni_kvlink.payload.views import check_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +113,8 @@ class PutStream:
             lease, layer_key = self._open_lease(), self._find(branch, layer)
             tensors, started = self._missing[layer_key], time.perf_counter()
             part = self.manifest.part(tensors)
-            views = [key] if value is None else [key, value]
+            given = [key] if value is None else [key, value]
+            views = [check_view(view, f"layer {layer}") for view in given]
             if fault_points.enabled:
                 fault_points.point("stream.layer")
             copied = self._put.copy_layer(lease, views, part, after)
@@ -170,6 +172,11 @@ class PutStream:
             where = f"{self._first_missing()} was not written" if self._missing else "at its end"
             self.fail(f"{where}: {error!r}")
 
+    def __repr__(self) -> str:
+        ended = "committed" if self.receipt is not None else "failed"
+        state = ended if self._lease is None else f"{len(self._missing)} layers missing"
+        return f"<PutStream {self.manifest.request_id!r}: {state}>"
+
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
         if lease is not None and os.getpid() == self._pid:
@@ -198,10 +205,10 @@ class PutStream:
         if not branch and self.manifest.bundle:
             raise SchemaError("which branch of the bundle? write_layer(…, branch=name)")
         if (name, layer) not in self._missing:
-            known = [each for each in self.manifest.branches if each.name == name]
-            if known and known[0].carries_tensors and 0 <= layer < known[0].num_layers:
+            planned = {(each.name, number) for each, number, _ in self.manifest.layers()}
+            if (name, layer) in planned:
                 raise SchemaError(f"layer {layer} of branch {name!r} was written already")
-            raise SchemaError(f"the plan has no layer {layer} of branch {name!r}")
+            raise SchemaError(f"the plan has no layer {layer!r} of branch {name!r}")
         return name, layer
 
     def _first_missing(self) -> str:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 from omni_kvlink.connectors.protocol.get_table import send_separately
+from omni_kvlink.link.read_block import ReadBlock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_kvlink.connectors.protocol.get_table import Delivery
     from omni_kvlink.payload.bundle import Payload
 
@@ -18,8 +21,8 @@ class Releasable(Protocol):
     _delivery: Delivery
 
     @property
-    def data(self) -> Payload:
-        """Its tensors and metadata."""
+    def _data(self) -> Payload:
+        """Its tensors and metadata, without counting it as read."""
 
     def release(self) -> None:
         """Release it as read."""
@@ -31,11 +34,11 @@ class Releasable(Protocol):
 R = TypeVar("R", bound=Releasable)
 
 
-class ReceivedBatch(Sequence[R]):
+class ReceivedBatch(ReadBlock, Sequence[R]):
     """Payloads from `KVConsumer.get_many`, in the order of the request ids.
 
-    `with` gives the list of their data, and releases all at the end. Each may also be released by
-    itself.
+    `with` gives the list of their data, and releases all at the end; after an exception unread, so
+    that other readers receive them. Each may also be released by itself before.
     """
 
     def __init__(self, received: Sequence[R]):
@@ -51,13 +54,22 @@ class ReceivedBatch(Sequence[R]):
     def __len__(self) -> int:
         return len(self._received)
 
+    def __repr__(self) -> str:
+        return f"<ReceivedBatch of {len(self)} payloads>"
+
     def release(self) -> None:
-        """Release all payloads; tensors that are kept elsewhere keep their memory."""
-        coalesce = self._received[0]._delivery.coalesce if self._received else send_separately
-        coalesce(self._release)
+        """Release all payloads as read; tensors that are kept elsewhere keep their memory."""
+        self._coalesce(self._release)
 
     def release_unread(self) -> None:
         """Release payloads that were not used, so that other readers receive them."""
+        self._coalesce(self._release_unread)
+
+    def _coalesce(self, act: Callable[[], None]) -> None:
+        coalesce = self._received[0]._delivery.coalesce if self._received else send_separately
+        coalesce(act)
+
+    def _release_unread(self) -> None:
         for received in self._received:
             received.release_unread()
 
@@ -66,7 +78,4 @@ class ReceivedBatch(Sequence[R]):
             received.release()
 
     def __enter__(self) -> list[Payload]:
-        return [received.data for received in self._received]
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+        return [received._data for received in self._received]

@@ -15,7 +15,9 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
     WireError,
+    format_seconds,
 )
+from omni_kvlink.link.read_block import ReadBlock
 from omni_kvlink.link.scatter import scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
 from omni_kvlink.payload.views import TensorView, payload_views
@@ -85,11 +87,13 @@ class ReceivedLayer:
         return f"<ReceivedLayer {self.index} of {self.branch!r}>"
 
 
-class ReceivedStream:
+class ReceivedStream(ReadBlock):
     """A cache whose layers can be used as they arrive; iterate over it, or wait for one.
 
-    A context manager; without the block, the payload is released with the last view. `manifest`
-    has digests once the payload is whole; `ledger` is what the receipt of it cost on this side.
+    It counts as read once every layer was taken, or `wait` has returned, or when `release` says so;
+    one that is left before goes to another reader. Without a `with` block, it is released with the
+    last view. `manifest` has digests once the payload is whole; `ledger` is what the receipt of it
+    cost on this side.
     """
 
     WHOLE: ClassVar[str] = "its commit"
@@ -100,16 +104,14 @@ class ReceivedStream:
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             self.manifest = delivery.open_manifest(delivery.open_region())
-        except Exception as error:
-            delivery.reject(str(error) or repr(error), at_once=True)
+            self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
+            self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
+            layers = self.manifest.layers()
+            self._layers = {(branch.name, layer): tensors for branch, layer, tensors in layers}
+            self._untaken: set[LayerKey] | None = set(self._layers)  # None: it was taken to its end
+        except BaseException as error:
+            delivery.end_after(error)
             raise
-        except BaseException:  # an interrupt: another get can have it
-            delivery.release_unread()
-            raise
-        self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
-        self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
-        layers = self.manifest.layers()
-        self._layers = {(branch.name, layer): tensors for branch, layer, tensors in layers}
 
     def __len__(self) -> int:
         """Layers of all branches together."""
@@ -147,17 +149,36 @@ class ReceivedStream:
             everything = range(len(self.manifest.tensors))
             self.check(progress.when(everything), self.WHOLE, 0.0)
             self.manifest = self._with_digests(self.manifest, everything)
-        return open_payload(self.manifest, self.delivery.open_region())
+        payload = open_payload(self.manifest, self.delivery.open_region())
+        self._mark_taken()
+        return payload
+
+    def __repr__(self) -> str:
+        left, key = self._untaken or (), self.delivery.key
+        return f"<ReceivedStream {key!r}: {len(self) - len(left)} of {len(self)} layers taken>"
 
     def release(self) -> None:
-        """Release the payload; tensors that are kept elsewhere keep its memory."""
+        """Release the payload as read; tensors that are kept elsewhere keep its memory.
+
+        A reader that needs some of the layers only calls this when it has them.
+        """
         self.delivery.release()
+
+    def release_unread(self) -> None:
+        """Release the payload so that another reader receives it."""
+        self.delivery.release_unread()
 
     def __enter__(self) -> ReceivedStream:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    @property
+    def _is_taken(self) -> bool:
+        """Whether every layer was taken, or the whole."""
+        return self._untaken is None
+
+    def _mark_taken(self) -> None:
+        self._untaken = None
+        self.delivery.mark_read()
 
     # For event loops: find a layer, wait for its future, check the future, open the layer.
 
@@ -167,7 +188,7 @@ class ReceivedStream:
             raise SchemaError("which branch of the bundle? wait_for_layer(…, branch=name)")
         key = (branch or self.manifest.branches[0].name, layer)
         if key not in self._layers:
-            raise SchemaError(f"payload {self.delivery.key!r} has no layer {layer} of {key[0]!r}")
+            raise SchemaError(f"payload {self.delivery.key!r} has no layer {layer!r} of {key[0]!r}")
         return key
 
     def name(self, key: LayerKey) -> str:
@@ -194,13 +215,19 @@ class ReceivedStream:
         """A layer whose future has ended well."""
         tensors = self._layers[key]
         manifest = self._with_digests(self.manifest.part(tensors), tensors)
-        return ReceivedLayer(self, manifest, *key)
+        layer = ReceivedLayer(self, manifest, *key)
+        if self._untaken is not None:
+            self._untaken.discard(key)
+            if not self._untaken:
+                self._mark_taken()
+        return layer
 
     def check(self, future: Future[None], what: str, waited: float) -> None:
         """Raise the error that a future ended with, or TransferTimeout if it did not end."""
         if not future.done():
             raise TransferTimeout(
-                f"payload {self.delivery.key!r}: {what} did not come within {waited:g} s",
+                f"payload {self.delivery.key!r}: {what} did not come "
+                f"within {format_seconds(waited)}",
                 key=self.delivery.key,
                 waited=waited,
                 phase=f"announced; the producer is still writing {what}",

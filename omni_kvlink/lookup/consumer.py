@@ -9,14 +9,17 @@ import uuid
 import warnings
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_kvlink.errors import (
+    DuplicateKeyError,
     KVLinkError,
     PeerLostError,
     SchemaError,
     TransferFailed,
     TransferTimeout,
+    format_seconds,
 )
 from omni_kvlink.link import (
     MAX_TIMEOUT,
@@ -25,6 +28,7 @@ from omni_kvlink.link import (
     Received,
     Verify,
     begin_get,
+    can_retry,
     check_timeout,
     check_verify,
     open_delivery,
@@ -32,6 +36,7 @@ from omni_kvlink.link import (
 from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
+from omni_kvlink.system.threads import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.lookup.namespace import Namespace
+    from omni_kvlink.payload.tensor_data import TensorTransferData
 
 RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
 """Seconds that a select waits for a lost producer, and how often at most it tries again."""
@@ -50,13 +56,22 @@ class _PendingAnswer(NamedTuple):
     """A question that was sent, and the pending get of its answer."""
 
     store: _RemoteStore
+    key: str
     get: PendingGet
 
     def receive(self, deadline: float, verify: Verify) -> Received:
-        """Wait for the answer."""
-        started = time.perf_counter()
-        delivery = self.get.wait(timeout=_seconds_left(deadline))
-        return open_delivery(self.store.link, delivery, started=started, verify=verify)
+        """Wait for the answer; ask for it again if only the connection broke."""
+        started, link, get = time.perf_counter(), self.store.link, self.get
+        while True:
+            try:
+                delivery = get.wait(timeout=_seconds_left(deadline))
+            except PeerLostError:  # noqa: PERF203 (a round for each lost connection)
+                left = min(RECONNECT_TIMEOUT, _seconds_left(deadline))
+                if not can_retry(link, get, timeout=left):
+                    raise
+                get = begin_get(link, self.key, timeout=left)
+            else:
+                return open_delivery(link, delivery, started=started, verify=verify)
 
 
 class _RemoteStore:
@@ -85,7 +100,7 @@ class _RemoteStore:
             get.cancel()
             raise
         self._retry_at = 0.0
-        return _PendingAnswer(self, get)
+        return _PendingAnswer(self, question.answer, get)
 
     def _put_question(self, question: messages.Question, prompt: bytes, deadline: float) -> None:
         """Put a question once the producer has read the last one: they share the inbox's key."""
@@ -95,7 +110,7 @@ class _RemoteStore:
                 waited = time.monotonic() - started
                 raise TransferTimeout(
                     f"{self.link.url} has not read the question of another thread: no answer "
-                    f"after {waited:.3f} s",
+                    f"after {format_seconds(waited)}",
                     waited=waited,
                     phase="requested",
                 )
@@ -109,11 +124,18 @@ class _RemoteStore:
                 with contextlib.suppress(TransferFailed):  # that is its own select's error
                     self._last_question.wait(timeout=_seconds_left(deadline))
             payload = messages.message_payload(self._inbox, question, prompt)
-            left = _seconds_left(deadline)
-            self._last_question = self._questions.put(payload, ttl=MAX_TIMEOUT, timeout=left)
+            self._put(payload, timeout=_seconds_left(deadline))
         finally:
             with contextlib.suppress(RuntimeError):  # it was not acquired
                 self._sending.release()
+
+    def _put(self, payload: TensorTransferData, *, timeout: float) -> None:
+        put = partial(self._questions.put, payload, ttl=MAX_TIMEOUT, timeout=timeout)
+        try:
+            self._last_question = put()
+        except DuplicateKeyError:  # an exception of a signal handler ended the select that asked
+            self._questions.abort(self._inbox, "the select that asked was interrupted")
+            self._last_question = put()
 
     def _read_hello(self, deadline: float) -> None:
         """Learn the producer's inbox, and check its model; once for each connection."""
@@ -158,6 +180,9 @@ class LookupConsumer:
         check_verify(verify)
         self._link, self._model, self._verify = link, model, verify
         self._stores = [_RemoteStore(producer, link, model) for producer in producers]
+
+    def __repr__(self) -> str:
+        return f"<LookupConsumer of {self._model!r}: {len(self._stores)} producers>"
 
     def add(self, producer: KVConsumer) -> None:
         """Add a producer: the consumer's end of the link that it serves."""
@@ -204,6 +229,9 @@ class LookupConsumer:
 
     def close(self) -> None:
         """Close all links; a waiting `select` raises ClosedError."""
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
         for store in self._stores:
             store.link.close()
         self._link.close()
@@ -221,12 +249,12 @@ class LookupConsumer:
         try:
             data, hidden = messages.read_answer(received.data, count(prompt))
         except BaseException:
-            received.release()
+            received.release_unread()
             raise
         if data is None:
             received.release()
             return Match(count(prompt))
-        return Match(count(prompt), data, hidden, received.release)
+        return Match(count(prompt), data, hidden, received.release, received.release_unread)
 
     def _best(
         self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: float
@@ -259,7 +287,9 @@ class LookupConsumer:
 
     def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> None:
         """Remove a store from those of this `select`; raise the error if it is the last one."""
-        was_there, store._retry_at = not store._retry_at, time.monotonic() + RETRY_INTERVAL
+        was_there, now = not store._retry_at, time.monotonic()
+        if store._retry_at <= now:  # else nobody asked it: calls in between postpone nothing
+            store._retry_at = now + RETRY_INTERVAL
         if was_there:
             warnings.warn(
                 f"{store.link.url} is gone, its prefixes are computed again until it is back: "

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from omni_kvlink.link import ReadBlock
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.views import TensorView
 
 
-class Match:
+class Match(ReadBlock):
     """K and V of the first tokens of a prompt, on lease until `release`; a context manager.
 
     Of the `requested` tokens of the prompt, the first `tokens` need not be computed. These are
@@ -29,10 +31,11 @@ class Match:
         data: KVCacheTransferData | None = None,
         hidden: torch.Tensor | None = None,
         release: Callable[[], None] | None = None,
+        release_unread: Callable[[], None] | None = None,
     ):
         self.requested, self.data, self.hidden = requested, data, hidden
         self.tokens = 0 if data is None else data.metadata.seq_len
-        self._release = release
+        self._release, self._release_unread = release, release_unread or release
 
     @property
     def is_complete(self) -> bool:
@@ -60,16 +63,19 @@ class Match:
         if release is not None:
             release()
 
+    def release_unread(self) -> None:
+        """Release the lease of a match that was not used; the answer's receipt says so."""
+        if self._release is not None:
+            self._release = self._release_unread
+            self.release()
+
     def __enter__(self) -> Match:
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
     def __del__(self) -> None:
         if getattr(self, "_release", None) is not None:
             warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2)
-            self.release()
+            self.release_unread()
 
     def __repr__(self) -> str:
         return f"<Match: {self.tokens} of {self.requested} tokens{', hidden' * self.is_complete}>"

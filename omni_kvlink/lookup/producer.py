@@ -20,6 +20,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer, check_process
 from omni_kvlink.lookup import messages
+from omni_kvlink.system.threads import start_thread, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +79,7 @@ class LookupProducer:
         payload = messages.message_payload(messages.HELLO, hello)
         link.put(payload, readers=UNLIMITED_READERS, ttl=MAX_TIMEOUT)
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
-        self._threads[0].start()
+        start_thread(self._threads[0])
         store.watch(self._recheck)
         for consumer in consumers:
             self.listen(consumer)
@@ -89,8 +90,9 @@ class LookupProducer:
         if self._closed:
             raise ClosedError("this LookupProducer is closed")
         self._consumers.append(consumer)
-        self._threads.append(threading.Thread(target=self._listen, args=(consumer,), daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=self._listen, args=(consumer,), daemon=True)
+        start_thread(thread)
+        self._threads.append(thread)
 
     def stats(self) -> dict[str, int]:
         """The store's numbers; `answered` questions, `nbytes` sent, `ignored` messages."""
@@ -98,10 +100,15 @@ class LookupProducer:
         own = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
         return {**self._store.stats(), **own}
 
+    def __repr__(self) -> str:
+        return f"<LookupProducer of {self._store!r} at {self._link.url}>"
+
     def close(self) -> None:
         """Close all links; a consumer that waits for an answer raises PeerLostError."""
-        if self._closed or os.getpid() != self._pid:  # a forked child has none of its threads
-            return
+        if not self._closed and os.getpid() == self._pid:  # a forked child has none of its threads
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
         self._closed = True
         self._is_closing.set()
         self._store.unwatch(self._recheck)
@@ -123,16 +130,18 @@ class LookupProducer:
         while not self._closed:
             try:
                 with consumer.get(self._inbox, timeout=MAX_TIMEOUT, verify="full") as data:
-                    question = messages.read_message(data, messages.Question)
-                    prompt = messages.read_prompt(data, question)
+                    try:
+                        question = messages.read_message(data, messages.Question)
+                        prompt = messages.read_prompt(data, question)
+                    except SchemaError:
+                        self.ignored += 1
+                        continue  # as read: given back, it would come again
                 expires = time.monotonic() + min(question.timeout, MAX_TIMEOUT)
                 self._queue.put(_OpenQuestion(question, prompt, expires))
-            except ClosedError:  # noqa: PERF203 - a `get` waits in between
+            except ClosedError:
                 return
             except PeerLostError:
                 continue  # the next `get` waits until it is back
-            except SchemaError:
-                self.ignored += 1
             except KVLinkError:
                 # A question that failed is remembered until the next one is put: until then,
                 # each `get` would end alike at once.

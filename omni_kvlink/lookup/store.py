@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.errors import CapacityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import (
+    CapacityError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+    format_seconds,
+)
 from omni_kvlink.link import check_timeout
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
@@ -60,6 +66,10 @@ class PrefixStore:
         self._watchers: list[Callable[[], None]] = []
         self._used = 0
         self._counters: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        used, prompts = self._used, len(self._entries)
+        return f"<PrefixStore: {prompts} prompts, {used} of {self.budget} bytes>"
 
     def insert(
         self,
@@ -142,7 +152,8 @@ class PrefixStore:
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise TransferTimeout(
                         f"K and V of these {count(key)} tokens were not inserted within "
-                        f"{timeout:g} s; {self._index.longest(key)[0]} of them are here",
+                        f"{format_seconds(timeout)}; "
+                        f"{self._index.longest(key)[0]} of them are here",
                         waited=timeout,
                         phase="never announced",
                     )

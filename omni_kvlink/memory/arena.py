@@ -6,10 +6,13 @@ import bisect
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from omni_kvlink.errors import CapacityError, ClosedError
+from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
 from omni_kvlink.memory.region import check_available
+from omni_kvlink.system.deadline import NEVER, check_deadline
+from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +35,7 @@ class Arena:
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
-        self._state: tuple[list[_Span], dict[int, int]] = [(0, nbytes)], {}
+        self._state: _State = [(0, nbytes)], {}
 
     @property
     def free_nbytes(self) -> int:
@@ -51,6 +54,15 @@ class Arena:
 
     def allocate(self, nbytes: int) -> int:
         """Allocate a block and return its offset; CapacityError if no hole is large enough."""
+        offset, self._state = self._with_block(nbytes)
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Free a block, merging it with the holes on both sides; KeyError if there is none."""
+        self._state = self._without_block(offset)
+
+    def _with_block(self, nbytes: int) -> tuple[int, _State]:
+        """The offset of a new block, and the state with it."""
         holes, used = self._state
         fitting = [(length, offset) for offset, length in holes if length >= nbytes > 0]
         if not fitting:
@@ -60,11 +72,10 @@ class Arena:
         length, offset = min(fitting)
         at = holes.index((offset, length))
         rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-        self._state = [*holes[:at], *rest, *holes[at + 1 :]], {**used, offset: nbytes}
-        return offset
+        return offset, ([*holes[:at], *rest, *holes[at + 1 :]], {**used, offset: nbytes})
 
-    def free(self, offset: int) -> None:
-        """Free a block, merging it with the holes on both sides; KeyError if there is none."""
+    def _without_block(self, offset: int) -> _State:
+        """The state without a block."""
         holes, used = self._state
         start, stop = offset, offset + used[offset]
         first = last = bisect.bisect(holes, (offset, 0))
@@ -77,34 +88,54 @@ class Arena:
         merged = [*holes[:first], (start, stop - start), *holes[last:]]
         rest = used.copy()  # in one call: there may be thousands of blocks
         del rest[offset]
-        self._state = merged, rest
+        return merged, rest
 
 
 _Span: TypeAlias = tuple[int, int]
 """Offset and length in bytes."""
+_State: TypeAlias = "tuple[list[_Span], dict[int, int]]"
+"""Holes, and the length of each block by its offset."""
 
 
 class Block(NamedTuple):
-    """A reserved part of a pool: the arena's number, the offset in it, and the length in bytes."""
+    """A reserved part of a pool: the arena's number, the offset in it, and the length in bytes.
+
+    In the arena `OUTSIDE` it is a part of the quota, for memory that is not the pool's.
+    """
 
     arena: int
     offset: int
     nbytes: int
 
 
-class QuotaShare:
-    """Bytes of a pool's quota that are used outside its arenas, until `release`."""
+OUTSIDE = -1
 
-    __slots__ = ("_nbytes", "_pool")
 
-    def __init__(self, pool: ArenaPool, nbytes: int):
-        self._pool, self._nbytes = pool, nbytes
+class BlockOwner(Protocol):
+    """What has a block of a pool, or None."""
 
-    def release(self) -> None:
-        """Return the bytes to the quota and wake who waits for them; a second call does nothing."""
-        nbytes, self._nbytes = self._nbytes, 0
-        if nbytes:
-            self._pool._return_share(nbytes)
+    block: Block | None
+
+
+class Holder:
+    """A `BlockOwner` that is nothing else."""
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+
+
+class _Growth:
+    """What a `reserve` that needs an arena has: the quota for it, or a lock that wakes it."""
+
+    nbytes = 0
+    """Bytes of the quota that are claimed for an arena which is being mapped."""
+    waiter: threading.Lock | None = None
+
+
+def _locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 MakeArena: TypeAlias = "Callable[[int, Callable[[], bool]], Mapping]"
@@ -116,7 +147,8 @@ class ArenaPool:
 
     Args:
         make: maps a new arena of this many bytes; may be slow, is called without the lock. It may
-            ask the function that it is given whether the arena is still wanted, and raise if not.
+            ask the function that it is given whether the arena is still wanted, and raise if not;
+            that function raises TransferTimeout at a deadline.
         quota: bytes that all arenas together may have.
         retire: called with the number of an empty arena that was dropped; must not block.
         keep: reuse arenas. If False, each block has its own arena, dropped when it is freed.
@@ -137,91 +169,109 @@ class ArenaPool:
         least = MIN_ARENA if min_arena is None else min_arena
         self._min_arena = least if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
-        self._made = self._mapped = self._waiting = 0
+        self._made = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
         self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
         self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
         self._closed = False
-        # Entered by itself: a signal handler that raises in Condition.__enter__ leaves it locked.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        # Each thread that waits has one, locked. A `Condition` is left locked, or unlocked, by a
+        # signal handler that raises in one of its methods.
+        self._waiters: dict[threading.Lock, None] = {}
 
-    def reserve(self, nbytes: int, *, timeout: float = 0.0) -> Block:
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<ArenaPool: {self._mapped} of {self.quota} bytes mapped{state}>"
+
+    def reserve(
+        self, nbytes: int, owner: BlockOwner | None = None, *, timeout: float = 0.0
+    ) -> Block:
         """Reserve a block of at least `nbytes`, blocking up to `timeout` seconds for free memory.
+
+        It is `owner.block` in the step that takes it, so that after an exception of a signal
+        handler the caller can `release` it. In a thread that has none, no owner is needed.
+        With a timeout of 0 it waits for none; to map new memory may take as long as it takes then.
 
         Raises:
             CapacityError: larger than the quota, the machine has no more, or the wait timed out.
+            TransferTimeout: the timeout passed while memory was being mapped.
             ClosedError: the pool was closed.
         """
-        nbytes = -(-nbytes // GRAIN) * GRAIN
+        nbytes, growth, owner = -(-nbytes // GRAIN) * GRAIN, _Growth(), owner or Holder()
         deadline = time.monotonic() + timeout
-        while True:
+        try:
+            while (block := self._find(nbytes, owner, growth, deadline, timeout)) is None:
+                if not growth.nbytes:
+                    assert growth.waiter is not None
+                    self._wait(growth.waiter, max(0.0, deadline - time.monotonic()))
+                    continue
+                is_wanted = partial(self._is_wanted, growth.nbytes, deadline if timeout else NEVER)
+                mapping = self._make(growth.nbytes, is_wanted)  # without the lock: it is slow
+                with self._lock:
+                    number = self._add(growth, mapping)
+                    return self._take(number, nbytes, owner)
+            return block
+        except BaseException:
             with self._lock:
-                if self._closed:
-                    raise ClosedError("the arena pool is closed")
-                block = self._allocate(nbytes)
-                if block is not None:
-                    return block
-                left = deadline - time.monotonic()
-                if nbytes <= self._prefaulting and left > 0:
-                    self._wait(left)
-                    continue
-                size = self._claim_growth(nbytes)
-                if size is None:
-                    if nbytes > self.quota or left <= 0:
-                        raise self._full(nbytes, timeout)
-                    self._wait(left)
-                    continue
-            return self._grow(size, nbytes)
+                self._return_growth(growth)
+            raise
 
-    def try_reserve(self, nbytes: int) -> Block | None:
+    def try_reserve(self, nbytes: int, owner: BlockOwner | None = None) -> Block | None:
         """Reserve a block in an existing arena, or return None; never blocks, maps nothing."""
+        nbytes, owner = -(-nbytes // GRAIN) * GRAIN, owner or Holder()
         with self._lock:
-            return None if self._closed else self._allocate(-(-nbytes // GRAIN) * GRAIN)
+            return None if self._closed else self._allocate(nbytes, owner)
 
-    def share(self, nbytes: int) -> QuotaShare | None:
-        """Return a share of the quota for memory outside the arenas; None if there is no room.
+    def share(self, nbytes: int, owner: BlockOwner) -> bool:
+        """Reserve a part of the quota for memory outside the arenas; False if there is no room.
 
         Never blocks. Raises ClosedError if the pool was closed.
         """
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the arena pool is closed")
-            if self._mapped + nbytes > self.quota:
-                return None
-            self._mapped += nbytes
-            self._outside += nbytes
-            self._shares += 1
-        return QuotaShare(self, nbytes)
+        return self.share_all([nbytes], [owner])
 
-    def share_all(self, sizes: Sequence[int], into: list[QuotaShare]) -> bool:
-        """Add a share for each of these numbers of bytes to `into`; False if there is no room.
+    def share_all(self, sizes: Sequence[int], owners: Sequence[BlockOwner]) -> bool:
+        """Reserve a part of the quota for each owner, or for none: False if there is no room.
 
-        Else as `share`. After an error, or an interrupt, the caller releases those that are there.
+        Else as `share`. After an error, or an interrupt, the caller releases all owners.
         """
         with self._lock:
             if self._closed:
                 raise ClosedError("the arena pool is closed")
             if self._mapped + sum(sizes) > self.quota:
                 return False
-            for nbytes in sizes:
-                share = QuotaShare(self, 0)
-                into.append(share)
-                taken = nbytes, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
+            for nbytes, owner in zip(sizes, owners, strict=True):
+                block = Block(OUTSIDE, 0, nbytes)
+                taken = block, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
                 # In one line: an interrupt comes before it or after it.
-                share._nbytes, self._mapped, self._outside, self._shares = taken
+                owner.block, self._mapped, self._outside, self._shares = taken
         return True
 
     def free(self, block: Block) -> None:
         """Free a block and wake the threads that wait for memory."""
+        holder = Holder()
+        holder.block = block
+        self.release(holder)
+
+    def release(self, owner: BlockOwner) -> None:
+        """Free the block of an owner, if it has one, and wake the threads that wait for memory."""
         with self._lock:
-            if block.arena in self._arenas:  # closing drops arenas that still have blocks
-                arena = self._arenas[block.arena][0]
-                arena.free(block.offset)
+            if owner.block is None:
+                return
+            number, offset, nbytes = owner.block
+            if number == OUTSIDE:
+                mapped = self._mapped if self._closed else self._mapped - nbytes
+                left = None, mapped, self._outside - nbytes, self._shares - 1
+                owner.block, self._mapped, self._outside, self._shares = left
+            elif number not in self._arenas:  # closing drops arenas that still have blocks
+                owner.block = None
+            else:
+                arena = self._arenas[number][0]
+                state = arena._without_block(offset)
+                arena._state, owner.block = state, None
                 if not self._keep and not arena.blocks:
-                    self._drop(block.arena)
-                self._changed.notify_all()
+                    self._drop(number)
+            self._wake_all()
 
     def region(self, block: Block) -> Region:
         """Return the memory of a block."""
@@ -236,7 +286,11 @@ class ArenaPool:
 
     def prefault(self, nbytes: int) -> None:
         """Map `nbytes` now, so that the first transfers pay no page faults."""
-        self.free(self.reserve(nbytes))
+        holder = Holder()
+        try:
+            self.reserve(nbytes, holder)
+        finally:
+            self.release(holder)
 
     def begin_prefault(
         self, nbytes: int, on_mapped: Callable[[int], None] = lambda arena: None
@@ -246,29 +300,33 @@ class ArenaPool:
         A `reserve` that fits into it waits for it, until its timeout. `on_mapped` is called in the
         thread with the number of the arena. If the mapping fails, a warning is logged and `stats`
         has the error: memory is mapped when it is reserved then. CapacityError if the machine has
-        too little now.
+        too little now, or no more threads.
         """
         nbytes = min(self.quota, -(-nbytes // GRAIN) * GRAIN)
         check_available(nbytes)
-        with self._lock:
-            size = self._claim_growth(nbytes)
-            if size is None:  # memory of the quota is in use already
-                return
-            self._prefaulting = self._prefault["requested"] = size
+        growth = _Growth()
         run = threading.Thread(
-            target=self._run_prefault, args=(size, on_mapped), name="kvlink-memory", daemon=True
+            target=self._run_prefault, args=(growth, on_mapped), name="kvlink-memory", daemon=True
         )
         try:
-            run.start()
+            with self._lock:
+                if not self._claim_growth(nbytes, growth):
+                    return  # memory of the quota is in use already
+                self._prefaulting = self._prefault["requested"] = growth.nbytes
+            start_thread(run)
         except BaseException:
-            self._end_prefault(size)
+            self._end_prefault(growth)  # of a thread that did start, it does nothing
             raise
 
     def wait_for_prefault(self, nbytes: int) -> None:
         """Block while an arena is mapped ahead into which a block of `nbytes` fits."""
-        with self._lock:
-            while nbytes <= self._prefaulting and not self._closed:
-                self._wait(None)
+        while True:
+            waiter = _locked()
+            with self._lock:
+                if nbytes > self._prefaulting or self._closed:
+                    return
+                self._waiters[waiter] = None
+            self._wait(waiter, None)
 
     @property
     def prefaulted(self) -> list[int]:
@@ -290,7 +348,7 @@ class ArenaPool:
                 "used": sum(arena.nbytes for arena in arenas) - free + self._outside,
                 "arenas": len(arenas),
                 "blocks": sum(arena.blocks for arena in arenas) + self._shares,
-                "waiting": self._waiting,
+                "waiting": len(self._waiters),
                 "prefault": dict(self._prefault),
             }
 
@@ -301,33 +359,61 @@ class ArenaPool:
             self._arenas.clear()
             self._prefaulted.clear()
             self._mapped = 0
-            self._changed.notify_all()
+            self._wake_all()
 
-    def _return_share(self, nbytes: int) -> None:
+    def _find(
+        self, nbytes: int, owner: BlockOwner, growth: _Growth, deadline: float, timeout: float
+    ) -> Block | None:
+        """Reserve a block; if there is no room, claim quota to grow, or be woken when it changes.
+
+        CapacityError if the time is over, or the block can never fit.
+        """
         with self._lock:
-            self._outside -= nbytes
-            self._shares -= 1
-            self._return_claim(nbytes)
+            if self._closed:
+                raise ClosedError("the arena pool is closed")
+            block = self._allocate(nbytes, owner)
+            if block is not None:
+                return block
+            left = deadline - time.monotonic()
+            is_mapping = nbytes <= self._prefaulting and left > 0
+            if is_mapping or not self._claim_growth(nbytes, growth):
+                if nbytes > self.quota or left <= 0:
+                    raise self._full(nbytes, timeout)
+                growth.waiter = _locked()
+                self._waiters[growth.waiter] = None
+        return None
 
-    def _wait(self, seconds: float | None) -> None:
-        self._waiting += 1
+    def _wait(self, waiter: threading.Lock, seconds: float | None) -> None:
+        """Block until `waiter`, which is in `_waiters`, is woken; without the lock."""
         try:
-            self._changed.wait(seconds)
+            waiter.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
         finally:
-            self._waiting -= 1
+            self._waiters.pop(waiter, None)
 
-    def _allocate(self, nbytes: int) -> Block | None:
+    def _wake_all(self) -> None:
+        """Wake the threads that wait; the lock is held."""
+        for waiter in list(self._waiters):
+            if waiter.locked():  # else it was woken, and will go on
+                waiter.release()
+
+    def _allocate(self, nbytes: int, owner: BlockOwner) -> Block | None:
         if not self._keep:
             return None  # each arena is as large as its block; there are as many as live payloads
         holes = ((arena.largest_hole, number) for number, (arena, _) in self._arenas.items())
         best = min((hole for hole in holes if hole[0] >= nbytes), default=None)
-        if best is None:
-            return None
-        number = best[1]
-        return Block(number, self._arenas[number][0].allocate(nbytes), nbytes)
+        return None if best is None else self._take(best[1], nbytes, owner)
 
-    def _claim_growth(self, nbytes: int) -> int | None:
-        """Claim quota for a new arena and return its size; None if the quota does not allow one.
+    def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
+        """Reserve a block in an arena that has room."""
+        arena = self._arenas[number][0]
+        offset, state = arena._with_block(nbytes)
+        block = Block(number, offset, nbytes)
+        # In one line: an interrupt comes before it or after it.
+        arena._state, owner.block = state, block
+        return block
+
+    def _claim_growth(self, nbytes: int, growth: _Growth) -> bool:
+        """Claim quota for a new arena; False if the quota does not allow one.
 
         Drops empty arenas if the quota requires it.
         """
@@ -335,73 +421,69 @@ class ArenaPool:
         empty = [number for number, (arena, _) in arenas if not arena.blocks]
         reclaimable = sum(self._arenas[number][0].nbytes for number in empty)
         if self._mapped - reclaimable + nbytes > self.quota:
-            return None
+            return False
         for number in empty:
             if self._mapped + nbytes <= self.quota:
                 break
             self._drop(number)
         size = min(max(nbytes, self._min_arena), self.quota - self._mapped)
-        self._mapped += size
-        return size
+        self._mapped, growth.nbytes = self._mapped + size, size
+        return True
 
     def _drop(self, number: int) -> None:
-        self._mapped -= self._arenas.pop(number)[0].nbytes
+        arenas = self._arenas.copy()
+        arena, _ = arenas.pop(number)
+        self._arenas, self._mapped = arenas, self._mapped - arena.nbytes
         self._prefaulted.pop(number, None)
         self._retire(number)
 
-    def _grow(self, size: int, nbytes: int) -> Block:
-        """Map a new arena, without the lock since it is slow, and reserve its first block."""
-        try:
-            mapping = self._make(size, self._is_open)
-        except BaseException:
-            with self._lock:
-                self._return_claim(size)
-            raise
-        with self._lock:
-            number = self._add(size, mapping)
-            return Block(number, self._arenas[number][0].allocate(nbytes), nbytes)
-
-    def _add(self, size: int, mapping: Mapping) -> int:
+    def _add(self, growth: _Growth, mapping: Mapping) -> int:
         """Add an arena and return its number; the lock is held."""
         if self._closed:
             raise ClosedError("the arena pool was closed while it grew")
-        number, self._made = self._made, self._made + 1
-        self._arenas[number] = (Arena(size), mapping)
-        self._changed.notify_all()
+        number, arena = self._made, Arena(growth.nbytes)
+        self._arenas[number], self._made, growth.nbytes = (arena, mapping), number + 1, 0
+        self._wake_all()
         return number
 
-    def _return_claim(self, size: int) -> None:
-        """Return what `_claim_growth` claimed; the lock is held."""
-        if not self._closed:
-            self._mapped -= size
-        if self._waiting:
-            self._changed.notify_all()
+    def _return_growth(self, growth: _Growth) -> None:
+        """Return what `_claim_growth` claimed and `_add` has not used; the lock is held."""
+        mapped = self._mapped if self._closed else self._mapped - growth.nbytes
+        self._mapped, growth.nbytes = mapped, 0
+        if growth.waiter is not None:
+            self._waiters.pop(growth.waiter, None)
+        self._wake_all()
 
-    def _run_prefault(self, size: int, on_mapped: Callable[[int], None]) -> None:
+    def _run_prefault(self, growth: _Growth, on_mapped: Callable[[int], None]) -> None:
         """Map the arena, in a thread."""
-        began = time.monotonic()
+        began, size = time.monotonic(), growth.nbytes
         try:
             mapping = self._make(size, self._is_open)
         except Exception as error:
-            self._end_prefault(size, error)
+            self._end_prefault(growth, error)
             return
         with self._lock:
-            if self._closed:
+            if self._closed or not growth.nbytes:
                 return
-            number = self._add(size, mapping)
+            number = self._add(growth, mapping)
             self._prefaulting, self._prefaulted[number] = 0, None
             milliseconds = round(1e3 * (time.monotonic() - began))
             self._prefault.update(mapped=size, milliseconds=milliseconds)
         on_mapped(number)
 
-    def _end_prefault(self, size: int, error: Exception | None = None) -> None:
+    def _end_prefault(self, growth: _Growth, error: Exception | None = None) -> None:
         """The arena was not mapped: whoever waits for it maps memory of its own."""
         with self._lock:
             self._prefaulting, self._prefault["error"] = 0, repr(error or "no thread")
-            self._return_claim(size)
-            is_wanted = not self._closed
+            size, is_wanted = growth.nbytes, not self._closed
+            self._return_growth(growth)
         if is_wanted:
             _logger.warning("%d bytes could not be mapped ahead: %r", size, error)
+
+    def _is_wanted(self, nbytes: int, deadline: float) -> bool:
+        """Whether an arena is still to be mapped; TransferTimeout at the deadline."""
+        check_deadline(deadline, f"mapping {nbytes} bytes of memory")
+        return not self._closed
 
     def _is_open(self) -> bool:
         return not self._closed
@@ -412,8 +494,12 @@ class ArenaPool:
         free = max(
             self.quota - self._mapped + reclaimable, *(arena.largest_hole for arena in arenas), 0
         )
+        if nbytes > self.quota:
+            text = f"{nbytes} bytes never fit into a quota of {self.quota}: open the link with "
+            return CapacityError(f"{text}quota={nbytes} or more", requested=nbytes, free=free)
         return CapacityError(
-            f"{nbytes} bytes requested, {free} free of a quota of {self.quota} after {waited:g} s: "
+            f"{nbytes} bytes requested, {free} free of a quota of {self.quota} "
+            f"after {format_seconds(waited)}: "
             "raise quota=, or wait until readers release their payloads",
             requested=nbytes,
             free=free,

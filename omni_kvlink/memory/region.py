@@ -19,12 +19,15 @@ import os
 import weakref
 from collections import deque
 from errno import EINVAL
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from omni_kvlink.errors import CapacityError, ClosedError
+from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, UnavailableError
+from omni_kvlink.memory.ownership import CallAtEnd, closer, take
+from omni_kvlink.system.failures import cure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +39,7 @@ STEP = 16 << 20
 """Bytes of an arena that are allocated at a time; a few milliseconds."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MFD_FLAGS = 0x1 | 0x2  # linux/memfd.h: CLOEXEC | ALLOW_SEALING; Python has them only if libc does
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # linux/mman.h
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # linux/fcntl.h; Python has them only if libc does
 SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
@@ -112,6 +116,10 @@ class Region:
     def of_buffer(cls, buffer: memoryview) -> Region:
         """Return the memory of a buffer, which the region keeps."""
         return cls(_address_of(buffer), buffer.nbytes, buffer, readonly=buffer.readonly)
+
+    def __repr__(self) -> str:
+        access = ", readonly" if self.readonly else ""
+        return f"<Region: {self.nbytes} bytes on {self.device}{access}>"
 
     @property
     def is_lost(self) -> bool:
@@ -207,13 +215,22 @@ def _aligned(nbytes: int) -> tuple[bytearray, int, int]:
 class Lease:
     """The only owner of a region until it is released or moved; a context manager that releases.
 
-    `release` is called once. `tag` is a value of the code that made the lease.
+    `release` is called once. `tag` is a value of the code that made the lease. `drop`, if given,
+    releases the memory of a lease that was dropped, as by an exception of a signal handler; it
+    neither blocks nor takes a lock, and may be called twice.
     """
 
-    def __init__(self, region: Region, release: Callable[[], None], tag: object = None):
+    def __init__(
+        self,
+        region: Region,
+        release: Callable[[], None],
+        tag: object = None,
+        drop: Callable[[], None] | None = None,
+    ):
         self._region: Region | None = region
         self.capacity = region.nbytes  # before `shrink`
         self._release, self.tag = release, tag
+        self._dropped = None if drop is None else CallAtEnd.of(self, drop)
 
     @property
     def region(self) -> Region:
@@ -231,14 +248,19 @@ class Lease:
     def move(self) -> Region:
         """Transfer the region to a new owner and return it; `release` does nothing afterwards."""
         region = self.region
-        self._region = None
+        self._end()
         return region
 
     def release(self) -> None:
         """Release the memory; a second call does nothing."""
         if self._region is not None:
-            self._region = None
-            self._release()
+            self._release()  # first: an interrupt leaves it to `drop`
+            self._end()
+
+    def _end(self) -> None:
+        self._region = None
+        if self._dropped is not None:
+            self._dropped.detach()
 
     def __enter__(self) -> Lease:
         return self
@@ -254,13 +276,20 @@ class _FilePages:
     """
 
     def __init__(self, fd: int, nbytes: int, rights: int):
-        address = _libc.mmap(None, nbytes, rights, mmap.MAP_SHARED, fd, 0)
+        mapped: list[int] = []
+        CallAtEnd.of(self, partial(_unmap, mapped, nbytes))
+        address = take(mapped, _libc.mmap, None, nbytes, rights, mmap.MAP_SHARED, fd, 0)
         if address == _FAILED:
             error = ctypes.get_errno()
+            mapped.clear()
             raise OSError(error, os.strerror(error))
         self.address: int = address
-        self._unmap = weakref.finalize(self, _libc.munmap, address, nbytes)
-        self._unmap.atexit = False
+
+
+def _unmap(mapped: list[int], nbytes: int) -> None:
+    for address in mapped.copy():
+        del mapped[0]  # first: the addresses are another's once unmapped
+        _libc.munmap(address, nbytes)
 
 
 class MappedPages:
@@ -305,22 +334,24 @@ class Mapping:
         self, pages: mmap.mmap | _FilePages, nbytes: int, *, fd: int = -1, readonly: bool = False
     ):
         self.fd, self.nbytes = fd, nbytes
+        self._file = None if fd < 0 else CallAtEnd.of(self, closer(fd))
         self._pages = MappedPages(pages, nbytes, readonly=readonly)
         self.region = Region(self._pages.address, nbytes, self._pages, readonly=readonly)
+
+    def __repr__(self) -> str:
+        return f"<Mapping of {self.region!r}>"
 
     @classmethod
     def anonymous(cls, nbytes: int, is_wanted: Callable[[], bool] = lambda: True) -> Mapping:
         """Map private memory, with its pages allocated, so that a copy into it has no page faults.
 
         Allocating takes a second a gigabyte, and more; other threads run meanwhile. `is_wanted` is
-        asked every `STEP` bytes. Raises CapacityError if the machine has not enough memory, and
-        ClosedError if it is not wanted any more.
+        asked every `STEP` bytes, and may raise an error of its own. Raises CapacityError if the
+        machine has not enough memory, and ClosedError if it is not wanted any more.
         """
         check_available(nbytes)
-        try:
+        with _refusals(nbytes):
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise _full(nbytes, error) from None
         mapping = cls(pages, nbytes)._not_inherited()
         with contextlib.suppress(OSError, ValueError):  # else all copies use small pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -340,22 +371,21 @@ class Mapping:
         check_available(nbytes)
         fd = -1
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, nbytes)
-            pages = _FilePages(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
+            with _refusals(nbytes):
+                fd = _memfd(name)
+                os.ftruncate(fd, nbytes)
+                pages = _FilePages(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
             if fd >= 0:
                 os.close(fd)
-            raise _full(nbytes, error) from None
+            raise
         mapping = cls(pages, nbytes, fd=fd)._not_inherited()
         if _has_huge_shared_pages():
             mapping._touch_huge_pages(is_wanted)
-        try:
+        with _refusals(nbytes):
             for start, length in _steps(nbytes, is_wanted):
                 os.posix_fallocate(fd, start, length)
             seal(fd)
-        except OSError as error:
-            raise _full(nbytes, error) from None
         mapping.populate(is_wanted)
         return mapping
 
@@ -366,15 +396,18 @@ class Mapping:
         Without `populate`, the first access to each page is a page fault, until `populate` is done.
         """
         try:
-            pages = _FilePages(fd, nbytes, mmap.PROT_READ)
-        except OSError as error:
-            raise _full(nbytes, error) from None
+            mapping = cls._readonly(fd, nbytes)
         finally:
             os.close(fd)
-        mapping = cls(pages, nbytes, readonly=True)._not_inherited()
         if populate:
             mapping.populate()
         return mapping
+
+    @classmethod
+    def _readonly(cls, fd: int, nbytes: int) -> Mapping:
+        with _refusals(nbytes):
+            pages = _FilePages(fd, nbytes, mmap.PROT_READ)
+        return cls(pages, nbytes, readonly=True)._not_inherited()
 
     @classmethod
     def for_readers(
@@ -382,8 +415,9 @@ class Mapping:
     ) -> Mapping:
         """Map as `shared` does, and once more for readers in this process, who cannot write."""
         mapping = cls.shared(name, nbytes, is_wanted)
-        fd, mapping.fd = mapping.fd, -1
-        mapping.readers = cls.readonly(fd, nbytes)
+        mapping.readers = cls._readonly(mapping.fd, nbytes)
+        mapping.close_file()
+        mapping.readers.populate()
         return mapping
 
     def _not_inherited(self) -> Mapping:
@@ -415,12 +449,9 @@ class Mapping:
 
     def close_file(self) -> None:
         """Close the descriptor; the memory stays mapped."""
-        fd, self.fd = getattr(self, "fd", -1), -1  # first: its number is another's once closed
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close_file()
+        self.fd = -1  # first: its number is another's once closed
+        if self._file is not None:
+            self._file.run()
 
 
 def _address_of(buffer: memoryview) -> int:
@@ -482,12 +513,40 @@ def _steps(nbytes: int, is_wanted: Callable[[], bool]) -> Iterator[tuple[int, in
         yield start, min(STEP, nbytes - start)
 
 
-def _full(nbytes: int, error: OSError) -> CapacityError:
-    return CapacityError(
-        f"the system refused {nbytes} bytes of memory: {error.strerror}",
-        requested=nbytes,
-        free=available_bytes(),
-    )
+def _memfd(name: str) -> int:
+    """Make a memory file; by libc itself, where Python was built for one that lacks the call.
+
+    UnavailableError if this libc has none.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_FLAGS)
+    try:
+        create = _libc.memfd_create
+    except AttributeError:
+        raise UnavailableError(
+            "this libc has no memfd_create, which shared memory takes: use glibc 2.27 or later, or "
+            "zmq+ipc://"
+        ) from None
+    fd: int = create(name.encode(), _MFD_FLAGS)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+@contextlib.contextmanager
+def _refusals(nbytes: int) -> Iterator[None]:
+    """Raise CapacityError for a system call of this block that fails."""
+    try:
+        yield
+    except KVLinkError:  # also a TransferTimeout, which is an OSError
+        raise
+    except OSError as error:
+        cure = cure_of(error.errno or 0)
+        raise CapacityError(
+            f"the system refused {nbytes} bytes of memory: {error.strerror}; {cure}",
+            requested=nbytes,
+            free=available_bytes(),
+        ) from None
 
 
 def seal(fd: int) -> None:

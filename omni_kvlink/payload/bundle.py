@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import Branch, Reuse, as_int, check_branches
-from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, PayloadBase, Reserve
+from omni_kvlink.payload.schema import (
+    KVCacheTransferData,
+    KVMetadata,
+    PayloadBase,
+    Reserve,
+    check_request_id,
+)
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
@@ -58,7 +67,10 @@ class KVCacheBundle(PayloadBase):
     _is_bundle: ClassVar[bool] = True
 
     def __init__(self, request_id: str, branches: Mapping[str, BundleBranch]):
-        self.request_id = request_id
+        self.request_id = check_request_id(request_id)
+        if not isinstance(branches, Mapping):
+            text = f"branches: a dict of caches by name, this is a {type(branches).__name__}"
+            raise SchemaError(text)
         self.branches: dict[str, BundleBranch] = dict(branches)
         for name, branch in self.branches.items():
             if not isinstance(name, str):
@@ -215,6 +227,28 @@ Payload: TypeAlias = KVPayload | TensorTransferData
 PAYLOAD_KINDS: dict[str, type[Payload]] = {
     kind.__name__: kind for kind in (KVCacheTransferData, TensorTransferData, KVCacheBundle)
 }
+_KINDS = frozenset(PAYLOAD_KINDS.values())
+
+
+def check_payload(data: object, call: str) -> None:
+    """Raise SchemaError, which says what `call` takes, unless `data` is a payload."""
+    if type(data) in _KINDS or isinstance(data, PayloadBase):  # the first costs a third
+        return
+    cure = "wrap tensors as TensorTransferData(request_id, {name: tensor}), K and V of layers as "
+    raise SchemaError(
+        f"{call} takes a payload, this is a {type(data).__name__}: {cure}KVCacheTransferData"
+    )
+
+
+def payload_list(payloads: Iterable[Payload], call: str) -> list[Payload]:
+    """Return the payloads as a list; SchemaError, which says what `call` takes, if one is none."""
+    if isinstance(payloads, (PayloadBase, torch.Tensor, str)) or not isinstance(payloads, Iterable):
+        text = f"{call} takes a list of payloads, this is a {type(payloads).__name__}"
+        raise SchemaError(text)
+    found = list(payloads)
+    for number, data in enumerate(found):
+        check_payload(data, f"{call}, payload {number},")
+    return found
 
 
 def open_payload(manifest: Manifest, region: Region) -> Payload:

@@ -88,7 +88,8 @@ class PackedRequests(NamedTuple):
             raise SchemaError(f"ended={ended!r}: wanted a list of request ids")
         names, sizes = tuple(requests), tuple(requests.values())
         if not {*map(type, sizes)} <= {int}:  # those that are equal, as 1.0 is, may be remembered
-            raise SchemaError(f"requests: sizes {sizes!r:.200}, wanted int")
+            wrong = [f"{key!r}: a {type(size).__name__}" for key, size in requests.items()]
+            raise SchemaError(f"requests: sizes {', '.join(wrong):.200}, wanted int")
         try:
             if ended or failed:
                 reasons = {name: _cut(reason) for name, reason in dict(failed or {}).items()}

@@ -9,6 +9,7 @@ from omni_kvlink._native.crc32c import combine
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import IntegrityError, WireError
 from omni_kvlink.payload.format import DIGEST_CHUNK
+from omni_kvlink.system.deadline import NEVER, check_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +28,16 @@ class ChunkDigest:
     def __init__(self, data: memoryview):
         self._data, self._done, self._crcs = data, 0, list[int]()
 
-    def advance(self, upto: int) -> None:
-        """Hash the chunks that are complete, now that the first `upto` bytes are final."""
+    def advance(self, upto: int, deadline: float = NEVER) -> None:
+        """Hash the chunks that are complete, now that the first `upto` bytes are final.
+
+        TransferTimeout if the deadline (`time.monotonic`) passes before.
+        """
         while upto - self._done >= DIGEST_CHUNK or upto == len(self._data) > self._done:
             stop = min(self._done + DIGEST_CHUNK, upto)
             self._crcs.append(crc32c(self._data[self._done : stop]))
             self._done = stop
+            check_deadline(deadline, "computing its digests")
 
     def values(self) -> list[int]:
         """The CRC-32C of each chunk so far."""
@@ -115,12 +120,17 @@ class ArrivingDigests:
         return [*pieces, (at, stop, None)] if at < stop else pieces
 
 
-def tensor_digest(manifest: Manifest, region: Region, spec: TensorSpec) -> ChunkDigest:
-    """The digests of a tensor that is in the payload; none where the manifest has none for it."""
+def tensor_digest(
+    manifest: Manifest, region: Region, spec: TensorSpec, deadline: float = NEVER
+) -> ChunkDigest:
+    """The digests of a tensor that is in the payload; none where the manifest has none for it.
+
+    TransferTimeout if the deadline (`time.monotonic`) passes before.
+    """
     start = manifest.header_nbytes + spec.start
     digest = ChunkDigest(region.view(start, start + spec.nbytes))
     if spec.digest:
-        digest.advance(spec.nbytes)
+        digest.advance(spec.nbytes, deadline)
     return digest
 
 

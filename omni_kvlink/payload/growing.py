@@ -175,7 +175,7 @@ class StreamSpec:
 
     def _remember(self, tensors: Mapping[str, Any], requests: PackedRequests | None) -> None:
         self._like, self._plans, self._requests = [], {}, requests
-        if all(isinstance(view, torch.Tensor) for view in tensors.values()):
+        if all(type(view) is torch.Tensor for view in tensors.values()):
             self._like = [(name, view.dtype, view.shape) for name, view in tensors.items()]
 
     def _row(self, path: str, view: TensorView) -> Row:

@@ -13,6 +13,7 @@ import numpy as np
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.paged import Index, PagedTensor
+from omni_kvlink.payload.tensor_memory import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,11 +73,6 @@ def check_distinct(views: Sequence[TensorView], name: Callable[[int], str]) -> N
         raise SchemaError(f"the targets of {one} and of {other} share memory; give each its own")
 
 
-def extent_of(tensor: torch.Tensor) -> int:
-    """Bytes from the first byte of a tensor to behind its last one; 0 if it has no elements."""
-    return _pattern_of(tensor).extent if tensor.nbytes else 0
-
-
 def find_overlap(views: Sequence[TensorView]) -> tuple[int, int] | None:
     """The numbers of two views that share a byte, or None; of none may two elements share one."""
     open_ones: list[tuple[torch.device, int, Covered]] = []
@@ -101,9 +97,13 @@ def _are_apart(views: Sequence[TensorView]) -> bool:
         memory = view.pool if isinstance(view, PagedTensor) else view
         if not memory.is_contiguous():
             return False
-        spans.append((memory.data_ptr(), memory.nbytes))
+        spans.append((_start(memory), memory.nbytes))
     spans.sort()
     return all(start + nbytes <= other for (start, nbytes), (other, _) in pairwise(spans))
+
+
+def _start(target: torch.Tensor) -> int:
+    return address_of(target, "a target", writing=True)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -122,13 +122,13 @@ def _all_covered(views: Sequence[TensorView]) -> Iterator[tuple[torch.device, in
             for covered in _of_paged(view):
                 yield view.device, number, covered
         elif view.nbytes:
-            yield view.device, number, Covered(view.data_ptr(), _pattern_of(view))
+            yield view.device, number, Covered(_start(view), _pattern_of(view))
 
 
 def _of_paged(view: PagedTensor) -> list[Covered]:
     """The whole blocks and the tokens of the last block, or all slots."""
     pool, table, size = view.pool, view.block_table, view.block_table.block_size
-    start, index, whole = pool.data_ptr(), table.index, _pattern_of(pool)
+    start, index, whole = _start(pool), table.index, _pattern_of(pool)
     to_block, to_slot = (pool.stride(dim) * pool.element_size() for dim in (0, 1))
     if table.by_slot:
         slots = partial(_slots, index, size, to_block, to_slot)

@@ -9,6 +9,7 @@ import torch
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import as_int
+from omni_kvlink.payload.tensor_memory import check_strided, readable, writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,6 +40,10 @@ class BlockTable:
             raise SchemaError(f"{word} {twice[0]} occurs twice")
         self.address: int = index.ctypes.data
         self.highest = int(ordered[-1])
+
+    def __repr__(self) -> str:
+        what = "slots" if self.by_slot else f"blocks of {self.block_size}"
+        return f"<BlockTable: {self.tokens} tokens in {len(self.index)} {what}>"
 
     @classmethod
     def of_blocks(
@@ -97,7 +102,10 @@ class PagedTensor:
     """
 
     def __init__(self, pool: torch.Tensor, block_table: BlockTable, where: str = "pool"):
-        check_strided(pool, where)
+        pool = check_strided(pool, where)
+        if not isinstance(block_table, BlockTable):
+            text = f"block_table: a {type(block_table).__name__}, wanted a BlockTable"
+            raise SchemaError(f"{where}: {text}; BlockTable.of_blocks and of_slots make one")
         if pool.dim() < 3 or pool.shape[1] != block_table.block_size:
             raise SchemaError(
                 f"{where}: a pool of {list(pool.shape)}; "
@@ -112,11 +120,26 @@ class PagedTensor:
         self.pool, self.block_table, self.where = pool, block_table, where
         self.shape = torch.Size((block_table.tokens, *pool.shape[2:]))
         self.dtype, self.device = pool.dtype, pool.device
+        self._blocks = pool.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<PagedTensor {list(self.shape)} {self.dtype} on {self.device}: {self.where}>"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens, not of the pool."""
         return self.shape.numel() * self.dtype.itemsize
+
+    def alias(self) -> torch.Tensor:
+        """The pool, whatever becomes of it; SchemaError if its shape is another one by now."""
+        pool = self.pool.detach()
+        before = (self._blocks, self.block_table.block_size, *self.shape[1:])
+        if pool.shape != before or pool.dtype != self.dtype:
+            raise SchemaError(
+                f"{self.where}: the pool is {pool.dtype} {list(pool.shape)} now, and was "
+                f"{self.dtype} {list(before)} when its block table was checked"
+            )
+        return pool
 
     def first(self, tokens: int) -> PagedTensor:
         """The first `tokens` tokens, in the same pool."""
@@ -139,7 +162,7 @@ class PagedTensor:
 
         Temporary memory is bounded by `STEP`, or by one block where that is larger.
         """
-        pool, target = self._alike(target)
+        pool, target = _alike(readable(self.alias(), self.where), target)
         direct = pool.device == target.device and not pool.is_neg()
         for start, stop, rows in self._steps(pool.device):
             part = target[start:stop]
@@ -152,21 +175,13 @@ class PagedTensor:
 
     def write(self, source: torch.Tensor) -> Iterator[int]:
         """Copy a tensor of the tokens' shape into the pool, yielding how many are done."""
-        pool, source = self._alike(source)
+        pool, source = _alike(writable(self.alias(), self.where), source)
         for start, stop, rows in self._steps(pool.device):
             part = source[start:stop].to(pool.device)
             if len(rows) == 1:
                 part = part.view(-1, self.block_table.block_size, *part.shape[1:])
             pool[rows] = part
             yield stop
-
-    def _alike(self, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pool and tensor as integers of one width: torch cannot index every dtype."""
-        pool, other = self.pool.detach(), other.detach()
-        if pool.is_neg() or other.is_neg():
-            return pool, other
-        bits = _BITS[pool.dtype.itemsize]
-        return pool.view(bits), other.view(bits)
 
     def _steps(self, device: torch.device) -> Iterator[tuple[int, int, tuple[torch.Tensor, ...]]]:
         """First and last token of each step, and its blocks, or block and slot of each token."""
@@ -187,29 +202,13 @@ class PagedTensor:
             yield first, first + len(slots), (slots // size, slots % size)
 
 
-def check_strided(tensor: object, where: str) -> None:
-    """Raise SchemaError unless the object is a tensor in plain, strided memory of its own."""
-    if not isinstance(tensor, torch.Tensor):
-        raise SchemaError(f"{where} is a {type(tensor).__name__}, wanted a torch.Tensor")
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise SchemaError(f"{where} is a {tensor.layout} on {tensor.device}, not dense memory")
-    if tensor.is_nested:
-        raise SchemaError(f"{where} is a nested tensor: send the tensors in it, or pad it")
-    try:
-        memory = tensor.untyped_storage()
-        address, nbytes = memory.data_ptr(), memory.nbytes()
-    except RuntimeError:  # NotImplementedError, too
-        address = nbytes = 0
-    if not tensor.numel():
-        return
-    if not address:
-        raise SchemaError(
-            f"{where} has no memory of its own: it is a value inside torch.func (vmap, grad, jvp), "
-            "a fake tensor, or its storage was freed; give a tensor from outside"
-        )
-    needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
-    if needed > nbytes and tensor.is_contiguous():
-        raise SchemaError(f"{where}: its storage was cut to {nbytes} bytes, it needs {needed}")
+def _alike(pool: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pool and tensor as integers of one width: torch cannot index every dtype."""
+    other = other.detach()
+    if pool.is_neg() or other.is_neg():
+        return pool, other
+    bits = _BITS[pool.dtype.itemsize]
+    return pool.view(bits), other.view(bits)
 
 
 def _check_sizes(block_size: int, tokens: int) -> tuple[int, int]:
@@ -221,7 +220,9 @@ def _check_sizes(block_size: int, tokens: int) -> tuple[int, int]:
 
 def _int64(values: Sequence[int] | torch.Tensor) -> Index:
     """A private copy: what was checked cannot change afterwards."""
-    plain = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    plain: object = values
+    if isinstance(values, torch.Tensor):
+        plain = readable(check_strided(values, "block ids or slots"), "").cpu().numpy()
     try:
         array = np.array(plain)
         if array.size and array.dtype.kind not in "iu":

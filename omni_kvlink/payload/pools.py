@@ -9,7 +9,8 @@ import torch
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import PART_WORDS, PARTS
-from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from omni_kvlink.payload.tensor_memory import check_strided
 
 PoolLayers: TypeAlias = Sequence[torch.Tensor]
 """One pool `[num_blocks, block_size, *token]` a layer."""
@@ -84,9 +85,9 @@ def paged_layers(
 def _split(
     layers: PoolLayers, side: int, shape: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    for index, layer in enumerate(layers):
-        check_strided(layer, f"layer {index}, K and V")
+    plain = [check_strided(layer, f"layer {n}, K and V") for n, layer in enumerate(layers)]
+    for index, layer in enumerate(plain):
         if layer.dim() != 5 or layer.shape[side] != 2:
             raise SchemaError(f"layer {index}, K and V: {list(layer.shape)}; wanted {shape}")
-    keys, values = ([layer.select(side, which) for layer in layers] for which in (0, 1))
+    keys, values = ([layer.select(side, which) for layer in plain] for which in (0, 1))
     return keys, values

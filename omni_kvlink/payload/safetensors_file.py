@@ -8,14 +8,14 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-import torch
-
-from omni_kvlink.errors import SchemaError, WireError
+from omni_kvlink.errors import FileError, SchemaError, WireError
 from omni_kvlink.memory.region import STEP, Mapping, Region, check_available
 from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.views import TensorView, dtype_code, tensor_views
+from omni_kvlink.payload.tensor_memory import readable
+from omni_kvlink.payload.views import TensorView, aliases, check_view_fits, tensor_views
+from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]) -> None:
     """Write a payload; the file appears whole under its name, or an old one stays as it was."""
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
+    with translate_errors(os.fspath(path), "save to another path", FileError):
+        _write(draft, path, plan, views)
+
+
+def _write(
+    draft: str, path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]
+) -> None:
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(fd, "r+b") as file:
@@ -38,7 +45,7 @@ def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[Ten
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # the directory was removed
             os.unlink(draft)
         raise
 
@@ -48,14 +55,9 @@ def read_file(path: str | os.PathLike[str], kind: str, *, map_it: bool) -> tuple
 
     Checked are its header, its `Manifest.kind` and every digest, in the memory that is returned.
     """
-    with open(path, "rb", buffering=0) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes < 8:
-            raise WireError(f"{os.fspath(path)} has {nbytes} bytes: no payload")
-        if map_it:
-            memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-        else:
-            memory = _copy_of(file, nbytes)
+    with translate_errors(os.fspath(path), "load another path", FileError):
+        memory = _read(path, map_it=map_it)
+    nbytes = len(memory)
     region = Mapping(memory, nbytes, readonly=map_it).region
     manifest = Manifest.decode(region.view())
     if manifest.kind != kind:
@@ -64,6 +66,16 @@ def read_file(path: str | os.PathLike[str], kind: str, *, map_it: bool) -> tuple
         )
     verify(manifest, region)
     return manifest, region
+
+
+def _read(path: str | os.PathLike[str], *, map_it: bool) -> mmap.mmap:
+    with open(path, "rb", buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes < 8:
+            raise WireError(f"{os.fspath(path)} has {nbytes} bytes: no payload")
+        if map_it:
+            return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+        return _copy_of(file, nbytes)
 
 
 def _copy_of(file: FileIO, nbytes: int) -> mmap.mmap:
@@ -80,16 +92,10 @@ def _copy_of(file: FileIO, nbytes: int) -> mmap.mmap:
 
 def _copy(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
     targets = tensor_views(region, manifest.tensors, manifest.header_nbytes)
-    for view, spec, target in zip(views, manifest.tensors, targets, strict=True):
-        if view.device.type == "meta":
-            raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
-        if tuple(view.shape) != spec.shape or dtype_code(view.dtype) != spec.dtype:
-            raise SchemaError(
-                f"{spec.where()}: {view.dtype} {list(view.shape)}, "
-                f"the manifest says {spec.dtype} {list(spec.shape)}"
-            )
+    for view, spec, target in zip(aliases(views), manifest.tensors, targets, strict=True):
+        check_view_fits(view, spec)
         if isinstance(view, PagedTensor):
             for _ in view.read(target):
                 pass
-        elif isinstance(view, torch.Tensor):
-            target.copy_(view.detach())
+        else:
+            target.copy_(readable(view, spec.where))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -106,7 +107,12 @@ class KVMetadata:
         put = object.__setattr__  # the class is frozen
         try:
             for name in ("kv_lens", "ropes"):
-                put(self, name, tuple(map(as_int, getattr(self, name))))
+                values = getattr(self, name)
+                if not isinstance(values, Iterable):
+                    raise SchemaError(
+                        f"metadata: {name}: one integer a sequence, as in [{_described(values)}]"
+                    )
+                put(self, name, tuple(map(as_int, values)))
             for name in ("num_layers", "seq_len", "block_size"):
                 put(self, name, as_int(getattr(self, name)))
             put(self, "extra", json_copy(self.extra, "metadata: extra"))
@@ -129,8 +135,7 @@ class KVMetadata:
         """Read the RFC's dict; keys for which this class has no field go into `extra`."""
         names = {field.name for field in dataclasses.fields(cls)}
         required = ("kv_lens", "ropes", "num_layers")
-        if missing := [name for name in required if name not in values]:
-            raise SchemaError(f"metadata lacks {', '.join(missing)}")
+        _check_names("metadata", required, values)
         known = {name: value for name, value in values.items() if name in names}
         known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
             name: value for name, value in values.items() if name not in names
@@ -327,7 +332,8 @@ class KVCacheTransferData(PayloadBase):
     ):
         self.request_id = check_request_id(request_id)
         if not isinstance(metadata, (KVMetadata, Mapping)):
-            raise SchemaError("metadata is missing: kv_lens, ropes and num_layers at least")
+            given = "is missing" if metadata is None else f"is {_described(metadata)}"
+            raise SchemaError(f"metadata {given}: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         try:
@@ -346,6 +352,15 @@ class KVCacheTransferData(PayloadBase):
         if self._blocks is None:
             raise self._released()
         return self._blocks
+
+    def __getitem__(self, name: str) -> list[TensorView | None]:
+        blocks = self.layer_blocks
+        if name not in blocks:
+            raise KeyError(f"{name!r}; this cache has {', '.join(blocks)}, a tensor a layer each")
+        return blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layer_blocks)
 
     @property
     def is_empty(self) -> bool:
@@ -376,6 +391,10 @@ class KVCacheTransferData(PayloadBase):
         """
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
+        if not isinstance(dtype, torch.dtype):
+            raise SchemaError(f"dtype: a torch.dtype, this is {_described(dtype)}")
+        if not isinstance(row, Sequence):
+            raise SchemaError(f"row: the shape of one token, this is {_described(row)}")
         layer = None
         if metadata.seq_len:
             layer = torch.empty((metadata.seq_len, *row), dtype=dtype, device="meta")
@@ -440,8 +459,7 @@ class KVCacheTransferData(PayloadBase):
     def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
         """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`."""
         required = ("request_id", "layer_blocks", "metadata")
-        if missing := [name for name in required if name not in values]:
-            raise SchemaError(f"a KV cache's dict lacks {', '.join(missing)}")
+        _check_names("a KV cache's dict", required, values)
         names = (*required, "block_ids")
         return cls(**{name: values[name] for name in names if name in values})
 
@@ -515,6 +533,16 @@ class KVCacheTransferData(PayloadBase):
         return _ABOUT(metadata), extra, None if first is None else first.shape
 
 
+def _check_names(where: str, required: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Raise SchemaError unless the dict has these names; it says which similar ones it has."""
+    missing = [name for name in required if name not in values]
+    if missing:
+        others = [str(name) for name in values if name not in required]
+        close = {name: difflib.get_close_matches(name, others, 1) for name in missing}
+        hints = [f"is {found[0]!r} meant as {name!r}?" for name, found in close.items() if found]
+        raise SchemaError("; ".join([f"{where} lacks {', '.join(missing)}", *hints]))
+
+
 def _complete_layers(
     layer_blocks: LayerBlocks, metadata: KVMetadata
 ) -> dict[str, list[TensorView | None]]:
@@ -523,10 +551,16 @@ def _complete_layers(
         raise SchemaError(f"layout {metadata.layout!r}; must be one of {', '.join(PARTS)}")
     names = {CACHES[part]: PART_WORDS[part] for part in PARTS[metadata.layout]}
     if not isinstance(layer_blocks, Mapping) or set(layer_blocks) != set(names):
-        raise SchemaError(
-            f"layer_blocks has {sorted(map(str, layer_blocks or ()))}; "
-            f"layout {metadata.layout} has {list(names)}"
-        )
+        is_dict = isinstance(layer_blocks, Mapping)
+        given = f"has {sorted(map(str, layer_blocks))}" if is_dict else _described(layer_blocks)
+        text = f"layer_blocks {'' if is_dict else 'is '}{given}"
+        raise SchemaError(f"{text}; layout {metadata.layout} has {list(names)}")
+    for name, layers in layer_blocks.items():
+        if layers is not None and not isinstance(layers, (Sequence, Iterator)):
+            raise SchemaError(
+                f"layer_blocks: {name} is {_described(layers)}, wanted a list with one tensor a "
+                "layer; list(t) makes one of a tensor t of all layers"
+            )
     blocks = {name: list(layer_blocks[name] or ()) for name in names}
     first = next((layer for name in names for layer in blocks[name] if layer is not None), None)
     for name, word in names.items():
@@ -540,7 +574,7 @@ def _complete_layers(
             where = f"layer {index}, {word}"
             if layer is None:
                 raise SchemaError(f"{where} is missing, while other layers are present")
-            check_view(layer, where)
+            layer = blocks[name][index] = check_view(layer, where)
             if layer.shape != first.shape or layer.dtype != first.dtype:
                 raise SchemaError(
                     f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache "
@@ -582,8 +616,25 @@ def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None
 def check_request_id(request_id: str) -> str:
     """Return a request id; SchemaError if peers would refuse it and close the connection."""
     if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
-        raise SchemaError("request_id: a string of 1 to 1024 characters, no lone surrogates")
+        raise SchemaError(
+            "request_id: a string of 1 to 1024 characters, no lone surrogates; "
+            f"this is {_described(request_id)}"
+        )
     return request_id
+
+
+def check_reason(reason: str) -> str:
+    """Return the reason of a failure; SchemaError if it is no string."""
+    if not isinstance(reason, str):
+        raise SchemaError(f"reason: a string, this is {_described(reason)}")
+    return reason
+
+
+def _described(value: object) -> str:
+    """What was given instead, in one short line."""
+    if isinstance(value, (str, int, float, bytes)):
+        return f"{value!r:.60}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _converted(values: object, kind: type[T]) -> T:

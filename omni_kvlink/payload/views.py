@@ -11,7 +11,15 @@ import torch
 from omni_kvlink._native import dlpack, host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.dtypes import DTYPES
-from omni_kvlink.payload.paged import BlockTable, PagedTensor, check_strided
+from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from omni_kvlink.payload.tensor_memory import (
+    Where,
+    address_of,
+    check_strided,
+    extent_of,
+    plain_tensor,
+    readable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +35,6 @@ _BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 _CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _BY_CODE.items()}
 _ALL_NAMES = ", ".join(DTYPES)
-_PARTS = {torch.float16, torch.float32, torch.float64}
-"""The dtypes of `x.imag` of a complex tensor."""
 _MAKE = dlpack.maker_of(torch.Tensor)
 
 
@@ -45,20 +51,33 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def check_view(view: object, where: str) -> TensorView:
-    """Return a tensor or a plan that `blank` made; SchemaError if it cannot be sent."""
-    if not isinstance(view, PagedTensor) and not (isinstance(view, torch.Tensor) and view.is_meta):
-        check_strided(view, where)
-    assert isinstance(view, TensorView)
-    if view.dtype not in _NAMES:
-        raise SchemaError(f"{where}: dtype {view.dtype} cannot be sent; use one of {_ALL_NAMES}")
-    return view
+    """Return a tensor, as of `check_strided`, or a plan that `blank` made.
+
+    SchemaError if it cannot be sent.
+    """
+    plain = view if isinstance(view, PagedTensor) else plain_tensor(view, where)
+    if plain.dtype not in _NAMES:
+        raise SchemaError(f"{where}: dtype {plain.dtype} cannot be sent; use one of {_ALL_NAMES}")
+    if not isinstance(plain, PagedTensor) and not plain.is_meta:
+        check_strided(plain, where)
+    return plain
 
 
-def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
-    """Raise SchemaError unless views and region match the manifest."""
+def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> list[TensorView]:
+    """Return views as of `aliases`; SchemaError unless they and the region match the manifest."""
     check_sizes(views, manifest, region)
-    for view, spec in zip(views, manifest.tensors, strict=True):
+    found = aliases(views)
+    for view, spec in zip(found, manifest.tensors, strict=True):
         check_view_fits(view, spec)
+    return found
+
+
+def aliases(views: Sequence[TensorView]) -> list[TensorView]:
+    """The same memory, whatever shape, strides and storage the caller's tensors get from now on.
+
+    What remains to be checked, where an address is taken, is whether the storage was cut or freed.
+    """
+    return [view.detach() if isinstance(view, torch.Tensor) else view for view in views]
 
 
 def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
@@ -71,8 +90,13 @@ def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region)
 
 def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
     """Raise SchemaError unless a view has bytes, and the shape and dtype of its spec."""
+    if not isinstance(view, (torch.Tensor, PagedTensor)):
+        raise SchemaError(f"{spec.where()}: a {type(view).__name__}, wanted a torch.Tensor")
     if not isinstance(view, PagedTensor) and view.is_meta:
-        raise SchemaError(f"{spec.where()} has no bytes: it is a plan, made by blank()")
+        raise SchemaError(
+            f"{spec.where()} has no bytes: it is on torch's meta device, "
+            "as the plans of blank() are; give a tensor on a device with memory"
+        )
     if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
         dtype_code(view.dtype)  # one that cannot be sent is refused as such
         raise SchemaError(
@@ -158,19 +182,20 @@ def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
 def dense_addresses(views: Sequence[TensorView], specs: Sequence[TensorSpec]) -> list[int] | None:
     """The addresses of contiguous host tensors; None unless each has its spec's shape and dtype.
 
-    One call for all tensors: a call for each would cost a small payload more than the tests.
+    SchemaError as of `address_of`. One call for all tensors: a call for each would cost a small
+    payload more than the tests.
     """
     if len(views) != len(specs):
         return None
     addresses = list[int]()
-    for view, spec in zip(views, specs, strict=True):
-        if not isinstance(view, torch.Tensor) or not view.is_cpu or _is_negated(view):
+    for view, spec in zip(aliases(views), specs, strict=True):
+        if not isinstance(view, torch.Tensor) or not view.is_cpu or view.is_neg():
             return None
         if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
             return None
         if not view.is_contiguous():
             return None
-        addresses.append(view.data_ptr())
+        addresses.append(address_of(view, spec.where))
     return addresses
 
 
@@ -196,11 +221,11 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
 
     SchemaError if the two share memory.
     """
-    packed = packed_host_view(paged)
+    packed = packed_host_view(paged, paged.where, writing=True)
     if not packed or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
         paged.fill(tokens)
         return
-    batch = host.CopyBatch(tokens.data_ptr(), tokens.nbytes)
+    batch = host.CopyBatch(address_of(tokens, "the tokens to write"), tokens.nbytes)
     batch.add(0, tokens.nbytes, packed, digest=False)
     try:
         batch.scatter(b"")
@@ -208,43 +233,45 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
         raise SchemaError(f"{paged.where}: {failed}") from None
 
 
-def packed_host_view(view: TensorView) -> host.PackedView:
+def packed_host_view(view: TensorView, where: Where, *, writing: bool = False) -> host.PackedView:
     """What `packed_view` returns of a tensor in the host's memory; empty for any other."""
     memory = view.pool if isinstance(view, PagedTensor) else view
-    return packed_view(view) if memory.is_cpu else ()
+    return packed_view(view, where, writing=writing) if memory.is_cpu else ()
 
 
-def packed_view(view: TensorView) -> host.PackedView:
+def packed_view(view: TensorView, where: Where, *, writing: bool = False) -> host.PackedView:
     """Address, sizes and strides of a tensor, as the native and the CUDA library take them.
 
-    Empty if they cannot address it: a negated tensor, or one with too many dimensions.
+    Empty if they cannot address it: a negated tensor, or one with too many dimensions. SchemaError
+    as of `address_of`.
     """
     if isinstance(view, PagedTensor):
-        return _packed_pages(view.pool, view.block_table)
-    if _is_flat(view):
-        return host.packed_flat_view(view.data_ptr(), view.nbytes)
-    if _is_negated(view) or view.dim() > host.DIMS:
+        return _packed_pages(view.alias(), view.block_table, where, writing=writing)
+    if view.is_neg():
         return ()
-    size, storage = view.element_size(), view.untyped_storage()
+    if view.is_contiguous():
+        return host.packed_flat_view(address_of(view, where, writing=writing), view.nbytes)
+    if view.dim() > host.DIMS:
+        return ()
+    address, size = address_of(view, where, writing=writing), view.element_size()
     return host.packed_view(
-        storage.data_ptr(),
-        storage.nbytes(),  # the library checks the strides against it
+        address,
+        extent_of(view),  # the library checks the strides against it
         size,
-        offset=int(view.storage_offset()) * size,
         sizes=view.shape,
         strides=[stride * size for stride in view.stride()],
     )
 
 
-def _packed_pages(pool: torch.Tensor, table: BlockTable) -> host.PackedView:
+def _packed_pages(
+    pool: torch.Tensor, table: BlockTable, where: Where, *, writing: bool
+) -> host.PackedView:
     size = pool.element_size()
     template = _paged_template(pool.shape, pool.stride(), size, len(table.index), table.by_slot)
-    if not template or _is_negated(pool):
+    if not template or pool.is_neg():
         return ()
-    storage, offset = pool.untyped_storage(), int(pool.storage_offset()) * size
-    return host.packed_view_at(
-        template, storage.data_ptr(), storage.nbytes(), offset=offset, index=table.address
-    )
+    address = address_of(pool, where, writing=writing)
+    return host.packed_view_at(template, address, extent_of(pool), offset=0, index=table.address)
 
 
 @functools.lru_cache(maxsize=64)
@@ -275,18 +302,10 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    return not _is_negated(tensor) and tensor.is_contiguous()
-
-
-def _is_negated(tensor: torch.Tensor) -> bool:
-    """Whether torch negates the bytes in memory when they are read, as those of `x.conj().imag`.
-
-    `is_neg` alone would tell it of every dtype, and give the interpreter's lock away for it.
-    """
-    return tensor.dtype in _PARTS and tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_neg().contiguous()
+    plain = readable(tensor, "a tensor that is compared").resolve_neg().contiguous()
     # A side of one may have any stride in a contiguous tensor, but view(dtype) demands 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -191,7 +191,7 @@ def check_producer_restarts(rig: Rig) -> None:
     expect(TimeoutError, waiting.result, 0.1)
     producer = rig.serve()
     until_requested(producer, 1)
-    expect(TransferTimeout, reader.call, "get", key="r", timeout=0.1, mentions=("never",))
+    expect(TransferTimeout, reader.call, "get", key="r", timeout=0.1, mentions=("not announced",))
     data = Recipe("s", seed=2).make()
     receipt = producer.put(data)
     assert waiting.result(PATIENCE) == fingerprint(data)

@@ -354,7 +354,8 @@ def check_another_reader_goes_on(rig: Rig) -> None:
             received = stream.receive()
             assert received is not None
             assert received.number == number
-        del received
+            if number == 1:
+                received.release()  # this one was used, too
         stream.release_unread()
         append(out, chunks[3:])
     reader.call("read_stream", key="g", timeout=60)
@@ -367,7 +368,7 @@ def check_another_reader_goes_on(rig: Rig) -> None:
 
 
 def check_a_reader_may_leave(rig: Rig) -> None:
-    """A reader that releases a stream in the middle holds nobody up, nor any memory."""
+    """A reader that says that it needs no more holds nobody up, nor any memory."""
     producer, leaving, reader = rig.serve(), rig.connect_here(), rig.connect()
     chunks = [chunk(number) for number in range(9)]
     with producer.open_stream("g", chunks[0], readers=2, window=3) as out:
@@ -375,6 +376,7 @@ def check_a_reader_may_leave(rig: Rig) -> None:
         with leaving.read_stream("g", timeout=60) as stream:
             append(out, chunks[:2])
             assert stream.receive() is not None
+            stream.release()
         for number, tensors in enumerate(chunks):
             if number >= 2:
                 append(out, [tensors])

@@ -102,6 +102,7 @@ def check_larger_than_the_quota(rig: Rig) -> None:
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     data = sized("huge", 3 * MIB).make()
     error = expect(CapacityError, producer.put, data, timeout=PATIENCE)
+    assert f"quota={error.requested}" in str(error), error
     assert error.requested > 3 * MIB
     assert 0 < error.free <= 2 * MIB
     deliver(producer, reader, Recipe("huge").make())
@@ -193,10 +194,10 @@ class TamperingCopier(TorchCopier):
         self.tamper: Callable[[Manifest, Region], None] = do_nothing
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
         """Gather, then call `tamper`."""
-        digests = super().gather(sources, manifest, region)
+        digests = super().gather(sources, manifest, region, **options)
         self.tamper(manifest, region)
         return digests
 

@@ -372,7 +372,7 @@ def check_what_cannot_be_sent_directly(rig: Rig) -> None:
 class BrokenCopier(TorchCopier):
     """Raises an error, as a device may."""
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
+    def digest(self, manifest: Manifest, region: Region, **options: float) -> list[str]:
         """Raise an error."""
         raise RuntimeError("out of luck")
 

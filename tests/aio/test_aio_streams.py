@@ -145,6 +145,7 @@ def test_cancelled_stream_get_is_withdrawn(run: Callable[[Test], None]) -> None:
                     stream = await consumer.stream_get("s", timeout=60)
                 with stream:
                     await stream.wait_for_layer(0, timeout=60)
+                    stream.release()  # the other layers are not needed
                 await write(out, 1, 2)
             await producer.wait(await out.commit(), timeout=60)
         await waiting(producer, 0)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from omni_kvlink.bench import membench, report
-from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.membench import CopyMethod, FirstTouchMethod, make_copy_methods
-from omni_kvlink.bench.payloads import Shape
+from omni_kvlink.bench.setups import CopySetup, Shape
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.memory.region import Mapping
 
@@ -36,7 +36,7 @@ KEYS = [
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path: Path = tmp_path_factory.mktemp("copy") / "result.json"
-    assert main([*SMALL, "--json", str(path)]) == 0
+    assert run([*SMALL, "--json", str(path)]) == 0
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 
@@ -96,7 +96,7 @@ def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyP
         Scripted("gather", [0.5, 0.6, 0.7]),
         Scripted("gather_bare", [0.5, 0.5, 0.5]),
     )
-    result = membench.measure(membench.CopySetup(SHAPE, rounds=3))
+    result = membench.measure(CopySetup(SHAPE, rounds=3))
     rounds = [Scripted.ran[start : start + 3] for start in (0, 3, 6)]
     assert [sorted(one) for one in rounds] == [["gather", "gather_bare", "plain_copy"]] * 3
     row = result.to_dict()["rows"]["gather"]
@@ -110,7 +110,7 @@ def test_a_method_that_moves_nothing_is_no_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(monkeypatch, Scripted("plain_copy", [0.1]), Scripted("gather", [0.1], true=False))
-    assert main([*SMALL, "--rounds", "1"]) == 2
+    assert run([*SMALL, "--rounds", "1"]) == 2
     assert "BenchError: gather: not all bytes are there" in capsys.readouterr().err
     assert Scripted.ran == []
 
@@ -120,10 +120,10 @@ class Nothing(Copier):
 
     name = "nothing"
 
-    def gather(self, *_: object) -> list[str]:
+    def gather(self, *_: Any, **options: Any) -> list[str]:
         return []
 
-    def digest(self, *_: object) -> list[str]:
+    def digest(self, *_: Any, **options: Any) -> list[str]:
         return []
 
     def scatter(self, *_: object) -> None:
@@ -136,10 +136,10 @@ class Nothing(Copier):
 class AllButOne(NativeCopier):
     """Leaves the last byte of the last tensor as it was."""
 
-    def gather(self, sources: Any, manifest: Any, region: Any) -> list[str]:
+    def gather(self, sources: Any, manifest: Any, region: Any, **options: float) -> list[str]:
         last = region.view()[manifest.header_nbytes + manifest.tensors[-1].stop - 1 :][:1]
         before = bytes(last)
-        digests = super().gather(sources, manifest, region)
+        digests = super().gather(sources, manifest, region, **options)
         last[:] = before
         return digests
 
@@ -193,9 +193,9 @@ def _resident(fd: int) -> int:
 
 
 def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(SMALL) == 0
+    assert run(SMALL) == 0
     text = capsys.readouterr().out
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines()) <= report.PIPED_WIDTH
     assert all(f"\n{key.replace('_', ' ')} " in text for key in KEYS)
     columns = [line for line in text.splitlines() if line.startswith(("plain copy", "gather all"))]
     assert len({line.rindex("  ") for line in columns}) == 1, "the last column stands left"
@@ -218,7 +218,7 @@ def test_bars_are_for_terminals(
 
 def test_help_names_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["copy", "--help"])
+        run(["copy", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "{small,bagel,bagel36}" in text
-    assert "What this machine's memory allows" in text
+    assert "what this machine's memory allows" in text

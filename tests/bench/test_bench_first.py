@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.commands import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,7 @@ SMALL = ["first", "--layers", "3", "--tokens", "300", "--rounds", "2", "--wait",
 @pytest.mark.parametrize("connector", ["shm", "inproc", "zmq+tcp"])
 def test_the_document(connector: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*SMALL, "--connector", connector, "--json", str(path)]) == 0
+    assert run([*SMALL, "--connector", connector, "--json", str(path)]) == 0
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     assert (results["rounds"], results["bars"]) == (2, [])
     names = {f"{kind}_{name}" for kind in ("prefault", "without") for name in ("first", "tenth")}
@@ -31,7 +31,7 @@ def test_the_document(connector: str, tmp_path: Path) -> None:
 
 
 def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--rounds", "1", "--connector", "inproc"]) == 0
+    assert run([*SMALL, "--rounds", "1", "--connector", "inproc"]) == 0
     text = capsys.readouterr().out
     for word in (
         "first transfer",

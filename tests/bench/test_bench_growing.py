@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.bench.chunks import ChunkBytes, Paced
-from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.chunks import ChunkBytes
+from omni_kvlink.bench.commands import run as bench
 from omni_kvlink.bench.growing import KINDS, TIMES
 from omni_kvlink.bench.payloads import bytes_of
+from omni_kvlink.bench.setups import Paced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ CASES = {
 
 
 def run(path: Path, *arguments: str) -> dict[str, Any]:
-    assert main([*SMALL, *arguments, "--json", str(path)]) == 0
+    assert bench([*SMALL, *arguments, "--json", str(path)]) == 0
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -66,7 +67,7 @@ def test_the_figures_make_sense(document: dict[str, Any]) -> None:
 
 
 def test_the_text_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--connector", "inproc"]) == 0
+    assert bench([*SMALL, "--connector", "inproc"]) == 0
     text = capsys.readouterr().out
     for name in TIMES:
         assert name.replace("_", " ") in text
@@ -76,7 +77,7 @@ def test_the_text_names_every_measurement(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("reader", ["callbacks", "steps"])
 def test_a_wrong_byte_is_found(reader: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--reader", reader, "--corrupt", "7"]) == 1
+    assert bench([*SMALL, "--reader", reader, "--corrupt", "7"]) == 1
     assert f"2 of {2 * CHUNKS} chunks WRONG" in capsys.readouterr().out  # one a round of the link
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink.bench import latency
-from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.latency import OTHER_TIMES, PHASES
 
 if TYPE_CHECKING:
@@ -89,14 +89,14 @@ def test_a_busy_producer(capsys: pytest.CaptureFixture[str]) -> None:
     measured = latency._round
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "_round", watched)
-        assert main(command) == 0
+        assert run(command) == 0
     assert "busy: just before each put" in " ".join(capsys.readouterr().out.split())
     assert [one["failed"] for one in seen] == [3, 6, 9, 12, 15, 18]
     assert seen[-1]["released"] == 6
 
 
 def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["latency", "--connector", "inproc", "--preset", "tiny", "--rounds", "3"]) == 0
+    assert run(["latency", "--connector", "inproc", "--preset", "tiny", "--rounds", "3"]) == 0
     text = capsys.readouterr().out
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "digests crc32c" in text
@@ -106,6 +106,6 @@ def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _document(folder: pytest.TempPathFactory, options: list[str]) -> dict[str, Any]:
     path: Path = folder.mktemp("latency") / "result.json"
-    assert main(["latency", *SMALL, *options, "--json", str(path)]) == 0
+    assert run(["latency", *SMALL, *options, "--json", str(path)]) == 0
     document: dict[str, Any] = json.loads(path.read_text())
     return document

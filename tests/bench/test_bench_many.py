@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import KVLink
-from omni_kvlink.bench.chunks import ChunkBytes, Paced
-from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.many import KINDS, RATIOS, ManyResult, ManyRun, ManySetup
+from omni_kvlink.bench.chunks import ChunkBytes
+from omni_kvlink.bench.commands import run as bench
+from omni_kvlink.bench.many import KINDS, RATIOS, ManyResult, ManyRun
 from omni_kvlink.bench.pipelined import (
     ReceiptPipe,
     RunRecorder,
@@ -24,6 +24,7 @@ from omni_kvlink.bench.pipelined import (
     put_singly,
 )
 from omni_kvlink.bench.report import BenchError
+from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.connectors.base import Options
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ CASES = {
 
 
 def run(path: Path, *arguments: str) -> dict[str, Any]:
-    assert main([*SMALL, *arguments, "--json", str(path)]) == 0
+    assert bench([*SMALL, *arguments, "--json", str(path)]) == 0
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -69,7 +70,7 @@ def test_the_document(case: str, tmp_path: Path) -> None:
 
 
 def test_the_text_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--connector", "inproc"]) == 0
+    assert bench([*SMALL, "--connector", "inproc"]) == 0
     text = capsys.readouterr().out
     for word in (*KINDS, "10 others live", "30 others live", "both, µs CPU"):
         assert word.replace("_", " ") in text
@@ -79,14 +80,14 @@ def test_the_text_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_wrong_byte_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     """Of each run over the link, also of the two to warm up, and of what was live meanwhile."""
-    assert main([*SMALL, "--corrupt", "17"]) == 1
+    assert bench([*SMALL, "--corrupt", "17"]) == 1
     live = 1  # put in the first round, and still there in the second
     assert f"{2 + 2 * 4 + live} payloads WRONG" in capsys.readouterr().out
 
 
 def test_odd_bytes_are_wrong_usage() -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["many", "--bytes", "4095"])
+        bench(["many", "--bytes", "4095"])
     assert caught.value.code == 2
 
 

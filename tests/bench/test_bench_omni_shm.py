@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.commands import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,14 +82,14 @@ def test_a_wrong_byte_of_a_substitute_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM-Omni is installed")
 def test_the_report_says_that_it_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(TINY) == 0
+    assert run(TINY) == 0
     assert "its SharedMemoryConnector is not compared" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not INSTALLED, reason="vllm_omni")
 def test_the_installed_one_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
-    assert main([*TINY, "--json", str(path)]) == 0
+    assert run([*TINY, "--json", str(path)]) == 0
     check(json.loads(path.read_text())["results"])
     assert "vllm omni shm" in capsys.readouterr().out
 

@@ -8,13 +8,13 @@ import pytest
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, PagedTensor
 from omni_kvlink.bench.cases import BRANCHINGS, TENSOR_BRANCHINGS, TENSORS, cases
 from omni_kvlink.bench.payloads import (
-    Shape,
     Sources,
     found_in,
     make_bundle,
     make_sample,
     make_tensor_sample,
 )
+from omni_kvlink.bench.setups import Shape
 from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.views import dense
 

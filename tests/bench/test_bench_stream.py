@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.bench.cli import main
+from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.streaming import MEASUREMENTS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def document(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     path: Path = tmp_path_factory.mktemp("stream") / "result.json"
-    assert main([*SMALL, "--connector", request.param, "--json", str(path)]) == 0
+    assert run([*SMALL, "--connector", request.param, "--json", str(path)]) == 0
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 
@@ -45,7 +45,7 @@ def test_the_figures_make_sense(document: dict[str, Any]) -> None:
 
 
 def test_the_text_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--connector", "inproc"]) == 0
+    assert run([*SMALL, "--connector", "inproc"]) == 0
     text = capsys.readouterr().out
     for name in MEASUREMENTS:
         assert name.replace("_", " ") in text

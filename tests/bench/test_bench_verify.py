@@ -8,12 +8,12 @@ import pytest
 
 from omni_kvlink.bench import verify
 from omni_kvlink.bench.cases import TENSORS, cases
-from omni_kvlink.bench.cli import main
-from omni_kvlink.bench.verify import VerifySetup
+from omni_kvlink.bench.commands import run
+from omni_kvlink.bench.setups import VerifySetup
 
 
 def test_everything_arrives_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--quick", "--json", "-"]) == 0
+    assert run(["verify", "--quick", "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert list(document) == ["schema", "command", "machine", "setup", "results"]
     results = document["results"]
@@ -28,7 +28,7 @@ def test_one_flipped_bit_is_reported(
     chosen = list(cases(quick=True))[:30]
     monkeypatch.setattr(verify, "cases", lambda *, quick: chosen)
     command = ["verify", "--quick", "--connector", "inproc", "--corrupt", "23"]
-    assert main(command) == 1
+    assert run(command) == 1
     text = capsys.readouterr().out
     assert "1 of 30 cases FAILED" in text
     assert "FAILED case 23:" in text
@@ -63,4 +63,4 @@ def test_a_put_that_fails_fails_its_case_only() -> None:
     verdict = verify.measure(setup, chosen=chosen)
     assert [outcome.case for outcome in verdict.failed] == [by_size[-1]]
     assert verdict.failed[0].problem.startswith("put: key ")
-    assert f"free of a quota of {quota}" in verdict.failed[0].problem
+    assert f"never fit into a quota of {quota}" in verdict.failed[0].problem

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from omni_kvlink.cli.main import main
+from omni_kvlink.cli.commands import run
 from omni_kvlink.connectors.control.keys import read_public, read_secret
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_keygen_writes_a_pair_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keygen", str(tmp_path / "keys"), "producer"]) == 0
+    assert run(["keygen", str(tmp_path / "keys"), "producer"]) == 0
     secret, public = (tmp_path / "keys" / f"producer.{kind}" for kind in ("secret", "public"))
     assert read_secret(str(secret)) != read_public(str(public))
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -25,9 +25,9 @@ def test_keygen_writes_a_pair_of_files(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_keygen_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keygen", str(tmp_path), "a"]) == 0
+    assert run(["keygen", str(tmp_path), "a"]) == 0
     before = (tmp_path / "a.secret").read_bytes()
-    assert main(["keygen", str(tmp_path), "a"]) == 2
+    assert run(["keygen", str(tmp_path), "a"]) == 2
     assert (tmp_path / "a.secret").read_bytes() == before
     assert "exists" in capsys.readouterr().err
 
@@ -36,11 +36,5 @@ def test_keygen_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_keygen_refuses_other_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert main(["keygen", str(tmp_path), name]) == 2
+    assert run(["keygen", str(tmp_path), name]) == 2
     assert "letters" in capsys.readouterr().err
-
-
-def test_wrong_usage_exits_with_2() -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2

@@ -51,7 +51,7 @@ int main() {
     copy.span = {0, nbytes, KVL_NO_DIGEST};
     int calls = 0;
     for (uint64_t threads : {1, 2, 3}) {
-        kvl_options options{threads, KVL_STORES_STREAM};
+        kvl_options options{threads, KVL_STORES_STREAM, 0};
         int before = stores;
         if (kvl_gather(aligned(payload), nbytes, &copy, 1, nullptr, 0, &options, nullptr) != KVL_OK)
             std::printf("%s\n", kvl_last_error());

@@ -27,9 +27,9 @@ class WithoutDigests(TorchCopier):
     """Returns the blank digests."""
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
-        super().gather(sources, manifest, region)
+        super().gather(sources, manifest, region, **options)
         return [spec.digest for spec in manifest.tensors]
 
 
@@ -37,10 +37,10 @@ class OneByteShort(TorchCopier):
     """Loses the last byte of each payload."""
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
         last = region.view()[manifest.nbytes - 1]
-        digests = super().gather(sources, manifest, region)
+        digests = super().gather(sources, manifest, region, **options)
         region.view()[manifest.nbytes - 1] = last
         return digests
 
@@ -49,11 +49,11 @@ class Contiguous(TorchCopier):
     """Reads strided sources as if they were contiguous."""
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
         dense = [source for source in sources if isinstance(source, torch.Tensor)]
         flat = [source.as_strided(source.shape, _dense(source.shape)) for source in dense]
-        return super().gather(flat, manifest, region)
+        return super().gather(flat, manifest, region, **options)
 
 
 class Trusting(TorchCopier):
@@ -67,9 +67,9 @@ class Overshooting(TorchCopier):
     """Writes one byte beyond the payload."""
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
-        digests = super().gather(sources, manifest, region)
+        digests = super().gather(sources, manifest, region, **options)
         region.view()[manifest.nbytes] = 0
         return digests
 

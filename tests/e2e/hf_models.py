@@ -76,12 +76,7 @@ def forward(
     Without padding the model asks the cache how many tokens it has seen, and takes no positions.
     """
     with torch.no_grad():
-        out = model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=None if bool(mask.all()) else positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        # By place: the cache is called `past_key_values`, from transformers 5.24 on `cache`.
+        positions_or_none = None if bool(mask.all()) else positions
+        out = model(tokens, mask, positions_or_none, cache, use_cache=True, logits_to_keep=1)
     return out.logits, out.logits[:, -1:].argmax(-1)

@@ -106,8 +106,8 @@ class Damage:
         self._copier = copier
     def __getattr__(self, name):
         return getattr(self._copier, name)
-    def gather(self, views, plan, region):
-        digests = self._copier.gather(views, plan, region)
+    def gather(self, views, plan, region, **options):
+        digests = self._copier.gather(views, plan, region, **options)
         at = plan.header_nbytes + plan.tensors[2].start
         region.write(at, bytes([region.read(at, at + 1)[0] ^ 1]))
         return digests

@@ -99,12 +99,12 @@ class ThroughDevice(Copier):
         self.copier = PinnedCopier()
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
-        return self.copier.gather(Moved(sources).views, manifest, region)
+        return self.copier.gather(Moved(sources).views, manifest, region, **options)
 
-    def digest(self, manifest: Manifest, region: Region) -> list[str]:
-        return self.copier.digest(manifest, region)
+    def digest(self, manifest: Manifest, region: Region, **options: float) -> list[str]:
+        return self.copier.digest(manifest, region, **options)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         moved = Moved(targets, region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -104,16 +105,40 @@ def test_streams_that_are_added_while_it_iterates(ends: Ends) -> None:
     end(outs, streams)
 
 
-def test_the_block_releases_all(ends: Ends) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_block_leaves_streams_that_have_not_ended(ends: Ends, raises: bool) -> None:
+    """Another reader goes on with the first chunk that was not read."""
     outs, streams = open_both(ends)
-    with ChunkStreams(streams.values()) as together:
-        outs["b"].append(chunk(0))
-        together.receive(timeout=60)
+    with contextlib.suppress(ValueError), ChunkStreams(streams.values()) as together:
+        for number in range(2):
+            outs["b"].append(chunk(number))
+            together.receive(timeout=60)
         outs["a"].append(chunk(0))
+        if raises:
+            raise ValueError("the engine fell over")
     assert len(together) == 0
     expect(ClosedError, streams["a"].receive)
     expect(ClosedError, together.add, streams["a"])
     expect(ClosedError, together.receive, timeout=60)
+    for out in outs.values():
+        assert not out.commit().done
+    with ChunkStreams(
+        ends[1].read_stream(key, timeout=60, start=start) for key, start in (("a", 0), ("b", 1))
+    ) as others:
+        found = [(stream.request_id, last and last.number) for stream, last in others]
+    assert sorted(found, key=str) == [("a", 0), ("a", None), ("b", 1), ("b", None)]
+    for out in outs.values():
+        out.commit().wait(timeout=60)
+    until_freed(ends[0])
+
+
+def test_a_release_of_all_says_that_they_were_read(ends: Ends) -> None:
+    outs, streams = open_both(ends)
+    with ChunkStreams(streams.values()) as together:
+        outs["b"].append(chunk(0))
+        together.receive(timeout=60)
+        together.release()
+        assert len(together) == 0
     end(outs, streams)
     until_freed(ends[0])
 
@@ -130,7 +155,9 @@ def test_dropped_streams_are_released_without_a_collection(ends: Ends) -> None:
         assert [ref() for ref in found] == [None, None]
     finally:
         gc.enable()
-    for out in outs.values():
+    for key, out in outs.items():
+        assert not out.commit().done, "nobody read it to its end"
+        ends[1].read_stream(key, timeout=60).release()
         out.commit().wait(timeout=60)
 
 

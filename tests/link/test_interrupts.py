@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from omni_kvlink import KVConsumer, KVProducer, Payload
 
 T = TypeVar("T")
-pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+pytestmark = [
+    pytest.mark.usefixtures("zmq_started", "leaves_nothing"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 _ROOT = Path(omni_kvlink.__file__).parent
-TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"))
+TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"), str(_ROOT / "memory" / "arena.py"))
 URLS = {
     "inproc": "inproc://interrupt?inline=0",
     "shm": "shm://interrupt?inline=0",
@@ -45,7 +48,7 @@ URLS = {
     "zmq": "zmq+ipc://{root}/i",
 }
 DATA = Recipe("k", layers=2).make()
-WRAPPERS = ("with ", "finally:", "def ", "@")
+WRAPPERS = ("with ", "try:", "finally:", "def ", "@")
 """Beginnings of lines that are traced, too, where Python itself looks for no signal: it enters and
 leaves blocks there."""
 
@@ -58,15 +61,6 @@ def pair(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
         KVLink.connect(producer.url, timeout=60, **options) as consumer,
     ):
         yield producer, consumer
-
-
-def is_in_finalizer(frame: FrameType | None) -> bool:
-    """Whether Python would ignore an exception, as it does in every finalizer."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_release_last", "end_lease"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def put_once_awaited(producer: KVProducer, receipts: list[Receipt], ended: threading.Event) -> None:
@@ -87,33 +81,53 @@ def is_committed(receipt: Receipt) -> bool:
     return receipt.state == "committed"
 
 
-def interrupted(number: int, call: Callable[[], T], found: list[T]) -> bool:
-    """Raise KeyboardInterrupt at the n-th line of the package that a call runs; False if fewer."""
-    lines = itertools.count()
+class Timeout(Exception):
+    """What the handler of a SIGALRM raises to end a call."""
+
+
+@pytest.fixture(params=[KeyboardInterrupt, Timeout])
+def interrupt(request: pytest.FixtureRequest) -> type[BaseException]:
+    """Of an interrupt, which no `except Exception` catches, and of one that is caught."""
+    kind: type[BaseException] = request.param
+    return kind
+
+
+def interrupted(
+    number: int,
+    call: Callable[[], T],
+    found: list[T],
+    interrupt: type[BaseException] = KeyboardInterrupt,
+) -> bool:
+    """Raise `interrupt` at the n-th line of the package that a call runs; False if fewer.
+
+    In a finalizer Python ignores it.
+    """
+    lines, raised = itertools.count(), list[int]()
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         path = frame.f_code.co_filename
-        if not path.startswith(TRACED) or is_in_finalizer(frame):
+        if not path.startswith(TRACED):
             return None
         line = linecache.getline(path, frame.f_lineno).strip()
         if event == "line" and not line.startswith(WRAPPERS) and next(lines) == number:
-            raise KeyboardInterrupt
+            raised.append(number)
+            raise interrupt
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         found.append(call())
-    except KeyboardInterrupt:
-        return True
+    except interrupt:
+        pass
     finally:
         sys.settrace(before)
-    return False
+    return bool(raised)
 
 
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["put before", "put while it waits"])
 def test_a_get_interrupted_at_each_line(
-    pair: tuple[KVProducer, KVConsumer], is_waiting: bool
+    pair: tuple[KVProducer, KVConsumer], is_waiting: bool, interrupt: type[BaseException]
 ) -> None:
     producer, consumer = pair
     gc.disable()  # what is left to the cyclic collector is left behind, on servers
@@ -127,7 +141,7 @@ def test_a_get_interrupted_at_each_line(
             else:
                 receipts.append(producer.put(DATA))
             get = partial(consumer.get, "k", timeout=60)
-            was_interrupted = interrupted(number, get, found)
+            was_interrupted = interrupted(number, get, found, interrupt)
             ended.set()
             if is_waiting:
                 thread.join()
@@ -155,7 +169,9 @@ def make_many(keys: Sequence[str] = MANY) -> list[Payload]:
     return [Recipe(key, seed=seed).make() for seed, key in enumerate(keys)]
 
 
-def test_a_get_many_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+def test_a_get_many_interrupted_at_each_line(
+    pair: tuple[KVProducer, KVConsumer], interrupt: type[BaseException]
+) -> None:
     """Another one receives all payloads."""
     producer, consumer = pair
     expected = list(map(fingerprint, make_many()))
@@ -163,9 +179,8 @@ def test_a_get_many_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]
     try:
         for number in itertools.count():
             found, receipts = list[ReceivedBatch[Received]](), producer.put_many(make_many())
-            was_interrupted = interrupted(
-                number, partial(consumer.get_many, MANY, timeout=60), found
-            )
+            get_many = partial(consumer.get_many, MANY, timeout=60)
+            was_interrupted = interrupted(number, get_many, found, interrupt)
             if found:
                 found.pop().release_unread()
             until(lambda found=receipts: all(map(is_committed, found)), "they can be read")  # type: ignore[misc]
@@ -241,6 +256,9 @@ def test_a_release_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer])
         for number in itertools.count():
             receipts, found = producer.put_many(make_many()), list[None]()
             one, batch = consumer.get("m0", timeout=60), consumer.get_many(MANY[1:], timeout=60)
+            for received in (one, *batch):
+                assert received.data.request_id  # it was read
+            del received
             was_interrupted = interrupted(number, partial(release_all, one, batch), found)
             del one, batch
             for receipt in receipts:
@@ -259,7 +277,9 @@ def release_all(one: Received, batch: ReceivedBatch[Received]) -> None:
     batch.release()
 
 
-def test_a_receive_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+def test_a_receive_interrupted_at_each_line(
+    pair: tuple[KVProducer, KVConsumer], interrupt: type[BaseException]
+) -> None:
     """The next one returns the same chunk; at the end, it says again that it is the end."""
     producer, consumer = pair
     gc.disable()
@@ -269,14 +289,15 @@ def test_a_receive_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer])
                 for each in range(2):
                     out.append(chunk(each))
             stream, found = consumer.read_stream("g", timeout=60), list[ReceivedChunk | None]()
-            was_interrupted = interrupted(number, partial(stream.receive, timeout=60), found)
+            receive = partial(stream.receive, timeout=60)
+            was_interrupted = interrupted(number, receive, found, interrupt)
             first = found.pop() if found else stream.receive(timeout=60)
             assert first is not None
             assert first.number == 0
             assert hash_tensors(first.data.tensors()) == hash_chunk(chunk(0))
             del first
             assert stream.receive(timeout=60).number == 1  # type: ignore[union-attr]
-            interrupted(number, partial(stream.receive, timeout=60), found)
+            interrupted(number, receive, found, interrupt)
             assert stream.receive(timeout=60) is None
             assert stream.count == 2
             out.commit().wait(timeout=60)
@@ -316,3 +337,52 @@ def test_an_append_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer])
         assert number > 30
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("pair", ["inproc"], indirect=True)
+def test_an_allocation_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]) -> None:
+    """Its memory is free again, at the latest when the key is aborted."""
+    producer, _ = pair
+    gc.disable()
+    try:
+        for number in itertools.count():
+            plan, found = Recipe(f"a{number}").make(), list[None]()
+            allocate = partial(release_allocated, producer, plan)
+            was_interrupted = interrupted(number, allocate, found)
+            producer.abort(plan.request_id)
+            until_freed(producer)
+            assert not producer.stats()["transfers"]["live"]
+            if not was_interrupted:
+                break
+        assert number > 50
+    finally:
+        gc.enable()
+
+
+def release_allocated(producer: KVProducer, plan: Payload) -> None:
+    producer.allocate(plan).release()
+
+
+@pytest.mark.parametrize("pair", ["inproc"], indirect=True)
+def test_what_was_allocated_is_free_once_its_key_is_aborted(
+    pair: tuple[KVProducer, KVConsumer],
+) -> None:
+    producer, _ = pair
+    producer.allocate(DATA)
+    assert producer.stats()["memory"]["used"]
+    producer.abort("k")
+    until_freed(producer)
+
+
+@pytest.mark.parametrize("pair", ["inproc"], indirect=True)
+def test_a_put_of_what_was_allocated_and_aborted_is_refused(
+    pair: tuple[KVProducer, KVConsumer],
+) -> None:
+    """Once, in memory that the abort left to the caller; the key serves another payload then."""
+    producer, consumer = pair
+    kept = producer.allocate(DATA).data
+    producer.abort("k", "the user left")
+    with pytest.raises(TransferFailed, match=r"'k' was aborted: the user left; allocate it anew"):
+        producer.put(kept)
+    producer.put(DATA)
+    consumer.get("k", timeout=60).release()

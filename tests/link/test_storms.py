@@ -157,11 +157,12 @@ def finishes(call: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def collect_at_every_lock(opened: Ends, collector: Collector, step: int) -> int:
-    """Make one transfer for each of its locks, or each `step`-th; the number of transfers."""
+def collect_at_every_lock(opened: Ends, collector: Collector, first: int, step: int) -> int:
+    """Make one transfer for each `step`-th of its locks from `first` on; return how many."""
     for number in itertools.count():
-        collector.arm(number * step, *forgotten(opened))
-        assert finishes(lambda: transfer(opened)), f"it hangs, collected in lock {number * step}"
+        collector.arm(first + number * step, *forgotten(opened))
+        lock = f"lock {first + number * step}"
+        assert finishes(lambda: transfer(opened)), f"it hangs, collected in {lock}"
         was_reached = collector.disarm()
         gc.collect()
         until(lambda: not os.listdir(opened.root), "the forgotten links were closed")
@@ -170,15 +171,18 @@ def collect_at_every_lock(opened: Ends, collector: Collector, step: int) -> int:
     raise AssertionError
 
 
+# Not zmq, as below.
+@pytest.mark.parametrize("opened", ["inproc", "shm"], indirect=True)
 def test_a_forgotten_link_is_collected_in_any_lock(opened: Ends, collector: Collector) -> None:
-    assert collect_at_every_lock(opened, collector, step=9) > 2
+    assert collect_at_every_lock(opened, collector, first=1, step=5) > 4
 
 
 @pytest.mark.slow
-# Not zmq: once in ten runs or more libzmq aborted in zmq_ctx_term, and the cause is not known.
+# Not zmq: once in twenty runs libzmq 4.3.5 aborts (`!_io_error`), since both ends close at once: a
+# heartbeat is due while a socket closes and its peer, which has sent a message, disconnects.
 @pytest.mark.parametrize("opened", ["inproc", "shm"], indirect=True)
 def test_a_forgotten_link_is_collected_in_every_lock(opened: Ends, collector: Collector) -> None:
-    assert collect_at_every_lock(opened, collector, step=1) > 20
+    assert collect_at_every_lock(opened, collector, first=0, step=1) > 20
 
 
 def fork_storm(opened: Ends, forks: int) -> None:

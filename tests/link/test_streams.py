@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from omni_kvlink import KVCacheTransferData, KVConsumer, KVProducer, SchemaError, TransferFailed
+from omni_kvlink import (
+    KVCacheBundle,
+    KVCacheTransferData,
+    KVConsumer,
+    KVProducer,
+    SchemaError,
+    TensorTransferData,
+    TransferFailed,
+)
 from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from omni_kvlink import Payload
     from omni_kvlink.link import PutStream, ReceivedStream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -52,6 +61,29 @@ def test_as_the_documents_say(ends: Ends) -> None:
     out.receipt.wait(timeout=60)
     assert out.ledger.copies == 1
     assert list(out.ledger.seconds) == ["plan", "reserve", "copy", "publish"]
+
+
+@pytest.mark.parametrize("kind", ["cache", "tensors", "bundle"])
+def test_what_cannot_be_written_is_named(ends: Ends, kind: str) -> None:
+    """A layer that was written, and one that the payload does not have: not one for the other."""
+    producer, _ = ends
+    tensors = TensorTransferData("s", {"a": torch.zeros(4), "b": torch.zeros(4)})
+    branch = "part" if kind == "bundle" else ""
+    payload: Payload = KVCacheBundle("s", {branch: tensors}) if branch else tensors
+    if kind == "cache":
+        payload = cache()
+    out = producer.stream_put(payload)
+    layers = len(payload.tensors()) // (2 if kind == "cache" else 1)
+    views = cache().tensors()[:2] if kind == "cache" else [torch.zeros(4)]
+    for layer in range(layers):
+        out.write_layer(layer, *views, branch=branch)
+    for layer in range(layers):
+        with pytest.raises(SchemaError, match=rf"layer {layer} of branch .* was written already"):
+            out.write_layer(layer, *views, branch=branch)
+    for layer in (layers, -1):
+        with pytest.raises(SchemaError, match=rf"the plan has no layer {layer} of branch"):
+            out.write_layer(layer, *views, branch=branch)
+    out.commit()
 
 
 def test_an_error_of_the_block_is_not_hidden(ends: Ends) -> None:

@@ -572,6 +572,11 @@ def test_the_only_producer_is_killed_while_a_consumer_waits(
             with pytest.warns(RuntimeWarning, match="gone"), pytest.raises(PeerLostError):
                 lookup.select([7, 7], wait=True, timeout=60)
             timer.join()
+            asked_again_at = lookup._stores[0]._retry_at
+            for _ in range(3):  # a busy consumer asks more often than a dead producer is tried
+                with pytest.raises(PeerLostError, match="was gone a moment ago"):
+                    lookup.select([7, 7], timeout=60)
+            assert lookup._stores[0]._retry_at == asked_again_at
 
 
 def test_a_killed_consumer_gives_everything_back_and_may_return(

@@ -14,7 +14,7 @@ from strategies import EXAMPLES
 
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
-from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block
+from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block, Holder
 from omni_kvlink.memory.region import STEP, Mapping
 from omni_kvlink.testing.rig import until
 
@@ -230,6 +230,20 @@ def test_without_keep_each_block_has_an_arena_of_its_own() -> None:
     assert arenas.stats()["mapped"] == 2 * GRAIN
 
 
+@pytest.mark.parametrize(("grains", "dropped"), [(1, []), (2, [0]), (3, [0, 1]), (4, [0, 1, 2])])
+def test_no_more_empty_arenas_are_dropped_than_a_new_one_takes(
+    grains: int, dropped: list[int]
+) -> None:
+    """The others keep their pages, which the next payload need not map."""
+    retired: list[int] = []
+    arenas = ArenaPool(Mapping.anonymous, 4 * GRAIN, retired.append, min_arena=GRAIN)
+    blocks = [arenas.reserve(GRAIN) for _ in range(3)]
+    for block in blocks:
+        arenas.free(block)
+    arenas.reserve(grains * GRAIN)
+    assert retired == dropped
+
+
 def test_prefault_makes_the_first_reserve_cheap() -> None:
     made: list[int] = []
 
@@ -274,8 +288,11 @@ def test_a_waiting_reserve_is_woken_by_a_free() -> None:
 
 def until_waiting(arenas: ArenaPool, threads: int) -> None:
     """Wait until so many threads wait for memory, and none has been woken to look again."""
-    waiters = arenas._changed._waiters  # type: ignore[attr-defined]
-    until(lambda: len(waiters) == threads, f"{threads} threads wait")
+    waiters = arenas._waiters
+    until(
+        lambda: len(waiters) == threads and all(waiter.locked() for waiter in list(waiters)),
+        f"{threads} threads wait",
+    )
 
 
 def test_a_timeout_names_the_requested_and_the_free_bytes() -> None:
@@ -359,3 +376,12 @@ def test_many_threads_share_a_pool() -> None:
     stats = arenas.stats()
     assert (stats["used"], stats["blocks"]) == (0, 0)
     assert stats["mapped"] <= 16 * GRAIN
+
+
+def test_a_share_takes_no_more_than_the_quota() -> None:
+    pool, first, second = ArenaPool(Mapping.anonymous, 2 * GRAIN), Holder(), Holder()
+    assert pool.share(2 * GRAIN, first)
+    assert not pool.share(1, second)
+    pool.release(first)
+    assert not pool.share(2 * GRAIN + 1, first)
+    assert pool.share(2 * GRAIN, first)

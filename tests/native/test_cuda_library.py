@@ -14,7 +14,7 @@ import torch
 
 from omni_kvlink._native import cuda, host
 from omni_kvlink.copier import PinnedCopier, fastest_copier
-from omni_kvlink.errors import NativeError
+from omni_kvlink.errors import NativeError, SchemaError
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "kvlink_cuda.h"
 NEEDS_LIBRARY = pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "")
@@ -94,10 +94,10 @@ def test_no_such_ticket() -> None:
     ticket.close()  # a second call does nothing
 
 
-@pytest.mark.parametrize("text", ["-1", "16k", "1.5", str(2**64 - 1), "٣"])
+@pytest.mark.parametrize("text", ["-1", "16x", "1.5", str(2**64 - 1), "٣"])
 def test_an_invalid_crossover(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(cuda.ENVIRONMENT, text)
-    with pytest.raises(NativeError, match=r"OMNI_KVLINK_CUDA_CROSSOVER=.*a number of bytes"):
+    with pytest.raises(SchemaError, match=r"OMNI_KVLINK_CUDA_CROSSOVER=.*: wanted bytes from 0"):
         cuda.crossover()
 
 

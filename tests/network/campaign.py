@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,15 +15,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from evidence import Record, parse
-from peer_process import Incarnation
+from evidence import UNREAD, Record, chunk_counts, keys_read, parse, task_of
+from features import PLAIN, feature_of, names
+from peer_process import RUNS, Incarnation
 from zmq_fixtures import free_port
 
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 ROUNDS = int(os.environ.get("KVLINK_ROUNDS", "3"))
 """Seeds of each test that kills or harms at random in `make test-all`; for a night, 30."""
@@ -31,6 +32,8 @@ PATIENCE = 60.0
 """Timeout of a get, in seconds."""
 RESTART = 0.1
 """Seconds between a kill and the restart; the others finish what they are reading."""
+LOOK = 0.02
+"""Seconds between two looks whether a process has ended."""
 DOUBT = 0.3
 """Timeout of a repeated get for a payload that the killed process may have received."""
 
@@ -44,21 +47,28 @@ PEER_PROCESS = Path(__file__).with_name("peer_process.py")
 KINDS = ("kill", "freeze", "descriptors", "memory")
 """A process is killed and restarted, stopped for a while, or has no free descriptor for a while, or
 so little memory that the kernel may end it."""
-_END = re.compile(b" (read|TransferTimeout) ")
+_END = re.compile(b" (read|ended|TransferTimeout|TransferFailed) ")
 Fault: TypeAlias = tuple[str, str]
 """One of `KINDS`, and the name of a process."""
+DYING = b"- dying -1 -1\n"
+"""The last line of a process that kills itself in the middle of a stream."""
 
 
-def address(transport: str, directory: str) -> str:
-    """The URL of a campaign over a transport; sockets are in the directory."""
+def address(transport: str, directory: str, name: str = "campaign") -> str:
+    """The URL of a link of a campaign over a transport; sockets are in the directory."""
     if transport == "shm":
-        return "shm://campaign"
+        return f"shm://{name}"
     if transport == "zmq+ipc":
-        return f"zmq+ipc://{directory}/campaign.sock"
+        return f"zmq+ipc://{directory}/{name}.sock"
     if transport == "auto":
-        return f"auto://campaign?tcp=127.0.0.1:{free_port()}"
+        return f"auto://{name}?tcp=127.0.0.1:{free_port()}"
     query = "?trusted_network=1" if transport == "ucx" else ""
     return f"{transport}://127.0.0.1:{free_port()}{query}"
+
+
+def lookup_addresses(transport: str, directory: str) -> dict[str, str]:
+    """The URLs by which each process answers or asks lookups."""
+    return {peer: address(transport, directory, f"look-{peer}") for peer in (PRODUCER, *READERS)}
 
 
 def memory_controller() -> Path | None:
@@ -125,6 +135,11 @@ class Forker:
         """Wait for a process; return its exit code."""
         return self._command({"reap": pid})
 
+    def poll(self, pid: int) -> int | None:
+        """Return the exit code of a process, or None if it runs."""
+        code = self._command({"poll": pid})
+        return None if code == RUNS else code
+
     def close(self) -> None:
         self._process.communicate(timeout=60)
 
@@ -137,9 +152,15 @@ class Forker:
 
 
 class Campaign:
-    """A producer P, readers A and B, and keys; if `shared`, each fifth is for both readers.
+    """A producer P, readers A and B, and keys; if `shared`, each fifth task is for both readers.
 
-    `patience`: seconds that a reader waits for a payload.
+    `patience`: seconds that a reader waits for a payload. `leaves`: how often a reader leaves one
+    unread, beside all faults. `seed` decides what is transferred, and what processes draw by lot.
+    `lookups` are the URLs of links for lookups, by the name of the process that serves each.
+
+    Attributes:
+        orders: the readers of each key.
+        hits: of each fault its kind, and the feature that the process was busy with.
     """
 
     def __init__(
@@ -152,27 +173,39 @@ class Campaign:
         *,
         shared: bool = True,
         patience: float = PATIENCE,
+        features: Sequence[str] = PLAIN,
+        leaves: float = 0.0,
+        seed: str = "",
+        lookups: Mapping[str, str] | None = None,
     ):
         self._forker, self._root, self._patience = forker, root, patience
         self._url, self._options = url, options
+        self._leaves, self._seed = leaves, seed
         self._pids: dict[str, int] = {}
         self._logs: dict[str, list[Path]] = {name: [] for name in (PRODUCER, *READERS)}
         self._killed: set[Path] = set()
-        self.orders = {
-            f"k{n}": list(READERS) if shared and n % 5 == 4 else [READERS[n % 2]]
-            for n in range(keys)
-        }
+        self.orders: dict[str, list[str]] = {}
+        self.hits: list[tuple[str, str]] = []
+        number = -1
+        for key in names(features, keys, random.Random(seed)):
+            number += task_of(key) not in map(task_of, list(self.orders)[-1:])
+            both = shared and number % 5 == 4
+            self.orders[key] = list(READERS) if both else [READERS[number % 2]]
         self._counts: dict[Path, tuple[int, int]] = {}
         self._groups: dict[int, MemoryGroup] = {}
+        is_looked_up = any(feature_of(key) == "lookup" for key in self.orders)
+        self._lookups = dict(lookups or {}) if is_looked_up else {}
+        self._next_look = 0.0
 
     def run(self, rng: random.Random, faults: Sequence[Fault]) -> list[Record]:
         """Do this to these processes at random times; return the logs of all processes."""
         for name in self._logs:
             self._begin(name)
-        moments = sorted(rng.sample(range(10, len(self.orders)), len(faults)))
+        moments = sorted(rng.sample(range(len(self.orders) // 12, len(self.orders)), len(faults)))
         for (kind, name), moment in zip(faults, moments, strict=True):
-            until(lambda m=moment: self._reads() >= m, f"{moment} reads", 3 * PATIENCE)  # type: ignore[misc]
+            self._until(lambda m=moment: self._reads() >= m, f"{moment} reads")  # type: ignore[misc]
             time.sleep(rng.random() * 0.01)
+            self.hits.append((kind, self._feature(name)))
             if kind == "kill":
                 self._kill(name)
                 self._begin(name)
@@ -184,7 +217,7 @@ class Campaign:
                 self._starve(name, rng.randrange(STARVED_NBYTES))
             else:
                 os.kill(self._pids[name], signal.SIGUSR1)
-        until(self._ended, "everybody ended", 3 * PATIENCE)
+        self._until(self._ended, "everybody ended")
         for name in (*READERS, PRODUCER):
             os.kill(self._pids[name], signal.SIGTERM)
             assert self._reap(name) == 0, f"{name} failed while it exited"
@@ -210,32 +243,65 @@ class Campaign:
         tasks = self._puts() if peer == PRODUCER else self._gets(peer)
         path = self._root / f"{peer}.{len(incarnations)}"
         incarnation = Incarnation(
-            _role(peer), len(incarnations), self._url, self._options, str(path), tasks
+            _role(peer),
+            len(incarnations),
+            self._url,
+            self._options,
+            str(path),
+            tasks,
+            peer,
+            self._seed,
+            self._leaves,
+            {} if peer == PRODUCER else self._positions(peer),
+            self._lookups,
         )
         incarnations.append(path)
         self._pids[peer] = self._forker.begin(incarnation)
 
+    def _had(self) -> set[tuple[str, str]]:
+        """Who has read which key, also of those that were killed."""
+        records = self.records()
+        counts = chunk_counts(records)
+        return {(record.peer, key) for record in records for key in keys_read(record, counts)}
+
+    def _settled(self) -> set[tuple[str, str]]:
+        """Who has read which key, or was told that it does not get it, and went on."""
+        entries = ((record.peer, entry) for record in self.records() for entry in record.entries)
+        return self._had() | {(peer, one.key) for peer, one in entries if one.event in UNREAD}
+
     def _puts(self) -> list[tuple[str, float]]:
         """Return the keys that readers lack, and by how many."""
-        had = {(record.peer, key) for record in self.records() for key, _ in record.reads}
+        had = self._settled()
         lack = {
             key: sum((peer, key) not in had for peer in self.orders[key]) for key in self.orders
         }
         return [(key, count) for key, count in lack.items() if count]
 
     def _gets(self, peer: str) -> list[tuple[str, float]]:
-        """Return the keys that a reader has not read, and again the last one that it read."""
-        incarnations = [record for record in self.records() if record.peer == peer]
-        had = {key for incarnation in incarnations for key, _ in incarnation.reads}
-        doubtful = {key for incarnation in incarnations[-1:] for key, _ in incarnation.reads[-1:]}
+        """Return the keys that a reader has not read, and again those of its last task."""
+        had, incarnations = self._had(), self._logs[peer]
+        last = parse(incarnations[-1]) if incarnations else []
+        read = [entry.key for entry in last if entry.event in ("read", "chunk", "ended")]
         mine = [key for key, readers in self.orders.items() if peer in readers]
-        again = [(key, DOUBT) for key in mine if key in doubtful and self._is_over(key)]
-        return again + [(key, self._patience) for key in mine if key not in had]
+        doubtful = {task_of(key) for key in read[-1:] if feature_of(key) != "lookup"}
+        again = [
+            (key, DOUBT)
+            for key in mine
+            if task_of(key) in doubtful and all((one, key) in had for one in self.orders[key])
+        ]  # only if every other reader has it: else a get could take another one's share
+        settled = self._settled()
+        return again + [(key, self._patience) for key in mine if (peer, key) not in settled]
 
-    def _is_over(self, key: str) -> bool:
-        """Whether every other reader has it: else a get could take another one's share."""
-        had = {(record.peer, key) for record in self.records() for key, _ in record.reads}
-        return all((name, key) in had for name in self.orders[key])
+    def _positions(self, peer: str) -> dict[str, int]:
+        """Of each stream, the chunk behind the last one that a reader has of this producer."""
+        number = len(self._logs[PRODUCER]) - 1
+        chunks = (
+            entry
+            for record in self.records()
+            for entry in record.entries
+            if record.peer == peer and entry.event == "chunk" and entry.number == number
+        )
+        return {entry.key: entry.part + 1 for entry in chunks}
 
     def _reads(self) -> int:
         """How often a payload was read, or waited for in vain; reads only logs that have grown."""
@@ -245,9 +311,38 @@ class Campaign:
                 self._counts[path] = size, len(_END.findall(path.read_bytes()))
         return sum(count for _, count in self._counts.values())
 
+    def _feature(self, peer: str) -> str:
+        """The feature that a process was busy with when it wrote its last line."""
+        entries = [entry for entry in parse(self._logs[peer][-1]) if entry.key != "-"]
+        return feature_of(entries[-1].key) if entries else "start"
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something, and restart processes that have killed themselves."""
+
+        def is_so() -> bool:
+            self._restart_dead()
+            return condition()
+
+        until(is_so, what, 3 * PATIENCE)
+
+    def _restart_dead(self) -> None:
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK
+        for peer, pid in list(self._pids.items()):
+            code = self._forker.poll(pid)
+            if code is None:
+                continue
+            del self._pids[peer]
+            path = self._logs[peer][-1]
+            assert path.read_bytes().endswith(DYING), f"{peer} ended with exit code {code}"
+            self.hits.append(("death", self._feature(peer)))
+            self._killed.add(path)
+            self._begin(peer)
+
     def _ended(self) -> bool:
         last = [paths[-1] for paths in self._logs.values()]
-        return all(path.exists() and path.read_bytes().endswith(b"- end -1\n") for path in last)
+        return all(path.exists() and path.read_bytes().endswith(b"- end -1 -1\n") for path in last)
 
     def _kill(self, peer: str) -> None:
         os.kill(self._pids[peer], signal.SIGKILL)

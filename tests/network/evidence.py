@@ -1,10 +1,17 @@
-"""Checks the logs of a campaign for contradictions."""
+"""Checks the logs of a campaign for contradictions.
+
+A reader writes down what it has seen before it leaves a payload: the log of a process that was
+killed tells what it had. "read" and "chunk" say that it saw all bytes of the payload, or of one
+chunk of a stream that grows, and leaves them as read; "back" that it gives them back.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -17,6 +24,11 @@ Payload: TypeAlias = tuple[str, int]
 
 UNREAD = ("TransferFailed", "TransferTimeout")
 """Errors by which a reader learns that it will not get a payload."""
+ANSWERS = ("read", "chunk", "ended", "back", "told", "TransferFailed")
+"""What a reader learns from its producer, which has received all that it sent before."""
+BROKEN = ("WRONG", "BROKE", "LEAK", "LATE")
+"""A wrong byte, an error that no call may raise, what was not freed, and a call that ended late."""
+DENIED = ("failed", "expired")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +39,17 @@ class Entry:
         key: The payload's key.
         event: "put", "read", a receipt's state or an error's name.
         number: Of "put" the number of readers; of "read" the incarnation of the producer.
+        part: The number of a chunk; of "put" the number of all chunks, -1 for a payload.
     """
 
     key: str
     event: str
     number: int = -1
+    part: int = -1
+
+    @property
+    def payload(self) -> Payload:
+        return self.key, self.number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +72,47 @@ class Record:
 
     @property
     def reads(self) -> list[Payload]:
-        return [(entry.key, entry.number) for entry in self.entries if entry.event == "read"]
+        """Payloads that it has read, and streams whose end it has reached."""
+        return _whole(self.entries)
 
     @property
     def completed(self) -> list[Payload]:
-        """Payloads whose release the producer has received.
+        """Those of which the producer knows it, whatever became of this process."""
+        return _whole(self.certain)
 
-        Of the last payload that a killed reader read, this is not known.
+    @cached_property
+    def certain(self) -> list[Entry]:
+        """What the producer must have been told of.
+
+        Of a killed reader, all before its last task with an answer: what it sends arrives in order.
+        Nothing is certain of what was sent before a connection was lost.
         """
-        return self.reads[:-1] if self.killed else self.reads
+        certain, sent, current = list[Entry](), list[Entry](), list[Entry]()
+        task = ""
+        for entry in self.entries:
+            if task_of(entry.key) != task:
+                task, sent, current = task_of(entry.key), sent + current, []
+            if entry.event == "lost":
+                sent, current = [], []
+            elif entry.event in ANSWERS:
+                certain, sent = certain + sent, []
+                current.append(entry)
+        return certain if self.killed else certain + sent + current
+
+
+def task_of(key: str) -> str:
+    """The name of a task: payloads that are put and got together have the same."""
+    return key.rpartition(".")[0] or key
+
+
+def _whole(entries: Sequence[Entry]) -> list[Payload]:
+    return [entry.payload for entry in entries if entry.event in ("read", "ended")]
 
 
 def parse(path: Path) -> list[Entry]:
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [line.split() for line in lines]
-    return [Entry(key, event, int(number)) for key, event, number in rows]
+    return [Entry(key, event, int(number), int(part)) for key, event, number, part in rows]
 
 
 def contradictions(orders: Mapping[str, Sequence[str]], records: Sequence[Record]) -> Iterator[str]:
@@ -82,35 +126,73 @@ def contradictions(orders: Mapping[str, Sequence[str]], records: Sequence[Record
     readers = [record for record in records if record.role == "reader"]
     for record in records:
         for entry in record.entries:
-            if entry.event in ("WRONG", "BROKE", "LEAK"):
+            if entry.event in BROKEN:
                 yield f"{record.peer}.{record.number}: {entry.key} {entry.event}"
     yield from _receipts(producers, readers)
     yield from _deliveries(orders, producers, readers)
 
 
 def _receipts(producers: Sequence[Record], readers: Sequence[Record]) -> Iterator[str]:
+    """Compare each receipt with what readers had."""
     completed = Counter(payload for reader in readers for payload in reader.completed)
     read = Counter(payload for reader in readers for payload in reader.reads)
+    chunks = _Chunks(readers)
     known = set()
     for producer in producers:
         states = {entry.key: entry.event for entry in producer.entries if entry.event != "put"}
         for entry in producer.entries:
+            if entry.event == "insert":  # nobody has a receipt of what is looked up
+                known.add((entry.key, producer.number))
             if entry.event != "put":
                 continue
             payload, state = (entry.key, producer.number), states.get(entry.key, "")
             known.add(payload)
             done, seen = completed[payload], read[payload]
             text = f"{payload}: {state or 'no'} receipt, for {entry.number}, {done}…{seen} reads"
+            is_stream = entry.part >= 0
+            yield from chunks.problems(payload, entry, text, is_released=state == "released")
             if done > entry.number:
                 yield f"twice: {text}"
-            elif state == "released" and seen < entry.number:
+            elif state == "released" and seen < entry.number and not is_stream:
                 yield f"lost: {text}"
-            elif state in ("failed", "expired") and done == entry.number:
+            elif state in DENIED and done == entry.number:
                 yield f"delivered, but denied: {text}"
-            elif state not in ("released", "failed", "expired") and not producer.killed:
+            elif state not in ("released", *DENIED) and not producer.killed:
                 yield f"not ended: {text}"
-    for payload in read.keys() - known:
+    for payload in (read.keys() | chunks.payloads) - known:
         yield f"nobody put {payload}, which was read"
+
+
+class _Chunks:
+    """What all readers together have of each chunk of each stream that grows."""
+
+    def __init__(self, readers: Sequence[Record]):
+        self._seen = self._count(chain.from_iterable(reader.entries for reader in readers))
+        self._certain = self._count(chain.from_iterable(reader.certain for reader in readers))
+        events = [entry for reader in readers for entry in reader.entries]
+        self._redirects = [entry for entry in events if entry.event == "told"]
+        self._from = [entry for entry in events if entry.event == "from"]
+        self.payloads = {payload for payload, _ in self._seen}
+
+    @staticmethod
+    def _count(entries: Iterator[Entry]) -> Counter[tuple[Payload, int]]:
+        return Counter((one.payload, one.part) for one in entries if one.event == "chunk")
+
+    def problems(
+        self, payload: Payload, put: Entry, text: str, *, is_released: bool
+    ) -> Iterator[str]:
+        for part in range(put.part):
+            if self._certain[payload, part] > put.number:
+                yield f"chunk {part} was read {self._certain[payload, part]} times: {text}"
+            seen = self._seen[payload, part]
+            # A reader that knew of nobody's chunks but its own has said that it needs no earlier.
+            seen += sum(one.key == put.key and one.part > part for one in self._from)
+            if is_released and seen < put.number:
+                yield f"lost: chunk {part} had {seen} readers: {text}"
+            if not seen and any(
+                one.payload == payload and one.part > part for one in self._redirects
+            ):
+                yield f"lost: chunk {part} was refused to the next reader: {text}"
 
 
 def _deliveries(
@@ -119,7 +201,7 @@ def _deliveries(
     readers: Sequence[Record],
 ) -> Iterator[str]:
     completed = Counter((r.peer, key) for r in readers for key, _ in r.completed)
-    read = {(r.peer, key) for r in readers for key, _ in r.reads}
+    read = {(r.peer, key) for r in readers for key in keys_read(r, chunk_counts(producers))}
     events = {(entry.key, entry.event) for producer in producers for entry in producer.entries}
     shares = Counter((r.peer, payload) for r in readers for payload in r.reads)
     # A killed reader that repeats a get whose payload it had released takes another's share.
@@ -127,13 +209,41 @@ def _deliveries(
     not_delivered = {
         (r.peer, entry.key) for r in readers for entry in r.entries if entry.event in UNREAD
     }
+    unwritten = {key for producer in producers if producer.killed for key in _unwritten(producer)}
+    redirected = {key for _, key in not_delivered if key in unwritten}
     for key, names in orders.items():
         for name in names:
             if completed[name, key] > 1:
                 yield f"{name} read {key} {completed[name, key]} times"
-            denied = {(key, "failed"), (key, "expired")} & events
+            denied = key in redirected or {(key, state) for state in DENIED} & events
             by_another = any(owner == key and peer != name for owner, peer in taken)
             if by_another and (name, key) in not_delivered:
                 continue
             if (name, key) not in read and not denied:
                 yield f"{name} never had {key}, and no receipt says so"
+
+
+def _unwritten(producer: Record) -> set[str]:
+    """Keys whose receipts a producer did not write down before it was killed."""
+    ended = {entry.key for entry in producer.entries if entry.event in ("released", *DENIED)}
+    return _keys_of(producer, "put") - ended
+
+
+def _keys_of(record: Record, event: str) -> set[str]:
+    return {entry.key for entry in record.entries if entry.event == event}
+
+
+def chunk_counts(producers: Sequence[Record]) -> dict[str, int]:
+    """The number of chunks of each stream that grows."""
+    puts = (entry for record in producers for entry in record.entries if entry.event == "put")
+    return {entry.key: entry.part for entry in puts if entry.part >= 0}
+
+
+def keys_read(reader: Record, counts: Mapping[str, int]) -> set[str]:
+    """What a reader has read to the end, or, of a stream that grows, to the last chunk."""
+    last = {
+        entry.key
+        for entry in reader.entries
+        if entry.event == "chunk" and entry.part + 1 == counts.get(entry.key)
+    }
+    return last | {key for key, _ in reader.reads}

@@ -18,40 +18,39 @@ import threading
 import time
 import traceback
 from collections import deque
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from evidence import task_of
+from lookups import Lookups, connected
+from receivers import Receiver
+from senders import TTL, Sender
 from zmq_fixtures import start_garbage_collection
 
 from omni_kvlink import (
-    CapacityError,
     IntegrityError,
-    KVCacheTransferData,
     KVConsumer,
     KVLink,
     KVLinkError,
     KVProducer,
-    PeerLostError,
     Receipt,
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.memory_checks import sized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-SIZES = (2_000, 40_000, 300_000, 1_500_000)
-"""Bytes of payloads: inline, in one chunk, in several."""
-TTL = 5.0
 PATIENCE = 60.0
 """Seconds until what is still in use is a leak."""
 EXHAUSTED = 0.3
 """Seconds that a process is left without a free descriptor."""
 was_exhausted = threading.Event()
 """Set once this process had no free descriptor: then calls may fail for that."""
+RUNS = 1000
+"""The answer of `poll` while a process runs; no exit code."""
 AHEAD = 12
 """Payloads that a producer puts before it waits for the first one's receipt."""
 
@@ -67,6 +66,11 @@ class Incarnation:
         options: The link's options.
         log: The path of its log.
         tasks: Keys, each with its number of readers (producer) or its timeout (reader).
+        peer: The process's name.
+        seed: Of what it draws by lot.
+        leaves: How often a reader leaves a payload unread, and a producer fails one, of all times.
+        positions: Of streams that grow: the chunk behind the last that this reader has read.
+        lookups: The URLs of the links by which caches are looked up, by the server's name.
     """
 
     role: str
@@ -75,16 +79,16 @@ class Incarnation:
     options: dict[str, Any]
     log: str
     tasks: list[tuple[str, float]]
+    peer: str = ""
+    seed: str = ""
+    leaves: float = 0.0
+    positions: dict[str, int] = dataclasses.field(default_factory=dict)
+    lookups: dict[str, str] = dataclasses.field(default_factory=dict)
 
-
-def recipe(key: str, incarnation: int) -> Recipe:
-    """Return a payload whose bytes differ for each incarnation of the producer."""
-    number = int(key.removeprefix("k"))
-    return sized(key, SIZES[number % len(SIZES)], seed=1 + 1000 * incarnation + number)
-
-
-def incarnation_of(key: str, seed: int) -> int:
-    return (seed - 1 - int(key.removeprefix("k"))) // 1000
+    def by_task(self) -> Iterator[tuple[list[str], float]]:
+        """The keys that are got together, and their timeout."""
+        for (_, number), keys in groupby(self.tasks, lambda pair: (task_of(pair[0]), pair[1])):
+            yield [key for key, _ in keys], number
 
 
 class Log:
@@ -93,35 +97,27 @@ class Log:
     def __init__(self, path: str):
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def write(self, key: str, event: str, number: int = -1) -> None:
-        os.write(self._fd, f"{key} {event} {number}\n".encode())
+    def write(self, key: str, event: str, number: int = -1, part: int = -1) -> None:
+        os.write(self._fd, f"{key} {event} {number} {part}\n".encode())
 
 
 def produce(incarnation: Incarnation, log: Log) -> None:
     waiting: deque[tuple[str, Receipt]] = deque()
-    with KVLink.serve(incarnation.url, **incarnation.options) as link:
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(KVLink.serve(incarnation.url, **incarnation.options))
         threading.Thread(target=exhaust_when_told, daemon=True).start()
-        for key, readers in incarnation.tasks:
-            log.write(key, "put", int(readers))
-            receipt = put(link, key, incarnation.number, int(readers), log)
-            waiting.append((key, receipt))
-            if len(waiting) == AHEAD:
+        sender = Sender(link, incarnation, log)
+        if urls := incarnation.lookups:
+            lookups = Lookups(urls, incarnation.number, incarnation.options)
+            sender.lookups = stack.enter_context(lookups)
+        for _, task in groupby(incarnation.tasks, lambda pair: task_of(pair[0])):
+            waiting += sender.send({key: int(readers) for key, readers in task})
+            while len(waiting) >= AHEAD:
                 wait_receipt(*waiting.popleft(), log)
         for key, receipt in waiting:
             wait_receipt(key, receipt, log)
         check_memory(link, log)
         wait_for_term(log)
-
-
-def put(link: KVProducer, key: str, incarnation: int, readers: int, log: Log) -> Receipt:
-    """Put a payload, again if there was no descriptor for its memory."""
-    while True:
-        try:
-            data = recipe(key, incarnation).make()
-            return link.put(data, readers=readers, ttl=TTL, timeout=60)
-        except CapacityError:  # noqa: PERF203 (it is rare)
-            log.write(key, "refused")
-            time.sleep(EXHAUSTED / 10)
 
 
 def check_memory(link: KVProducer | KVConsumer, log: Log) -> None:
@@ -190,36 +186,30 @@ def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
 
 
 def read(incarnation: Incarnation, log: Log) -> None:
-    with KVLink.connect(incarnation.url, timeout=60, **incarnation.options) as link:
+    with contextlib.ExitStack() as stack:
+        link = KVLink.connect(incarnation.url, timeout=60, **incarnation.options)
+        stack.enter_context(link)
         threading.Thread(target=exhaust_when_told, daemon=True).start()
-        for key, patience in incarnation.tasks:
-            deadline = time.monotonic() + patience
-            while not read_one(link, key, deadline, log):
-                pass
+        receiver = Receiver(link, incarnation, log)
+        if urls := incarnation.lookups:
+            lookup = connected(urls, incarnation.peer, incarnation.options)
+            receiver.lookup = stack.enter_context(lookup)
+        for keys, patience in incarnation.by_task():
+            receive(receiver, keys, patience, log)
         check_memory(link, log)
         wait_for_term(log)
 
 
-def read_one(link: KVConsumer, key: str, deadline: float, log: Log) -> bool:
-    """Get and check one payload; return False if the get should be repeated."""
-    left = deadline - time.monotonic()
-    try:
-        with link.get(key, timeout=max(0.0, left), verify="full") as data:
-            assert isinstance(data, KVCacheTransferData)
-            incarnation = incarnation_of(key, data.metadata.extra["seed"])
-            is_right = fingerprint(data) == fingerprint(recipe(key, incarnation).make())
-            log.write(key, "read" if is_right else "WRONG", incarnation)
-    except PeerLostError:
-        log.write(key, "lost")
-        return left <= 0
-    except (TransferFailed, TransferTimeout) as error:
-        log.write(key, type(error).__name__)
-    except (KVLinkError, OSError) as error:
-        if isinstance(error, IntegrityError) or not was_exhausted.is_set():
-            raise
-        log.write(key, "lost")  # nothing could be opened for it: it is requested again
-        return left <= 0
-    return True
+def receive(receiver: Receiver, keys: list[str], patience: float, log: Log) -> None:
+    """Receive a task's payloads, again if there was no descriptor for them."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return receiver.receive(keys, max(0.0, deadline - time.monotonic()))
+        except (KVLinkError, OSError) as error:  # noqa: PERF203 (it is rare)
+            if isinstance(error, IntegrityError) or not was_exhausted.is_set():
+                raise
+            log.write(keys[0], "lost")  # nothing could be opened for it: it is requested again
 
 
 def wait_for_term(log: Log) -> None:
@@ -246,7 +236,10 @@ def main(run: Callable[[Incarnation], None] = run_incarnation) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     for line in sys.stdin:
         command = json.loads(line)
-        if "reap" in command:
+        if "poll" in command:
+            pid, status = os.waitpid(command["poll"], os.WNOHANG)
+            print(os.waitstatus_to_exitcode(status) if pid else RUNS, flush=True)
+        elif "reap" in command:
             _, status = os.waitpid(command["reap"], 0)
             print(os.waitstatus_to_exitcode(status), flush=True)
         elif pid := os.fork():

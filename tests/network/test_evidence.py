@@ -17,6 +17,26 @@ def reader(peer: str, *keys: str, killed: bool = False, incarnation: int = 0) ->
     return Record("reader", peer, 0, killed, [Entry(key, "read", incarnation) for key in keys])
 
 
+def writer(state: str, *, readers: int = 1, killed: bool = False) -> Record:
+    """The producer of a stream of three chunks."""
+    ends = [Entry("s", state)] if state else []
+    return Record("producer", "P", 0, killed, [Entry("s", "put", readers, 3), *ends])
+
+
+def chunks(peer: str, *events: str | int, killed: bool = False) -> Record:
+    """A reader of the stream: the chunks that it read, and what else it wrote."""
+    entries = [
+        Entry("s", "chunk", 0, one) if isinstance(one, int) else Entry("s", *_parsed(one))
+        for one in events
+    ]
+    return Record("reader", peer, 0, killed, entries)
+
+
+def _parsed(event: str) -> tuple[str, int, int]:
+    name, _, part = event.partition(" ")
+    return name, -1 if name == "from" else 0, int(part or -1)
+
+
 TIMED_OUT = Record("reader", "B", 0, False, [Entry("k", "TransferTimeout")])
 READ_AGAIN = [producer("released"), reader("A", "k", killed=True), reader("A", "k")]
 """Killed after it had released the payload; its successor repeats the get."""
@@ -38,6 +58,11 @@ CONSISTENT = {
     "a repeated get took another's share, and that reader timed out": [*READ_AGAIN, TIMED_OUT],
     "its producer died": [producer(killed=True), reader("A", "k"), reader("B", "k")],
 }
+CONSISTENT["its reader learned it from a producer that was killed before it wrote it down"] = [
+    producer(killed=True),
+    reader("A", "k"),
+    Record("reader", "B", 0, False, [Entry("k", "TransferFailed")]),
+]
 CONTRADICTIONS = {
     "lost": [producer("released"), reader("A", "k"), reader("B")],
     "twice": [producer("released"), reader("A", "k", "k"), reader("B", "k")],
@@ -63,6 +88,77 @@ CONTRADICTIONS = {
         OTHER_KEYS,
     ],
 }
+
+
+STREAM = {"s": ["A"]}
+CONSISTENT_STREAMS = {
+    "read to the end": [writer("released"), chunks("A", 0, 1, 2, "ended")],
+    "killed before it wrote the end": [writer("released"), chunks("A", 0, 1, 2, killed=True)],
+    "a successor that was told where to begin": [
+        writer("released"),
+        chunks("A", 0, 1, "back 2", killed=True),
+        chunks("A", "told 2", 2, "ended"),
+    ],
+    "a successor that reads a chunk again": [
+        writer("released"),
+        chunks("A", 0, 1, killed=True),
+        chunks("A", 1, 2, "ended"),
+    ],
+    "left in the middle, and nobody came": [writer("expired"), chunks("A", 0, 1, "back 2")],
+    "all chunks, but not the end": [writer("expired"), chunks("A", 0, 1, 2)],
+    "two readers, of which one needs no first chunk": [
+        writer("released", readers=2),
+        chunks("A", 0, 1, 2, "ended"),
+        chunks("B", "from 1", 1, 2, "ended"),
+    ],
+}
+STREAM_CONTRADICTIONS = {
+    "lost: chunk 1 had 0": [writer("released"), chunks("A", 0, "back 1")],
+    "lost: chunk 2 had 1": [
+        writer("released", readers=2),
+        chunks("A", 0, 1, 2, "ended"),
+        chunks("B", 0, 1, "back 2"),
+    ],
+    "lost: chunk 1 was refused": [
+        writer("", killed=True),
+        chunks("A", 0, "back 1", killed=True),
+        chunks("A", "told 2", 2, "ended"),
+    ],
+    "chunk 0 was read 2 times": [writer("released"), chunks("A", 0, 1, 2, 0, "ended")],
+    "delivered, but denied": [writer("expired"), chunks("A", 0, 1, 2, "ended")],
+    "twice": [writer("released"), chunks("A", 0, 1, 2, "ended", "ended")],
+    "not ended": [writer(""), chunks("A", 0, 1, 2, "ended")],
+    "A never had s": [writer("released"), chunks("A", 0, 1, "back 2")],
+    "nobody put ('s', 0)": [chunks("A", 0, 1, 2, "ended")],
+}
+
+
+@pytest.mark.parametrize("story", CONSISTENT_STREAMS)
+def test_consistent_streams(story: str) -> None:
+    assert list(contradictions(STREAM, CONSISTENT_STREAMS[story])) == []
+
+
+@pytest.mark.parametrize("events", STREAM_CONTRADICTIONS)
+def test_contradictions_of_streams_are_found(events: str) -> None:
+    found = list(contradictions(STREAM, STREAM_CONTRADICTIONS[events]))
+    assert any(events in complaint for complaint in found), found
+
+
+def test_what_a_producer_must_have_been_told() -> None:
+    """All before the last task with an answer; nothing of what went by a connection that broke."""
+    entries = [
+        Entry("put.1.1", "read", 0),
+        Entry("many.2.2", "read", 0),
+        Entry("many.2.3", "read", 0),
+        Entry("put.4.4", "begin"),
+    ]
+    killed = Record("reader", "A", 0, True, entries)
+    assert killed.completed == [("put.1.1", 0)]
+    answered = Record("reader", "A", 0, True, [*entries, Entry("put.4.4", "back")])
+    assert answered.completed == [("put.1.1", 0), ("many.2.2", 0), ("many.2.3", 0)]
+    lost = Record("reader", "A", 0, False, [*entries, Entry("put.4.4", "lost")])
+    assert lost.completed == [("put.1.1", 0)]
+    assert Record("reader", "A", 0, False, entries).completed == answered.completed
 
 
 @pytest.mark.parametrize("story", CONSISTENT)

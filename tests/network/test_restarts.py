@@ -1,4 +1,4 @@
-"""Transfers while readers or the producer are killed and restarted: the logs agree."""
+"""Transfers by every feature, whose processes are killed and restarted, or leave: logs agree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from campaign import PRODUCER, READERS, ROUNDS, Campaign, Forker, address
+from campaign import PRODUCER, READERS, ROUNDS, Campaign, Forker, address, lookup_addresses
 from evidence import contradictions
+from features import FEATURES, runs_over
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,35 +30,84 @@ def forker() -> Iterator[Forker]:
     forker.close()
 
 
+READER_PATIENCE = 20.0
+"""Seconds for which a reader waits for a payload that was lost."""
+LEAVES = 0.4
+"""How often a reader leaves a payload unread."""
+
+
 @pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])
-def campaign(
-    request: pytest.FixtureRequest, forker: Forker, socket_dir: str, tmp_path: Path
-) -> Iterator[Campaign]:
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def run(
+    forker: Forker,
+    transport: str,
+    folder: str,
+    logs: Path,
+    seed: str,
+    *,
+    keys: int,
+    to_kill: list[str],
+    times: int,
+) -> None:
+    """One campaign, in a directory for its sockets; nothing may contradict its receipts."""
     options: dict[str, Any] = {"quota": 32 << 20}
-    if request.param == "shm":
-        options["directory"] = socket_dir
-    keys = 200 if request.node.get_closest_marker("slow") else 80
-    campaign = Campaign(forker, tmp_path, address(request.param, socket_dir), options, keys)
-    yield campaign
-    campaign.close()
-
-
-def judge(campaign: Campaign, seed: str, to_kill: list[str], times: int) -> None:
+    if transport == "shm":
+        options["directory"] = folder
+    campaign = Campaign(
+        forker,
+        logs,
+        address(transport, folder),
+        options,
+        keys,
+        features=[feature for feature in FEATURES if runs_over(feature, transport)],
+        leaves=LEAVES,
+        seed=seed,
+        lookups=lookup_addresses(transport, folder),
+        patience=READER_PATIENCE,
+    )
     rng = random.Random(seed)
     kills = [("kill", rng.choice(to_kill)) for _ in range(times)]
-    records = campaign.run(rng, kills)
+    try:
+        records = campaign.run(rng, kills)
+    finally:
+        campaign.close()
     assert list(contradictions(campaign.orders, records)) == [], f"seed {seed!r}, killed {kills}"
-    assert sum(record.killed for record in records) == times
+    deaths = [kind for kind, _ in campaign.hits if kind == "death"]
+    assert sum(record.killed for record in records) == times + len(deaths)
     had = {(record.peer, key) for record in records for key, _ in record.reads}
-    assert len(had) > 0.9 * sum(map(len, campaign.orders.values())), "most of it arrives"
+    assert len(had) > 0.7 * sum(map(len, campaign.orders.values())), "most of it arrives"
 
 
 @pytest.mark.parametrize("to_kill", [READERS, [PRODUCER]], ids=["readers", "producer"])
-def test_killed_and_restarted(campaign: Campaign, to_kill: list[str]) -> None:
-    judge(campaign, f"{to_kill}", to_kill, 4)
+def test_killed_and_restarted(
+    forker: Forker, transport: str, socket_dir: str, tmp_path: Path, to_kill: list[str]
+) -> None:
+    run(
+        forker,
+        transport,
+        socket_dir,
+        tmp_path,
+        f"{to_kill}",
+        keys=40,
+        to_kill=list(to_kill),
+        times=3,
+    )
+
+
+def test_readers_that_leave(
+    forker: Forker, transport: str, socket_dir: str, tmp_path: Path
+) -> None:
+    """By an exception, a timeout, or their death in the middle; nobody else ends them."""
+    run(forker, transport, socket_dir, tmp_path, "leave", keys=30, to_kill=[], times=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_all_are_killed_and_restarted(campaign: Campaign, seed: int) -> None:
-    judge(campaign, str(seed), [PRODUCER, *READERS], 6)
+def test_all_are_killed_and_restarted(
+    forker: Forker, transport: str, socket_dir: str, tmp_path: Path, seed: int
+) -> None:
+    everybody = [PRODUCER, *READERS]
+    run(forker, transport, socket_dir, tmp_path, str(seed), keys=200, to_kill=everybody, times=12)

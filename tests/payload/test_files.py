@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ from strategies import EXAMPLES
 from omni_kvlink import (
     CapacityError,
     ClosedError,
+    FileError,
     IntegrityError,
     KVCacheBundle,
     KVCacheTransferData,
@@ -253,8 +255,9 @@ def test_a_tensor_that_changed_its_shape_fails_before_the_file_appears(tmp_path:
 
 def test_a_name_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(FileError, match="folder: Is a directory; save to another path") as raised:
         cache().save(tmp_path / "folder")
+    assert raised.value.errno == errno.EISDIR
     assert os.listdir(tmp_path) == ["folder"]
 
 

@@ -25,6 +25,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
 )
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
+from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
 
@@ -178,8 +179,8 @@ class FarProducer(Producer):
 
     def _allocate(self, transfer: Transfer) -> None:
         super()._allocate(transfer)
-        assert isinstance(transfer.block, int)
-        self.bytes[transfer.block] = bytearray(b"\xee" * BLOCK)
+        assert transfer.block is not None
+        self.bytes[transfer.block.offset] = bytearray(b"\xee" * BLOCK)
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         plan = PLANS[transfer.key]
@@ -203,18 +204,18 @@ class FarProducer(Producer):
     def _location(self, transfer: Transfer) -> Location:
         if transfer.inline:
             return super()._location(transfer)
-        assert isinstance(transfer.block, int)
+        assert transfer.block is not None
         nbytes = self._nbytes.get(transfer.epoch, PLANS[transfer.key].nbytes)
-        return Location(transfer.block, 0, nbytes)
+        return Location(transfer.block.offset, 0, nbytes)
 
     def _free(self, transfer: Transfer) -> None:
-        if isinstance(transfer.block, int):
-            self.bytes[transfer.block][:] = b"\xdd" * BLOCK
+        if transfer.block is not None and transfer.block.arena != OUTSIDE:
+            self.bytes[transfer.block.offset][:] = b"\xdd" * BLOCK
         super()._free(transfer)
 
     def _memory(self, transfer: Transfer) -> bytearray:
-        assert isinstance(transfer.block, int)
-        return self.bytes[transfer.block]
+        assert transfer.block is not None
+        return self.bytes[transfer.block.offset]
 
 
 class Tensors:
@@ -402,6 +403,8 @@ class FarGet:
     def _expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
         if not self._pending.future.done():
+            phase = self._pending._get_state.phase
+            self._reader.outcomes["was released"] += "and released" in phase
             self._pending.cancel()
             self._finish("timed out")
 

@@ -23,16 +23,16 @@ from omni_kvlink.connectors.protocol.messages import (
     Reject,
     Release,
 )
+from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime.consumer import MappedGet
-from omni_kvlink.memory.arena import ArenaPool, QuotaShare
+from omni_kvlink.memory.arena import OUTSIDE, ArenaPool, Block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.get_table import Delivery
-    from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.memory.region import Mapping
 
 T = TypeVar("T")
@@ -104,14 +104,13 @@ class Producer:
         stream: Transfer | None = None,
     ) -> Transfer | None:
         """Do what `PooledProducer.publish_inline` does; None if the quota has no room."""
-        share = self.quota.share(len(payload))
-        if share is None:
+        transfer = Transfer(key, inline=payload, stream=stream)
+        if not self.quota.share(len(payload), transfer):
             return None
         try:
-            transfer = self.transfers.put(key, payload, share, readers, expires, stream)
+            self.transfers.put(transfer, readers, expires)
         except (DuplicateKeyError, TransferFailed):
-            if not self.transfers.withdraw(key, share, stream):
-                share.release()
+            self.transfers.abort(transfer)
             raise
         self.inline_epochs.add(transfer.epoch)
         self.reserved.append(transfer)
@@ -119,12 +118,12 @@ class Producer:
 
     def put_many(self, keys: Sequence[str], readers: int, ttl: float) -> None:
         """Write several payloads for a while, then commit all of them, or none."""
-        transfers: list[Transfer] = []
+        transfers = [Transfer(key) for key in keys]
         is_small = self.clock.chance.random() < 0.3
         if not self.alive or (is_small and self._put_all(keys, readers, ttl)):
             return
         try:
-            self.transfers.reserve_all(keys, transfers)
+            self.transfers.reserve_all(transfers)
         except DuplicateKeyError:
             return
         for transfer in transfers:
@@ -133,18 +132,17 @@ class Producer:
 
     def _put_all(self, keys: Sequence[str], readers: int, ttl: float) -> bool:
         """Put several that travel in their offers; False if the quota has no room for all."""
-        payloads = [
-            (key, self._inline_payload(key, epoch))
+        put = [
+            Transfer(key, inline=self._inline_payload(key, epoch))
             for epoch, key in enumerate(keys, self.transfers._epoch + 1)
         ]
-        shares: list[QuotaShare] = []
-        if not self.quota.share_all([len(payload) for _, payload in payloads], shares):
+        if not self.quota.share_all([len(transfer.inline) for transfer in put], put):
             return False
         try:
-            put = self.transfers.put_all(payloads, shares, readers, self.clock.now + ttl)
+            self.transfers.put_all(put, readers, self.clock.now + ttl)
         except DuplicateKeyError:
-            for share in shares:
-                share.release()
+            for transfer in put:
+                self.transfers.abort(transfer)
             return True
         self.inline_epochs |= {transfer.epoch for transfer in put}
         self.reserved += put
@@ -200,15 +198,16 @@ class Producer:
         if not self.alive:
             return None
         try:
-            transfer = self.transfers.reserve(key)
+            transfer = Transfer(key)
+            self.transfers.reserve(transfer)
         except DuplicateKeyError:
             return None
         self._allocate(transfer)
         return transfer
 
     def _allocate(self, transfer: Transfer) -> None:
-        transfer.block = self.memory.allocate()
-        self.clock.record(f"  block {transfer.block} for {transfer.key!r}, {transfer.epoch}")
+        transfer.block = Block(0, self.memory.allocate(), LAYERS)
+        self.clock.record(f"  block {transfer.block.offset} for {transfer.key!r}, {transfer.epoch}")
         self.reserved.append(transfer)
 
     def _write_all(self, transfers: Sequence[Transfer], readers: int, ttl: float) -> None:
@@ -281,23 +280,24 @@ class Producer:
             self.transfers.abort(transfer)
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
-        assert isinstance(transfer.block, int)
-        self.memory.blocks[transfer.block][layer] = (transfer.key, transfer.epoch)
+        assert transfer.block is not None
+        self.memory.blocks[transfer.block.offset][layer] = (transfer.key, transfer.epoch)
 
     def _location(self, transfer: Transfer) -> Location:
         if transfer.inline:
             return Location(0, 0, len(transfer.inline))
-        assert isinstance(transfer.block, int)
-        return Location(transfer.block, 0, LAYERS)
+        assert transfer.block is not None
+        return Location(transfer.block.offset, 0, LAYERS)
 
     def _free(self, transfer: Transfer) -> None:
-        block, transfer.block = transfer.block, None
-        if isinstance(block, QuotaShare):
+        block = transfer.block
+        if block is not None and block.arena == OUTSIDE:
             transfer.inline = b""
-            block.release()
-        elif isinstance(block, int):
-            self.clock.record(f"  block {block} of {transfer.key!r}, {transfer.epoch} is free")
-            self.memory.free(block)
+            self.quota.release(transfer)
+        elif block is not None:
+            transfer.block, number = None, block.offset
+            self.clock.record(f"  block {number} of {transfer.key!r}, {transfer.epoch} is free")
+            self.memory.free(number)
 
     def _send(self, peer: Any, message: Message) -> None:
         self.clock.record(f"  to {peer.name}:", message)
@@ -428,6 +428,7 @@ class WaitingGet:
     def expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
         if not self._is_over and self._connection.get_table.cancel(self._get_state):
+            self._reader.outcomes["was released"] += "and released" in self._get_state.phase
             self._finish("timed out")
 
     def answered(self) -> None:

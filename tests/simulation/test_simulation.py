@@ -122,5 +122,6 @@ def test_nothing_wrong_is_ever_seen(first: int, parties: Parties) -> None:
             outcomes.update(reader.outcomes)
     if not ONLY:
         names = ["read", "failed", "timed out", "stream failed", "inline", "grown", "left"]
+        names += ["was released"]
         assert min(outcomes[name] for name in names) > 20  # each outcome occurred
         assert parties == NEAR or min(outcomes["begins later"], outcomes["late"]) > 2

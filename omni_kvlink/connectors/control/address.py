@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import os
+import socket as sockets
+import threading
 from contextlib import nullcontext
 from socket import SOCK_STREAM
 from typing import Any
@@ -13,13 +16,17 @@ from typing import Any
 import zmq
 
 from omni_kvlink.connectors.runtime.lock_file import LockFile
-from omni_kvlink.connectors.runtime.user_dirs import check_private, is_alive
-from omni_kvlink.errors import BusyError, ConnectorError
+from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory, is_alive
+from omni_kvlink.errors import BusyError, ConnectorError, SchemaError
+from omni_kvlink.system.failures import translate_errors
+
+_LOOKUP_SECONDS = 0.2
+"""Seconds that a call which has timed out may still take to find out that a host is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ControlAddress:
-    """Where a producer binds its control socket; a ValueError if it has another form."""
+    """Where a producer binds its control socket; a SchemaError if it has another form."""
 
     protocol: str  # "tcp" or "ipc"
     address: str  # host:port, where port 0 lets the system choose one; or an absolute path
@@ -30,10 +37,10 @@ class ControlAddress:
             self.address.encode()
         except UnicodeEncodeError:
             scheme = self.url.partition(":")[0]
-            raise ValueError(f"{scheme}://{self.address!r}: ZMQ takes only UTF-8") from None
+            raise SchemaError(f"{scheme}://{self.address!r}: ZMQ takes only UTF-8") from None
         if self.protocol == "ipc":
             if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > 100:
-                raise ValueError(
+                raise SchemaError(
                     f"{self.url}: expected an absolute path of at most 100 bytes, "
                     "as in zmq+ipc:///run/user/1000/kvlink/bagel.sock"
                 )
@@ -41,7 +48,7 @@ class ControlAddress:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             scheme = self.url.partition(":")[0]
-            raise ValueError(f"{self.url}: expected host:port, as in {scheme}://127.0.0.1:7000")
+            raise SchemaError(f"{self.url}: expected host:port, as in {scheme}://127.0.0.1:7000")
 
     @property
     def zmq_endpoint(self) -> str:
@@ -69,20 +76,53 @@ class ControlAddress:
     def check_directory(self) -> None:
         """Create the directory of a path, or raise ConnectorError if others can enter it."""
         if self.protocol == "ipc":
-            check_private(os.path.dirname(self.address), forbidden=0o077)
+            check_private(os.path.dirname(self.address), forbidden=0o077, other=self.other)
+
+    @property
+    def other(self) -> str:
+        """What to do if the address cannot be used."""
+        if self.protocol == "tcp":
+            return "use another address"
+        example = os.path.join(default_directory(), os.path.basename(self.address))
+        return f"use a path in a directory of this user, as in zmq+ipc://{example}, on both sides"
+
+    def unknown_host(self, timeout: float = _LOOKUP_SECONDS) -> str:
+        """Return why the host has no address, with the cure; "" if it has, or that is not known.
+
+        Blocks for the look-up, for `timeout` seconds at most.
+        """
+        host = self.address.rpartition(":")[0].strip("[]")
+        problems = list[str]()
+
+        def look_up() -> None:
+            try:
+                sockets.getaddrinfo(host, None)
+            except OSError as error:
+                problems.append(
+                    f"the host {host!r} is not known ({error.strerror}): correct it, or add it to "
+                    "/etc/hosts or the DNS"
+                )
+
+        if self.protocol == "tcp":
+            thread = threading.Thread(target=look_up, name="kvlink-lookup", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread: it is not found out
+                thread.start()
+                thread.join(timeout)
+        return next(iter(problems), "")
 
     def bind(self, socket: zmq.Socket[bytes]) -> str:
         """Bind a socket; return the bound address, with the port that the system chose for 0."""
         self.check_directory()
-        with self._locked():
+        with translate_errors(self.url, self.other), self._locked():
             if self.protocol == "ipc" and is_alive(self.address, SOCK_STREAM):
                 raise BusyError(f"{self.url}: another producer serves this path")
             try:
                 socket.bind(self.zmq_endpoint.replace("//localhost:", "//127.0.0.1:"))
             except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE:
-                    raise BusyError(f"{self.url}: another process serves there") from None
-                raise ConnectorError(f"{self.url} cannot be served: {error}") from None
+                problem = self.unknown_host() if error.errno == errno.ENODEV else ""
+                if problem:
+                    raise ConnectorError(f"{self.url}: {problem}") from None
+                raise
             if self.protocol == "ipc":
                 os.chmod(self.address, 0o600)
         bound = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -100,7 +140,7 @@ class ControlAddress:
             with contextlib.suppress(OSError, ConnectorError, BusyError):
                 stack.enter_context(self._locked())
             context.term()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ConnectorError):
                 if self.protocol == "ipc" and not is_alive(self.address, SOCK_STREAM):
                     os.unlink(self.address)
 

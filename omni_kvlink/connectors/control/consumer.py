@@ -28,7 +28,15 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.connectors.runtime.consumer import Session, check_hello, closed_here
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteConsumer, RemoteSession
-from omni_kvlink.errors import ConnectorError, KVLinkError, PeerLostError, TransferTimeout
+from omni_kvlink.errors import (
+    ConnectorError,
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferTimeout,
+    format_seconds,
+)
+from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +54,7 @@ class ControlConsumer(RemoteConsumer):
     def __init__(self, address: ControlAddress, options: Options):
         self._address, self._options = address, options
         if address.protocol == "tcp" and address.address.endswith(":0"):
-            raise ValueError(
+            raise SchemaError(
                 f"{address.url}: port 0 cannot be connected to; use the producer's url"
             )
         address.check_directory()
@@ -151,7 +159,9 @@ class ControlSession(RemoteSession):
             reason = f"handshakes fail ({self._handshake_error}): {cure}"
         elif self._was_connected:
             reason = "the producer does not answer"
-        message = f"{self._url} after {waited:g} s: {reason}"
+        else:
+            reason = self._address.unknown_host() or reason
+        message = f"{self._url} after {format_seconds(waited)}: {reason}"
         return TransferTimeout(message, waited=waited, phase=phase)
 
     # In the loop's thread
@@ -161,19 +171,21 @@ class ControlSession(RemoteSession):
         if self.ready.done() or self.is_closed:
             return
         try:
-            callbacks = self._on_frames, self._on_event, self._on_idle
-            self._socket = MonitoredSocket(
-                self._context, zmq.DEALER, self._loop, *callbacks, max_frame=self.max_frame_nbytes
-            )
-            if self._credentials is not None:
-                self._credentials.secure_client(self._socket.socket)
-            self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
-            self._socket.socket.connect(self._address.zmq_endpoint)
-            self._socket.watch()
+            with translate_errors(self._url, self._address.other):
+                self._connect()
         except KVLinkError as error:
             self.set_ready(error)
-        except zmq.ZMQError as error:
-            self.set_ready(ConnectorError(f"{self._url}: {error}"))
+
+    def _connect(self) -> None:
+        callbacks = self._on_frames, self._on_event, self._on_idle
+        self._socket = MonitoredSocket(
+            self._context, zmq.DEALER, self._loop, *callbacks, max_frame=self.max_frame_nbytes
+        )
+        if self._credentials is not None:
+            self._credentials.secure_client(self._socket.socket)
+        self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
+        self._socket.socket.connect(self._address.zmq_endpoint)
+        self._socket.watch()
 
     def flush(self) -> None:
         """Send queued messages, and read what the send may have hidden."""
@@ -228,6 +240,10 @@ class ControlSession(RemoteSession):
         """Undo what was done since the handshake, of a connection that was lost before `ready`."""
         self._is_greeted = self._is_handshaken = False
 
+    def health(self) -> dict[str, Any]:
+        """Return how often the producer was throttled."""
+        return {"throttled": 0 if self._socket is None else self._socket.throttled}
+
     def _on_idle(self) -> None:
         """Handle a disconnect after the producer's last messages were read."""
         if self._is_lost:
@@ -237,6 +253,10 @@ class ControlSession(RemoteSession):
         if not self._is_handshaken and not self.ready.done():
             return  # from a connection that was lost
         try:
+            if not frames:
+                raise PeerLostError(f"{self._url}: a signal handler's exception cut a message")
+            if not len(frames[0]):
+                return  # the producer was interrupted within it, and sends it again
             message = decode(frames[0].bytes)
             if not self._is_greeted:
                 self._on_hello(message)
@@ -245,7 +265,8 @@ class ControlSession(RemoteSession):
             elif isinstance(message, Refused):
                 raise PeerLostError(f"{self._url} ended the connection: {message.reason}")
             elif isinstance(message, Offer) and len(frames) == 2:
-                self.on_message(message, frames[1].bytes)
+                if len(frames[1]):  # else the producer was interrupted, too
+                    self.on_message(message, frames[1].bytes)
             elif isinstance(message, Chunk) or len(frames) != 1:
                 unexpected(message)
             else:

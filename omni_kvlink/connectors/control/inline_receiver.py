@@ -14,6 +14,7 @@ from omni_kvlink.connectors.protocol.get_table import Delivery, GetLease
 from omni_kvlink.connectors.protocol.messages import Offer, Status, decode
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import ClosedError, VersionError, WireError
+from omni_kvlink.memory.ownership import CallAtEnd, closer
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.digests import verify
 from omni_kvlink.payload.manifest import Manifest
@@ -39,8 +40,8 @@ class Wake:
     """A descriptor that is readable after `set`; closed when nobody has this object any more."""
 
     def __init__(self) -> None:
-        self.fd = -1
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        CallAtEnd.of(self, closer(self.fd))
 
     def set(self) -> None:
         """Make the descriptor readable."""
@@ -50,10 +51,6 @@ class Wake:
         """Undo `set`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class InlineReceiver:
@@ -136,7 +133,13 @@ class InlineReceiver:
                 frames = socket.peek()
                 message = _decoded(frames)
             if isinstance(message, Offer) and _is_whole(message, frames, get.get_state):
-                self._take(message, frames[1].buffer, get)
+                try:
+                    self._take(message, frames[1].buffer, get)
+                except BaseException:  # an interrupt: the loop takes it, or ends the connection
+                    if get.get_state.offer is not message:
+                        owner = self._get_table, message.get_id
+                        self._loop.call(partial(self._receive_pool.free_share, owner))
+                    raise
             if get.delivery is not None:
                 socket.skip()
         if get.delivery is not None:

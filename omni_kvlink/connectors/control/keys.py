@@ -16,7 +16,8 @@ import zmq
 import zmq.utils.z85
 
 from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory
-from omni_kvlink.errors import ConnectorError
+from omni_kvlink.errors import ConnectorError, SchemaError
+from omni_kvlink.system.failures import translate_errors
 
 SECRET, PUBLIC = ".secret", ".public"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -32,20 +33,35 @@ def generate(directory: str, name: str) -> tuple[str, str]:
     the secret and of the public file.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r}: 1 to 64 letters, digits, '.', '_' or '-', a letter first")
+        raise SchemaError(f"{name!r}: 1 to 64 letters, digits, '.', '_' or '-', a letter first")
     public, secret = zmq.curve_keypair()
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    paths = []
-    for suffix, key, mode in ((SECRET, secret, 0o600), (PUBLIC, public, 0o644)):
-        path = os.path.join(directory, name + suffix)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        except FileExistsError:
-            raise ConnectorError(f"{path} exists; remove it, or take another name") from None
-        with os.fdopen(fd, "wb") as file:
-            file.write(key + b"\n")
-        paths.append(path)
+    with translate_errors(directory, "give another directory"):
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    paths = list[str]()
+    with contextlib.ExitStack() as undo:
+        for suffix, key, mode in ((SECRET, secret, 0o600), (PUBLIC, public, 0o644)):
+            path = os.path.join(directory, name + suffix)
+            with translate_errors(path, "give another directory"):
+                _write(path, key, mode, undo)
+            paths.append(path)
+        undo.pop_all()
     return paths[0], paths[1]
+
+
+def _write(path: str, key: bytes, mode: int, undo: contextlib.ExitStack) -> None:
+    """Write a new file; `undo` removes it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        raise ConnectorError(f"{path} exists; remove it, or take another name") from None
+    undo.callback(_remove, path)
+    with os.fdopen(fd, "wb") as file:
+        file.write(key + b"\n")
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):  # the directory was removed
+        os.unlink(path)
 
 
 def user_key_path() -> str:
@@ -60,15 +76,11 @@ def user_secret() -> bytes:
     is not private to this user.
     """
     path = user_key_path()
-    try:
-        check_private(os.path.dirname(path))
+    other = "set XDG_RUNTIME_DIR to a directory of this user, or give keys= and peers="
+    check_private(os.path.dirname(path), other=other)
+    with translate_errors(f"{path}, the key of this user", other):
         if not os.path.exists(path):
             _make_user_secret(path)
-    except (OSError, ConnectorError) as error:
-        raise ConnectorError(
-            f"{path}, the key of this user, cannot be made ({error}): set XDG_RUNTIME_DIR "
-            "to a directory of this user, or give keys= and peers="
-        ) from None
     return read_secret(path)
 
 
@@ -88,15 +100,13 @@ def _make_user_secret(path: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
     finally:
-        os.unlink(draft)
+        _remove(draft)
 
 
 def read_secret(path: str) -> bytes:
     """Read a secret key, as Z85 text, from a file that no other user can read."""
-    try:
+    with translate_errors(f"keys={path}", "give the file of a secret key (`kvlink keygen`)"):
         mode = stat.S_IMODE(os.stat(path).st_mode)
-    except OSError as error:
-        raise ConnectorError(f"keys={path}: {error.strerror}") from None
     if mode & 0o077:
         raise ConnectorError(f"keys={path} can be read by others (mode {mode:o}): chmod 600 it")
     return read_public(path)
@@ -104,11 +114,9 @@ def read_secret(path: str) -> bytes:
 
 def read_public(path: str) -> bytes:
     """Read a public key, as Z85 text."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_KEY_CHARS + 2).strip()
-    except OSError as error:
-        raise ConnectorError(f"{path}: {error.strerror}") from None
+    other = "give a key file, which `kvlink keygen` makes"
+    with translate_errors(path, other), open(path, "rb") as file:
+        text = file.read(_KEY_CHARS + 2).strip()
     try:
         if len(text) != _KEY_CHARS or len(zmq.utils.z85.decode(text)) != 32:
             raise ValueError
@@ -128,10 +136,8 @@ def files_without_key(directory: str) -> list[str]:
 
 
 def _read_files(directory: str) -> tuple[list[bytes], list[str]]:
-    try:
+    with translate_errors(f"peers={directory}", "give a directory of public keys"):
         paths = [path for path in Path(directory).iterdir() if path.suffix == PUBLIC]
-    except OSError as error:
-        raise ConnectorError(f"peers={directory}: {error.strerror}") from None
     keys, problems = list[bytes](), list[str]()
     for path in paths:
         try:

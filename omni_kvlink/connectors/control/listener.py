@@ -7,6 +7,7 @@ import itertools
 import os
 import select
 import socket
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, MonitoredSocket
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer
+from omni_kvlink.connectors.control.router_socket import RouterSocket
 from omni_kvlink.connectors.control.security import (
     ZapAuth,
     find_credentials,
@@ -38,7 +40,8 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
-from omni_kvlink.errors import ClosedError, WireError
+from omni_kvlink.connectors.runtime.turns import TURN, TurnCounts
+from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,10 +56,18 @@ if TYPE_CHECKING:
 MAX_PEERS = 1024
 MAX_UNGREETED = 128
 """Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
+MAX_INBOX, MAX_INBOX_NBYTES = 1 << 16, 64 << 20
+"""Messages of one peer, and their bytes, that may be read and not handled; then it is disconnected.
+
+The socket itself has no limit: ZMQ would stop reading from a peer, see `MonitoredSocket`.
+"""
+MAX_PENDING = 4096
+"""Ranges that one peer may have requested and not been sent."""
 _REFUSAL_RETRY = 1.0
 """Seconds between attempts to tell a peer that it was refused."""
 _ACCEPT_SECONDS = 0.1
 """How long ZMQ may take to accept a connection with a descriptor that was given up for it."""
+_CREDENTIALS = struct.calcsize("3i")
 _UNREAD_WAIT_MS = 10
 """How long a closed connection is checked for unread data; a frozen peer costs this once."""
 
@@ -111,12 +122,22 @@ class PeerConnection(PeerHandle):
     `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
     connection, so that the reason can be determined; it is None if the process had no descriptor
     left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
-    that the sender needs.
+    that the sender needs. `inbox` has its messages that are read and not handled.
     """
 
-    def __init__(self, listener: ControlListener, identity: bytes, duplicate: socket.socket | None):
+    def __init__(
+        self,
+        listener: ControlListener,
+        identity: bytes,
+        descriptor: int,
+        duplicate: socket.socket | None,
+    ):
         super().__init__(listener)
-        self.identity, self.duplicate = identity, duplicate
+        self.identity, self.descriptor, self.duplicate = identity, descriptor, duplicate
+        self.name = _address_of(duplicate)
+        self.inbox: deque[bytes] = deque()
+        self.inbox_nbytes = 0
+        self.round, self.turn = -1, 0  # of reads, the last; what is left of the turn in it
         self.sender = listener.find_sender(needs_address=False)
         self.pending: deque[FetchRange] = deque()
         self.in_flight = 0  # bytes handed to the sender that have not left yet
@@ -141,6 +162,20 @@ class PeerConnection(PeerHandle):
             return bool(self.duplicate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError:
             return False
+
+
+def _address_of(connection: socket.socket | None) -> str:
+    """Return the address of a connection's other end, or its process over a Unix socket."""
+    try:
+        if connection is None:
+            return "unknown"
+        if connection.family == socket.AF_UNIX:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
+            return f"pid {struct.unpack('3i', credentials)[0]}"
+        host, port = connection.getpeername()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    except OSError:  # it has ended
+        return "unknown"
 
 
 class ControlListener(Listener):
@@ -170,6 +205,8 @@ class ControlListener(Listener):
         self._refusals: dict[bytes, str] = {}
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
         self._refused: Counter[str] = Counter()
+        self._throttled = TurnCounts()
+        self._flooders: set[bytes] = set()  # disconnected, while messages of them may be here
         self._context: zmq.Context[Any] = zmq.Context()
         self._senders: list[RangeSender] = []
         try:
@@ -185,12 +222,10 @@ class ControlListener(Listener):
 
     def _bind(self, credentials: Credentials | None) -> None:
         on_refused = partial(self._count, "key")
-        callbacks = self._on_frames, self._on_event, self._on_idle
+        callbacks = self._is_known, self._on_parts, self._on_event, self._on_idle
         with random_routing_ids():
             self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
-            self._socket = MonitoredSocket(
-                self._context, zmq.ROUTER, self.loop, *callbacks, max_frame=MAX_MESSAGE
-            )
+            self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))
@@ -214,6 +249,7 @@ class ControlListener(Listener):
             "address": f"{self.address.protocol}://{self.bound_url[1]}",
             "readers": len(self._peers),
             "refused": dict(self._refused),
+            "throttled": self._throttled.stats(),
             **{one.transport: stats for one in self._senders if (stats := one.stats())},
         }
 
@@ -235,12 +271,17 @@ class ControlListener(Listener):
 
     def flush(self) -> None:
         """Send queued messages in this thread, unless another thread is using the socket."""
-        if self._outbox and self.lock.acquire(blocking=False):
-            try:
+        try:
+            if self._outbox and self.lock.acquire(blocking=False):
                 self._send_queued()
-            finally:
                 self.lock.release()
+                self.loop.call(self._socket.drain)
+        except BaseException:  # an interrupt: the loop goes on
+            with contextlib.suppress(RuntimeError):  # it was not acquired, or is released
+                self.lock.release()
+            self.loop.call(self._flush)
             self.loop.call(self._socket.drain)
+            raise
 
     def _flush(self) -> None:
         if self._outbox:
@@ -249,11 +290,19 @@ class ControlListener(Listener):
             self._socket.drain()
 
     def _send_queued(self) -> None:
-        """Send in the order of the calls of `send`, whichever threads made them."""
+        """Send in the order of the calls of `send`, whichever threads made them.
+
+        With the lock held. After an interrupt a message may be sent twice, as readers allow.
+        """
         while self._outbox:
-            peer, message = self._outbox.popleft()
-            if self._peers.get(peer.identity) is peer:
-                self.send_frames(peer, self._frames(peer, message))
+            peer, message = self._outbox[0]
+            try:
+                if self._peers.get(peer.identity) is peer:
+                    self.send_frames(peer, self._frames(peer, message))
+            except KVLinkError:  # its payload has ended; those behind it are sent
+                self._outbox.popleft()
+                raise
+            self._outbox.popleft()
 
     def _frames(self, peer: PeerConnection, message: Message) -> list[Buffer]:
         """Return a message as sent; beside an offer its small payload, or a stream's draft."""
@@ -286,21 +335,76 @@ class ControlListener(Listener):
 
     # Incoming messages, in the loop's thread
 
-    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
-        identity = frames[0].bytes
+    def _is_known(self, identity: bytes) -> bool:
+        return identity in self._peers or identity in self._flooders
+
+    def _on_parts(self, identity: bytes, parts: Sequence[Any]) -> None:
+        """Handle a message, or keep it if its peer has used up its turn in this round of reads."""
         peer = self._peers.get(identity)
-        try:
-            if len(frames) != 2:
-                raise WireError("a message has one part")
-            message = decode(frames[1].bytes)
-            if peer is None:
-                self._on_hello(identity, frames[1], message)
+        if peer is None:
+            if identity not in self._flooders:
+                self._on_stranger(identity, parts)
+        elif len(parts) != 1:
+            self._on_bad_message(peer)
+        else:
+            if peer.round != self._socket.rounds:
+                peer.round, peer.turn = self._socket.rounds, TURN
+            if peer.inbox or not peer.turn:
+                self._keep(peer, parts[0])
             else:
-                self._on_message(peer, message)
+                peer.turn -= 1
+                self._handle_data(peer, parts[0])
+        if self._outbox:  # also of a `put`, which left it to the thread that has the lock
+            self._send_queued()
+
+    def _on_stranger(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        try:
+            if len(frames) != 1:
+                raise WireError("a message has one part")
+            self._on_hello(identity, frames[0], decode(frames[0].bytes))
         except WireError:
-            self._count("bad message")
-            if peer is not None:
-                self.refuse(peer, "it sent what is no message of this protocol")
+            self._on_bad_message(None)
+
+    def _handle_data(self, peer: PeerConnection, data: bytes) -> None:
+        try:
+            self._on_message(peer, decode(data))
+        except WireError:
+            self._on_bad_message(peer)
+
+    def _on_bad_message(self, peer: PeerConnection | None) -> None:
+        self._count("bad message")
+        if peer is not None:
+            self.refuse(peer, "it sent what is no message of this protocol")
+
+    def _keep(self, peer: PeerConnection, data: bytes) -> None:
+        """Keep a message until a turn of its peer; a peer with too many is disconnected."""
+        if not peer.inbox:
+            self._throttle(peer)
+        peer.inbox.append(data)
+        peer.inbox_nbytes += len(data)
+        if len(peer.inbox) > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
+            self._count("flood")
+            self.refuse(peer, "it sent more than can be kept")
+            self._flooders.add(peer.identity)
+            self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
+
+    def _throttle(self, peer: PeerConnection) -> None:
+        self._throttled.add(peer.name)
+        self.loop.defer(partial(self._take_turn, peer))
+
+    def _take_turn(self, peer: PeerConnection) -> None:
+        """Handle messages that were kept."""
+        with self.lock:
+            for _ in range(min(TURN, len(peer.inbox))):
+                data = peer.inbox.popleft()
+                peer.inbox_nbytes -= len(data)
+                self._handle_data(peer, data)
+                if not peer.inbox:
+                    break  # also when it was refused
+            if peer.inbox:
+                self._throttle(peer)
+            self._send_queued()
+        self._socket.drain()
 
     def _on_message(self, peer: PeerConnection, message: Message) -> None:
         if isinstance(message, TransportAddress):
@@ -312,7 +416,7 @@ class ControlListener(Listener):
         elif isinstance(message, FetchRange):
             self._on_fetch(peer, peer.sender, message)
         else:
-            if isinstance(message, Release):
+            if isinstance(message, Release) and peer.pending:
                 left = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
                 peer.pending = deque(left)
             self.producer.handle(peer, message)
@@ -339,7 +443,8 @@ class ControlListener(Listener):
             return  # disconnected already
         if former is not None and former.identity == identity:
             return  # it was refused, and is to disconnect
-        peer = PeerConnection(self, identity, self._socket.duplicate(descriptor))
+        duplicate = self._socket.duplicate(descriptor)
+        peer = PeerConnection(self, identity, descriptor, duplicate)
         self._peers[identity] = peer
         try:
             self._socket.send([identity, encode(self.producer.hello)])
@@ -433,16 +538,22 @@ class ControlListener(Listener):
             os.close(spare)
 
     def _on_idle(self) -> None:
-        """Remove disconnected peers, now that their last messages have been read."""
+        """Remove disconnected peers, when their last messages have been read and handled."""
         with self.lock:
-            while self._disconnected:
-                self._remove(self._disconnected.pop())
+            self._flooders.clear()
+            ended, self._disconnected = self._disconnected, []
+            for peer in ended:
+                if peer.inbox:
+                    self._disconnected.append(peer)  # until its turns have come
+                else:
+                    self._remove(peer)
         self._flush()
 
     def _remove(self, peer: PeerConnection) -> None:
         if self._peers.get(peer.identity) is peer:
             del self._peers[peer.identity]
             peer.pending.clear()
+            peer.inbox.clear()
             self.producer.on_peer_lost(peer)
         if peer.sender is not None:
             peer.sender.on_peer_lost(peer)
@@ -478,7 +589,9 @@ class ControlListener(Listener):
 
     def _on_fetch(self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange) -> None:
         nbytes = fetch.stop - fetch.start
-        if nbytes <= 0 or nbytes + peer.pending_nbytes > sender.max_in_flight:
+        if nbytes <= 0 or len(peer.pending) >= MAX_PENDING:
+            raise WireError("a peer fetches bytes, and only so many ranges at once")
+        if nbytes + peer.pending_nbytes > sender.max_in_flight:
             raise WireError("a peer fetches no more than its window")
         peer.pending.append(fetch)
         self._send_pending(peer, sender)

@@ -28,7 +28,8 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 4000
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
 """How often a consumer tries to connect while no producer serves."""
-_MAX_BATCHES = 64
+_MAX_READS = 256
+"""Messages that are read before the loop comes to other work."""
 _CURVE_OVERHEAD = 256
 """Bytes by which encryption makes a frame longer, rounded up."""
 # Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 reports that event before it reads errno, and the
@@ -41,7 +42,7 @@ _OPENED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
 _UNCONNECTED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED | zmq.EVENT_ACCEPT_FAILED
 _POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
-_DONTWAIT = int(zmq.DONTWAIT)
+DONTWAIT = int(zmq.DONTWAIT)
 _sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
 
@@ -55,7 +56,8 @@ class MonitoredSocket:
     `on_message` is given the frames of each message, `on_event` each event of the monitor and its
     value (mostly a descriptor); `on_idle` is called whenever all were read. They run with `lock`
     held, which every thread that uses the socket must hold. A frame of more than `max_frame` bytes
-    ends the connection.
+    ends the connection. `rounds` counts how often the socket was read, and `throttled` how often
+    more was there than is read without a pause.
     """
 
     def __init__(
@@ -69,13 +71,23 @@ class MonitoredSocket:
         *,
         max_frame: int,
     ):
-        self.socket = socket = context.socket(kind)
-        _set_options(socket, max_frame)
-        self.fd = int(socket.FD)
-        self._monitor = socket.get_monitor_socket(_EVENTS)
+        with contextlib.ExitStack() as opened:  # after an error: the context would wait for them
+            self.socket = socket = context.socket(kind)
+            opened.callback(socket.close, 0)
+            _set_options(socket, max_frame)
+            self.fd = int(socket.FD)
+            monitored = f"inproc://monitor-{self.fd}"
+            socket.monitor(monitored, _EVENTS)
+            self._monitor = context.socket(zmq.PAIR)
+            opened.callback(self._monitor.close, 0)
+            self._monitor.connect(monitored)
+            opened.pop_all()
         self._loop = loop
         self._on_message, self._on_event, self._on_idle = on_message, on_event, on_idle
         self._draining = self._closed = False
+        self._is_cut = False  # a frame may be lost
+        self._has_turn = False  # the loop will go on reading
+        self.rounds = self.throttled = 0
         self._frames: list[zmq.Frame] = []  # of the next message, as far as it was received
         self.descriptors: set[int] = set()  # of the connections and of the listening socket
         self.lock = threading.RLock()
@@ -90,10 +102,23 @@ class MonitoredSocket:
     def send(self, frames: Sequence[Buffer], *, copy: bool = True) -> None:
         """Send one message without blocking; call `drain` before the loop sleeps.
 
-        The ZMQError is EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected.
+        The ZMQError is EAGAIN if too many messages wait, EHOSTUNREACH if the peer disconnected. An
+        exception of a signal handler may come after any frame. What was sent of a message for a
+        peer of a ROUTER is ended by an empty frame then, which no other message has.
         """
-        if not self._closed:
-            self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)
+        if self._closed:
+            return
+        if len(frames) == 1:
+            self.socket.send(frames[0], DONTWAIT, copy=copy)
+            return
+        try:
+            self.socket.send_multipart(frames, DONTWAIT, copy=copy)
+        except zmq.ZMQError:
+            raise
+        except BaseException:
+            with contextlib.suppress(zmq.ZMQError):  # nothing is said to a ROUTER: it is ignored
+                self.socket.send(b"", DONTWAIT)
+            raise
 
     def pause(self) -> bool:
         """Leave messages to the caller's thread until `resume`; False if the socket is closed.
@@ -111,7 +136,7 @@ class MonitoredSocket:
         with self.lock:
             if not self._closed:
                 self._loop.watch(self.fd, READ, self.drain)
-                has_more = bool(self._frames) or _is_readable(self.socket)
+                has_more = bool(self._frames) or self._is_cut or is_readable(self.socket)
         if has_more:
             self._loop.call(self.drain)
 
@@ -119,14 +144,20 @@ class MonitoredSocket:
         """Return the frames of the next message, which stays until `skip`; none if none is here.
 
         The lock is held. An interrupt at any line loses nothing: the call that receives a frame
-        adds it to those that are kept.
+        adds it to those that are kept. One that comes in that call may lose the frame: the loop
+        then hands on a message without frames, and the connection is to be ended.
         """
         frames = self._frames
-        if self._closed or not (frames or _is_readable(self.socket)):
+        if self._closed or self._is_cut or not (frames or is_readable(self.socket)):
             return []
-        with contextlib.suppress(zmq.Again):  # dropped with its connection
+        try:
             while not frames or frames[-1].more:  # a message is whole once its first part is there
-                frames.extend(map(self.socket.recv, (_DONTWAIT,), (False,)))
+                frames.extend(map(self.socket.recv, (DONTWAIT,), (False,)))
+        except zmq.Again:  # dropped with its connection
+            pass
+        except BaseException:
+            self._is_cut = True
+            raise
         return frames
 
     def skip(self) -> None:
@@ -134,28 +165,45 @@ class MonitoredSocket:
         self._frames = []
 
     def drain(self, events: int = 0) -> None:
-        """Read all messages and events; after 64 rounds let the loop continue with other work."""
+        """Read all messages and events; after 256 let the loop do its other work in between."""
         with self.lock:
-            if not self._draining:
+            if not self._draining and not self._has_turn:
                 self._drain()
+
+    def _take_turn(self) -> None:
+        self._has_turn = False
+        self.drain()
 
     def _drain(self) -> None:
         self._draining = True
+        self.rounds += 1
         try:
-            for _ in range(_MAX_BATCHES):
+            for _ in range(_MAX_READS):
                 if self._closed:
                     return
-                frames = self.peek()
-                if frames:
-                    self.skip()
-                    self._on_message(frames)
-                elif not self.read_events():  # else messages sent before the event may be there
+                if self._read_message():
+                    continue
+                if not self.read_events():  # else messages sent before the event may be there
                     self._on_idle()
-                    if self._closed or not _is_readable(self.socket):
+                    if self._closed or not is_readable(self.socket):
                         return
-            self._loop.call(self.drain)
+            self.throttled += 1
+            self._has_turn = True
+            self._loop.call(self._take_turn)  # in the next round
         finally:
             self._draining = False
+
+    def _read_message(self) -> bool:
+        """Handle the next message; return whether there was one."""
+        if self._is_cut:
+            self._is_cut, self._frames = False, []
+            self._on_message([])
+            return True
+        frames = self.peek()
+        if frames:
+            self.skip()
+            self._on_message(frames)
+        return bool(frames)
 
     def read_events(self) -> bool:
         """Handle the monitor's pending events; return whether there were any."""
@@ -198,8 +246,13 @@ class MonitoredSocket:
         None if it is closed, or no descriptor is left.
         """
         try:
-            duplicate = socket.socket(fileno=os.dup(descriptor))
+            number = os.dup(descriptor)
         except OSError:
+            return None
+        try:
+            duplicate = socket.socket(fileno=number)
+        except OSError:
+            os.close(number)
             return None
         self.descriptors.add(duplicate.fileno())
         return duplicate
@@ -227,16 +280,16 @@ class MonitoredSocket:
             self._on_message, self._on_event, self._on_idle = _ignore, _ignore, _ignore
 
 
-def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Ten times cheaper than the exception of a receive that finds nothing."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
-    if not _is_readable(socket):
+    if not is_readable(socket):
         return None
     try:
-        frames = [socket.recv(_DONTWAIT, copy=False)]
+        frames = [socket.recv(DONTWAIT, copy=False)]
     except zmq.Again:
         return None  # dropped with its connection
     while frames[-1].more:  # a message is whole once its first part is there

@@ -6,11 +6,10 @@ import copy
 import os
 import threading
 import time
-import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -33,12 +32,16 @@ from omni_kvlink.errors import (
     ClosedError,
     KVLinkError,
     PeerLostError,
+    SchemaError,
     TransferFailed,
     TransferTimeout,
     WireError,
+    format_seconds,
 )
+from omni_kvlink.memory.ownership import Finalizer
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.manifest import KnownHeader, header_bytes, read_header
+from omni_kvlink.settings import Seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
+_TIMEOUT = Seconds(endless=True)
+_NUMBERS = (float, int)
 
 
 _making = threading.RLock()  # a finalizer, or a signal handler, may come while it is held
@@ -102,12 +107,16 @@ class LazyEvent:
         """Block until it is set, for `timeout` seconds at most; return whether it is."""
         if self._is_set:
             return True
-        lock = threading.Lock()
+        deadline, lock = time.monotonic() + timeout, threading.Lock()
         lock.acquire()
         waiting = list_of(self, "_waiting")
-        waiting.append(lock)
-        if not self._is_set:  # `set` may have come before the lock was there to be released
-            lock.acquire(timeout=timeout)
+        is_released = True
+        # A `set` from before the last `clear` may release the lock as late as now.
+        while is_released and not self._is_set:
+            waiting.append(lock)
+            if self._is_set:  # it may have come before the lock was there to be released
+                break
+            is_released = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
         with suppress(ValueError):
             waiting.remove(lock)
         return self._is_set
@@ -148,7 +157,10 @@ class Answer(LazyEvent, Generic[T]):
         return self._result
 
     def add_done_callback(self, callback: Callable[[Answer[T]], None]) -> None:
-        """Call this once with this object when it is set, at once or later, in any thread."""
+        """Call this with this object when it is set, at once or later, in any thread.
+
+        Once; or twice if another thread calls meanwhile, or after an interrupt.
+        """
         list_of(self, "_callbacks").append(callback)
         if self._is_set:
             self._call_back()
@@ -167,18 +179,18 @@ class Answer(LazyEvent, Generic[T]):
 
     def _call_back(self) -> None:
         while self._callbacks:
-            try:
-                callback = self._callbacks.pop(0)
-            except IndexError:  # all were called, perhaps by another thread
-                return
-            callback(self)
+            with suppress(IndexError, ValueError):  # another thread was faster
+                callback = self._callbacks[0]
+                callback(self)
+                self._callbacks.remove(callback)  # last: an interrupt loses none
 
 
 def _end(future: Future[T], answer: Answer[T]) -> None:
-    if answer.error is not None:
-        future.set_exception(answer.error)
-    else:
-        future.set_result(answer.result())
+    with suppress(InvalidStateError):
+        if answer.error is not None:
+            future.set_exception(answer.error)
+        else:
+            future.set_result(answer.result())
 
 
 class StreamEnded(TransferFailed):
@@ -231,53 +243,48 @@ class GetLease:
         return self._get_table.coalesce(act)
 
 
+def is_fault_of_payload(error: BaseException) -> bool:
+    """Whether the bytes of a payload that was being opened are the reason of `error`."""
+    return isinstance(error, (WireError, SchemaError))
+
+
 _UNREAD: tuple[Outcome, str] = ("unread", "")
 _READ: tuple[Outcome, str] = ("read", "")
 
 
-class LeasedSpan(weakref.ref[Any]):
+class LeasedSpan(Finalizer):
     """Ends a lease, once, when the last view of a payload is freed, or before.
 
-    What a `weakref.finalize` does, in one object instead of five. At exit it does nothing: the end
-    of the connection releases the payload.
+    At exit it does nothing: the end of the connection releases the payload.
     """
 
     __slots__ = ("lease", "outcome")
 
     lease: DeliveryLease
     outcome: tuple[Outcome, str]
-    _alive: ClassVar[dict[int, LeasedSpan]] = {}  # here, a module's names are gone at exit
 
     @classmethod
-    def begin(cls, region: Region, lease: DeliveryLease) -> LeasedSpan:
+    def of(cls, region: Region, lease: DeliveryLease) -> LeasedSpan:
         """Return a new one, unread, which lives as long as the lease."""
-        span = cls(region.span, cls.end_lease)
+        span = cls(region.span, cls.run)
         span.lease, span.outcome = lease, _UNREAD
-        cls._alive[id(span)] = span
+        span.begin(region.span)
         return span
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the lease has not ended."""
-        return id(self) in self._alive
-
-    def end_lease(self) -> None:
-        """End the lease now; a second call does nothing."""
-        if self.detach():
-            self.lease.release(*self.outcome)
-
-    def detach(self) -> bool:
-        """Leave the lease to the caller; False if it has ended."""
-        return self._alive.pop(id(self), None) is not None
+    def end(self) -> None:
+        """End the lease."""
+        self.lease.release(*self.outcome)
 
 
 class Delivery:
     """A payload that arrived. Its lease ends when the last view of its region is freed.
 
-    The outcome is "unread" if it is dropped before anybody took the region.
+    The outcome is "unread", also if it is only dropped, until its reader says that it was read, by
+    `release` or `mark_read`. Of `release`, `release_unread` and `reject`, the first call decides.
 
     Attributes:
         key: of the payload.
+        region: its bytes; None once it was released.
         draft: of a payload that is still being written: its header without digests.
         progress: of a payload that is still being written; None if it is complete.
         manifest: its header, if the connector has decoded it.
@@ -304,9 +311,12 @@ class Delivery:
         self._head = head
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
-        self._region: Region | None = region
+        self.region: Region | None = region
         self._pid = os.getpid()
-        self._span = LeasedSpan.begin(region, lease)
+        self._span = LeasedSpan.of(region, lease)
+
+    def __repr__(self) -> str:
+        return f"<Delivery of {self.key!r}{', released' if self.region is None else ''}>"
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
@@ -314,11 +324,14 @@ class Delivery:
             check_process(self._pid, f"payload {self.key!r}")
 
     @property
-    def region(self) -> Region | None:
-        """The payload's bytes, which count as read from now on; None once it was released."""
-        if self._region is not None and self._span.outcome is _UNREAD:
+    def is_read(self) -> bool:
+        """Whether the payload counts as read when its lease ends, or has ended."""
+        return self._span.outcome is _READ
+
+    def mark_read(self) -> None:
+        """Count it as read from now on, if it is dropped: its reader has taken it to its end."""
+        if self.region is not None and self._span.outcome is _UNREAD:
             self._span.outcome = _READ
-        return self._region
 
     def open_region(self) -> Region:
         """Return `region`; ClosedError if it was released, or belongs to a parent process."""
@@ -357,13 +370,13 @@ class Delivery:
             TransferFailed(f"payload {self.key!r} was rejected here: {reason}", key=self.key)
         )
         if at_once:
-            self._span.end_lease()
+            self._span.run()
         elif is_first and self._span.is_alive and os.getpid() == self._pid:
             self._span.lease.reject(shorten(reason))
 
     def release(self) -> None:
         """Drop the region, as read; the lease ends when the last view of it is freed, too."""
-        if self._region is None:
+        if self.region is None:
             return
         if self._span.outcome is _UNREAD:
             self._span.outcome = _READ
@@ -371,9 +384,23 @@ class Delivery:
 
     def release_unread(self) -> None:
         """Do what `release` does, and let another reader have the payload, unless it is bad."""
+        if self.region is None:
+            return
         if self._span.outcome is _READ:
             self._span.outcome = _UNREAD
         self._give_back()
+
+    def end_after(self, error: BaseException) -> None:
+        """End the lease now: nobody has a view that will be used, because `error` was raised.
+
+        The payload is rejected if `is_fault_of_payload(error)`. After any other error, such as that
+        of a signal handler or of missing memory, another reader may have it.
+        """
+        if is_fault_of_payload(error):
+            self.reject(str(error) or repr(error), at_once=True)
+        else:
+            self.release_unread()
+            self._span.run()  # the error's traceback may keep a view
 
     def coalesce(self, act: Callable[[], T]) -> T:
         """Call `act`; what it releases and requests is sent in one message, if possible."""
@@ -387,10 +414,10 @@ class Delivery:
             self.coalesce(partial(self._drop_region, error))
 
     def _drop(self) -> None:
-        self._region = None
+        self.region = None
 
     def _drop_region(self, error: KVLinkError) -> None:
-        self._region = None
+        self.region = None
         if self.progress is not None and os.getpid() == self._pid:  # it takes a lock
             self.progress.fail(error)
 
@@ -405,12 +432,37 @@ class ChunkOf(NamedTuple):
     number: int
 
 
+class OwnedGet(Finalizer):
+    """The request of a get, or the lease of its offer; `drop` ends it if the get is dropped."""
+
+    __slots__ = ("_drop", "get_id", "is_answered", "offer")
+
+    get_id: int
+    is_answered: bool
+    """Whether its answer has come, so that nothing else ends it."""
+    offer: Offer | None
+    _drop: Callable[[OwnedGet], None]
+
+    @classmethod
+    def of(cls, get_state: GetState, drop: Callable[[OwnedGet], None]) -> OwnedGet:
+        """Return that of a get; `drop` takes no lock, and may be called twice."""
+        owned = cls(get_state, cls.run)
+        owned.get_id, owned.is_answered, owned.offer = get_state.get_id, False, None
+        owned._drop = drop
+        owned.begin(get_state)
+        return owned
+
+    def end(self) -> None:
+        """Cancel the request, or release the payload unread."""
+        self._drop(self)
+
+
 class GetState:
     """One get: its `answer` is the producer's Offer, or the error to raise.
 
     It owns the request, and the lease of the offer, until `settle`. If it is dropped before, as by
-    an exception of a signal handler, its finalizer cancels the request or releases the payload
-    unread, by `drop`, which takes no lock. So the table does not keep it.
+    an exception of a signal handler, its `owned` cancels the request or releases the payload
+    unread. So the table does not keep it.
 
     Of a connector that brings the bytes here first, `ready` ends when they are here, and `inbound`
     is their transfer. `phase`, how far the payload was when it was last heard of, is for errors.
@@ -421,30 +473,33 @@ class GetState:
         get_id: int,
         key: str,
         ready: Future[None] | None,
-        drop: Callable[[GetState], None],
+        drop: Callable[[OwnedGet], None],
         *,
         streamed: bool,
         verify: bool,
     ):
-        self.offer: Offer | None = None
-        self.is_dropped = False  # a weak reference is alive while the finalizer runs
         self.ready = ready
         self.get_id, self.key, self.streamed, self.verify = get_id, key, streamed, verify
         self.inbound: object = None
-        self.phase = "never announced by the producer"
+        self.phase = "not announced by the producer since it was requested"
         self.started = time.monotonic()
         self.progress: Progress | None = None
         self.answer: Answer[Offer] = Answer()  # only the table sets it
-        self._drop: Callable[[GetState], None] | None = drop  # last: from here on it owns
+        self.owned = OwnedGet.of(self, drop)  # last: from here on it owns
+
+    @property
+    def offer(self) -> Offer | None:
+        """The producer's answer, once it has come."""
+        return self.owned.offer
 
     @property
     def is_settled(self) -> bool:
         """Whether it owns nothing any more."""
-        return self._drop is None
+        return not self.owned.is_alive
 
     def settle(self) -> None:
         """Give up the ownership: the get was cancelled, has failed, or its lease has an owner."""
-        self._drop = None
+        self.owned.detach()
 
     def fail(self, error: KVLinkError) -> None:
         """End the get with an error instead of an offer."""
@@ -453,16 +508,11 @@ class GetState:
         if self.ready is not None:
             self.ready.set_exception(error)
 
-    def __del__(self) -> None:
-        drop = getattr(self, "_drop", None)
-        if drop is not None:
-            drop(self)
-
     def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
         waited = time.monotonic() - self.started
         return TransferTimeout(
-            f"no payload {self.key!r} after {waited:.3f} s: {self.phase}",
+            f"no payload {self.key!r} after {format_seconds(waited)}: {self.phase}",
             key=self.key,
             waited=waited,
             phase=self.phase,
@@ -488,8 +538,9 @@ class GetTable:
         self._send, self._post, self._send_all = send, post, send_all
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        # Who removes a get from here ends it: its answer, `cancel`, or its finalizer.
-        self._waiting: dict[int, weakref.ref[GetState]] = {}
+        # Who removes a get from here, or marks it as answered, ends it: its answer, `cancel`, or
+        # its finalizer. An answer removes it last, so that after an interrupt it can come again.
+        self._waiting: dict[int, OwnedGet] = {}
         self._streams: dict[int, tuple[str, Progress]] = {}
         self._leased: set[int] = set()
         self._last_id = 0
@@ -549,8 +600,10 @@ class GetTable:
         if os.getpid() != self._pid:
             return True  # it is its parent's
         with self._lock:
-            if self._waiting.pop(get_state.get_id, None) is None:
+            owned = self._waiting.get(get_state.get_id)
+            if owned is None or owned.is_answered:
                 return False
+            del self._waiting[get_state.get_id]
         self._send(Cancel(get_state.get_id))
         get_state.settle()
         return True
@@ -604,28 +657,28 @@ class GetTable:
         must not send the message.
         """
         if isinstance(message, Offer):
-            get_state = self._take(message.get_id)
-            if message.get_id in self._leased:
+            get_state = self._find_answered(message.get_id)
+            if get_state is None and message.get_id in self._leased:
                 return  # a repeated message: the lease is in use
             if get_state is None:
                 self.release(message.get_id, message.epoch, "unread")
             else:
-                get_state.offer = message  # first: a get that is dropped from here on releases it
+                get_state.owned.offer = message  # first: a get that is dropped now releases it
                 if message.draft:
-                    get_state.progress = Progress()
+                    get_state.progress = get_state.progress or Progress()
                     self._streams[message.get_id] = get_state.key, get_state.progress
                 self._leased.add(message.get_id)
                 get_state.answer.set_result(message)
-                if get_state.is_dropped:  # its finalizer ran meanwhile, and saw no offer
-                    self.release(message.get_id, message.epoch, "unread")
+            self._waiting.pop(message.get_id, None)
         elif isinstance(message, Status):
             waiting = self.find(message.get_id)
             if waiting is not None:
                 waiting.phase = message.phase
         elif isinstance(message, Failed):
-            get_state = self._take(message.get_id)
+            get_state = self._find_answered(message.get_id)
             if get_state is not None:
                 get_state.fail(get_error(get_state.key, message))
+                self._waiting.pop(message.get_id, None)
             elif (stream := self._streams.pop(message.get_id, None)) is not None:
                 key, progress = stream
                 progress.fail(get_error(key, message))
@@ -644,7 +697,7 @@ class GetTable:
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail every waiting get of one key, and every stream of it."""
         with self._lock:
-            waiting = [get_state for get_state in self._alive() if get_state.key == key]
+            waiting = [get_state for get_state in self._unanswered() if get_state.key == key]
             for get_state in waiting:
                 self._waiting.pop(get_state.get_id, None)
         for get_state in waiting:
@@ -657,7 +710,7 @@ class GetTable:
             if self._error is None:
                 # Without its traceback, whose frames hold the session and its last payload.
                 self._error = type(error)(str(error))
-            waiting = self._alive()
+            waiting = self._alive()  # also one whose answer was interrupted: it comes no more
             self._waiting.clear()
         for get_state in waiting:
             get_state.fail(type(error)(f"{error}; {get_state.key!r} was awaited"))
@@ -678,7 +731,7 @@ class GetTable:
         get_state = GetState(
             self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
         )
-        self._waiting[self._last_id] = weakref.ref(get_state)
+        self._waiting[self._last_id] = get_state.owned
         return get_state
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:
@@ -688,24 +741,32 @@ class GetTable:
                 self._streams.pop(get_id, None)
                 stream[1].fail(error)
 
-    def _on_dropped(self, get_state: GetState) -> None:
-        """For finalizers: takes no lock."""
+    def _on_dropped(self, owned: OwnedGet) -> None:
+        """For finalizers: takes no lock. An interrupt may call it again."""
         if os.getpid() != self._pid:
             return
-        if self._waiting.pop(get_state.get_id, None) is not None:
-            self._post(Cancel(get_state.get_id))
-            return
-        get_state.is_dropped = True
-        if get_state.offer is not None:
-            self.release(get_state.get_id, get_state.offer.epoch, "unread")
+        if owned.get_id in self._waiting and not owned.is_answered:
+            self._post(Cancel(owned.get_id))
+            self._waiting.pop(owned.get_id, None)
+        elif owned.offer is not None:
+            self.release(owned.get_id, owned.offer.epoch, "unread")
+
+    def _unanswered(self) -> list[GetState]:
+        return [state for state in self._alive() if not state.owned.is_answered]
 
     def _alive(self) -> list[GetState]:
         return [state for ref in list(self._waiting.values()) if (state := ref()) is not None]
 
-    def _take(self, get_id: int) -> GetState | None:
+    def _find_answered(self, get_id: int) -> GetState | None:
+        """Mark a waiting get as answered, and return it; None if there is none, or it is gone."""
         with self._lock:
-            ref = self._waiting.pop(get_id, None)
-            return None if ref is None else ref()
+            owned = self._waiting.get(get_id)
+            if owned is None:
+                return None
+            owned.is_answered, get_state = True, owned()
+            if get_state is None:
+                del self._waiting[get_id]
+            return get_state
 
 
 def _ignore(message: object) -> None:
@@ -715,11 +776,12 @@ def _ignore(message: object) -> None:
 def check_timeout(seconds: float, name: str = "timeout") -> float:
     """Return a timeout that every clock accepts; infinity means no limit.
 
-    Raises ValueError for a negative number, and for NaN, which no comparison would ever end.
+    SchemaError for a negative number, for NaN, and for what is no number.
     """
-    if not seconds >= 0:
-        raise ValueError(f"{name}={seconds}: seconds from 0 on; float('inf') for no limit")
-    return seconds if seconds < MAX_TIMEOUT else MAX_TIMEOUT
+    if type(seconds) in _NUMBERS and 0 <= seconds < MAX_TIMEOUT:  # a call costs more than the test
+        return seconds
+    limit: float = _TIMEOUT.read(seconds, name)
+    return min(MAX_TIMEOUT, limit)
 
 
 def result_of(future: Future[T], timeout: float | None = None) -> T:

@@ -18,12 +18,15 @@ MAX_AHEAD = 1024
 
 
 class Cursor:
-    """How far one reader has come: it has released each chunk below `position`."""
+    """How far one reader has come: it has released each chunk below `position`.
 
-    __slots__ = ("_released", "position")
+    With `is_strict`, its reader may begin with no later chunk.
+    """
 
-    def __init__(self, position: int = 0):
-        self.position = position
+    __slots__ = ("_released", "is_strict", "position")
+
+    def __init__(self, position: int = 0, *, is_strict: bool = False):
+        self.position, self.is_strict = position, is_strict
         self._released = set[int]()
 
     def release(self, number: int) -> None:
@@ -42,6 +45,10 @@ class Cursor:
     def has_released(self, number: int) -> bool:
         """Whether the reader has released this chunk."""
         return number < self.position or number in self._released
+
+    def may_request(self, number: int) -> bool:
+        """Whether the reader may have this chunk."""
+        return not self.has_released(number) and (number <= self.position or not self.is_strict)
 
 
 class GrowingStream(Generic[T]):
@@ -63,6 +70,8 @@ class GrowingStream(Generic[T]):
         self._reading: dict[Claim, tuple[Cursor, int]] = {}
         self._unclaimed = readers
         self._returned: list[Cursor] = []
+        self._refused_starts: dict[Any, int] = {}
+        """Peers whose reader was refused, and the chunk with which it was told to begin."""
 
     @property
     def stop(self) -> int:
@@ -79,14 +88,25 @@ class GrowingStream(Generic[T]):
         return f"{len(self.readers)} reading, {len(self._returned)} lost, {self._unclaimed} missing"
 
     def add_reader(self, claim: Claim, start: int) -> None:
-        """Give a reader that wants the chunks from `start` on a cursor, a lost reader's first."""
-        if self._returned:
-            cursor = self._returned.pop(0)
+        """Give a reader that wants the chunks from `start` on a cursor: a lost reader's, or a new.
+
+        The one that is nearest before `start`, since the chunks in between are given up; if all are
+        beyond it, the first one, which `refusal` names to the reader. A `start` that the peer has
+        from there, and not from what it has read, gives up no chunk: if another reader has taken
+        that cursor meanwhile, the peer is told where this one begins. A second call does nothing.
+        """
+        if claim in self.readers:
+            return
+        cursors = [*self._returned, *([Cursor()] if self._unclaimed else ())]
+        cursor = min(cursors, key=lambda one: (one.position > start, abs(one.position - start)))
+        returned = [one for one in self._returned if one is not cursor]
+        unclaimed = self._unclaimed - (len(returned) == len(self._returned))
+        if self._refused_starts.get(claim[0]) == start and cursor.position < start:
+            cursor = Cursor(cursor.position, is_strict=True)
         else:
-            self._unclaimed -= 1
-            cursor = Cursor()
-        cursor.skip_to(start)
-        self.readers[claim] = cursor
+            cursor.skip_to(start)
+        # In one line: an interrupt comes before it or after it.
+        self.readers[claim], self._returned, self._unclaimed = cursor, returned, unclaimed
 
     def remove_reader(self, claim: Claim, *, is_lost: bool) -> list[Claim]:
         """Remove a reader, and return its gets that waited; another continues for a lost one."""
@@ -102,16 +122,14 @@ class GrowingStream(Generic[T]):
     def refusal(self, reader: Claim, number: int) -> str:
         """Why a reader cannot have a chunk; "" if it can, now or once it is written."""
         cursor = self.readers[reader]
-        if cursor.has_released(number):
+        if not cursor.may_request(number):
+            self._refused_starts[reader[0]] = cursor.position
+            what = "was released before" if cursor.has_released(number) else "is not the next"
             begun = f"its reader begins at chunk {cursor.position}"
-            return f"chunk {number} was released before: {begun} (start={cursor.position})"
+            return f"chunk {number} {what}: {begun} (start={cursor.position})"
         if number >= cursor.position + MAX_AHEAD:
             return f"chunk {number} is more than {MAX_AHEAD} chunks ahead of its reader"
         return ""
-
-    def is_reading(self, get: Claim) -> bool:
-        """Whether this get holds a chunk."""
-        return get in self._reading
 
     def find(self, number: int) -> T | None:
         """Return a chunk that is kept; None if it is not written yet."""

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout, list_of
 from omni_kvlink.connectors.protocol.process_check import check_process
-from omni_kvlink.errors import TransferFailed, TransferTimeout
+from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
     from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
     from omni_kvlink.connectors.protocol.messages import Location
+    from omni_kvlink.memory.arena import Block
 
 Peer = Hashable
 Claim = tuple[Peer, int]
@@ -72,15 +73,14 @@ class Transfer:
     def __init__(
         self,
         key: str,
-        epoch: int,
+        epoch: int = 0,
         *,
-        block: object = None,
         inline: bytes = b"",
         stream: Transfer | None = None,
     ):
-        self.key, self.epoch = key, epoch
+        self.key, self.epoch = key, epoch  # the table numbers it when it begins
         self.done = LazyEvent()  # set in a final state
-        self.block = block  # of the owner's memory, until that is freed
+        self.block: Block | None = None  # of the owner's memory, until that is freed
         self.inline = inline  # a small payload itself, which has no block
         self.stream = stream  # of a chunk: its stream's transfer
 
@@ -226,7 +226,7 @@ class Receipt:
         transfer = self._transfer
         if not transfer.done.is_set():
             raise TransferTimeout(
-                f"payload {self.key!r} is still {self.state} after {waited:g} s: "
+                f"payload {self.key!r} is still {self.state} after {format_seconds(waited)}: "
                 f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
                 key=self.key,
                 waited=waited,

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 
 MAX_TOMBSTONES = 4096
-"""Failed or expired keys that are remembered, so that a later get learns the reason."""
+"""Failed or expired keys that are remembered, and released ones: a later get learns the reason; and
+as many that a reader aborted before there was a payload: of those a reader can send any number."""
 TOMBSTONE_SECONDS = 300.0
 MAX_WAITING = 1 << 16
-"""Keys that may be waited for, and gets that may wait for one key."""
+"""Gets that may wait; then a peer with less than an equal share of them may still add some."""
 
 MAX_KEY_CHARS = 8_388_608
 """Characters of all keys together that one peer's gets may wait for."""
@@ -66,7 +67,11 @@ _PHASES = {
     RESERVED: "announced, the producer is still writing it",
     STREAMING: "announced, the producer is still writing it",
     COMMITTED: "announced, not fetched",
-    LEASED: "announced, but every declared reader has it already",
+    LEASED: "announced, but every declared reader has it already: raise readers= of its put",
+    RELEASED: (
+        "it was delivered to every declared reader and released: "
+        "raise readers= of its put, or put it again"
+    ),
 }
 
 
@@ -89,108 +94,76 @@ class TransferTable:
         self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
         self._chunk_gets: dict[Peer, dict[int, GrowingStream[Transfer]]] = {}  # those of chunks
         self._key_chars: dict[Peer, int] = {}
-        self._leases: dict[Peer, dict[tuple[int, int], Transfer]] = {}  # by get and epoch
+        self._leases: dict[Peer, dict[int, Transfer]] = {}  # by get
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
+        self._released: OrderedDict[str, None] = OrderedDict()  # keys, the oldest first
+        self._aborted: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()  # by readers
         self.counters = dict.fromkeys(
             ("committed", "released", "failed", "expired", "redelivered", "stale", "refused"), 0
         )
 
     # Calls of the producer itself
 
-    def reserve(self, key: str) -> Transfer:
-        """Start a transfer, not written yet; DuplicateKeyError if a live payload has this key."""
-        transfer = Transfer(key, self._epoch + 1)
-        self._add(transfer)
-        self._announce_reserved(key)
-        return transfer
+    # A caller has a transfer before it begins, and ends it by `abort` after any exception.
 
-    def reserve_all(self, keys: Sequence[str], into: list[Transfer]) -> None:
-        """Start several transfers and add each to `into`.
+    def reserve(self, transfer: Transfer) -> None:
+        """Start a transfer, not written yet; DuplicateKeyError if a live payload has its key."""
+        self.reserve_all([transfer])
 
-        After a DuplicateKeyError, or an interrupt, the caller ends those that are there.
-        """
-        for key in keys:
-            self._check_free(key)
-        for key in keys:
-            transfer = Transfer(key, self._epoch + 1)
-            into.append(transfer)  # first: no interrupt leaves one that nobody ends
+    def reserve_all(self, transfers: Sequence[Transfer]) -> None:
+        """Start several transfers; DuplicateKeyError if a live payload has the key of one."""
+        for transfer in transfers:
+            self._check_free(transfer.key)
+        for transfer in transfers:
             self._add(transfer)
-            self._announce_reserved(key)
+            self._notify(transfer.key, RESERVED)
 
-    def _announce_reserved(self, key: str) -> None:
-        """Tell the gets that wait for a key that it is being written."""
+    def _notify(self, key: str, state: TransferState) -> None:
+        """Tell the gets that wait for a key how far its payload is."""
         for peer, get_id in self._waiting.get(key, ()):
-            self._send(peer, Status(get_id, _PHASES[RESERVED]))
+            self._send(peer, Status(get_id, _PHASES[state]))
 
     def reserve_chunk(self, stream: Transfer) -> Transfer:
-        """Start the next chunk of a stream that grows, not written yet."""
-        self._epoch += 1
-        return Transfer(stream.key, self._epoch, stream=stream)
+        """Return the next chunk of a stream that grows, not written yet."""
+        return Transfer(stream.key, self._next_epoch(), stream=stream)
 
-    def put(
-        self,
-        key: str,
-        inline: bytes,
-        block: object,
-        readers: int,
-        expires: float,
-        stream: Transfer | None = None,
-    ) -> Transfer:
-        """Reserve and commit a small payload, or chunk of a stream, that travels in its offers."""
-        transfer = Transfer(key, self._epoch + 1, block=block, inline=inline, stream=stream)
-        if stream is None:
+    def put(self, transfer: Transfer, readers: int, expires: float) -> None:
+        """Start and commit a small payload, or chunk of a stream, that travels in its offers."""
+        if transfer.stream is None:
             self._add(transfer)
         else:
-            self._epoch += 1
-        self.commit(transfer, Location(0, 0, len(inline)), readers, expires)
-        return transfer
+            transfer.epoch = self._next_epoch()
+        self.commit(transfer, Location(0, 0, len(transfer.inline)), readers, expires)
 
-    def put_all(
-        self,
-        payloads: Sequence[tuple[str, bytes]],
-        blocks: Sequence[object],
-        readers: int,
-        expires: float,
-    ) -> list[Transfer]:
-        """Put several small payloads, each with its block: all, or on an error none."""
-        for key, _ in payloads:
-            self._check_free(key)
-        return [
-            self.put(key, inline, block, readers, expires)
-            for (key, inline), block in zip(payloads, blocks, strict=True)
-        ]
-
-    def withdraw(self, key: str, block: object, stream: Transfer | None = None) -> bool:
-        """After an interrupted `put`: undo it unless it committed; whether it is live."""
-        live = self._live.get(key)
-        chunks = stream.growing.chunks if stream is not None and stream.growing else ()
-        found = chunks if stream is not None else [] if live is None else [live]
-        transfer = next((each for each in found if each.block is block), None)
-        if transfer is None:
-            return False
-        self.abort(transfer)
-        return transfer.is_committed
+    def put_all(self, transfers: Sequence[Transfer], readers: int, expires: float) -> None:
+        """Put several small payloads: all, or on an error none."""
+        for transfer in transfers:
+            self._check_free(transfer.key)
+        for transfer in transfers:
+            self.put(transfer, readers, expires)
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
-        """End a transfer that is not written to any more; after `commit` this changes nothing.
+        """End a transfer that is not written to any more, also one that did not begin.
+
+        After `commit` this changes nothing.
 
         Readers of a stream are told. No other transfer of the same key is touched: this one may
         have ended long before, and the key may have been put again. A `reason` fails the gets that
         wait for the key, and those of the next `TOMBSTONE_SECONDS` from `now` on; without one they
         go on waiting for another payload.
         """
-        if not transfer.has_writer:
-            return
+        has_ended = transfer.state.is_final and transfer.block is None
+        if not transfer.has_writer and (transfer.is_committed or has_ended):
+            return  # else an interrupt ended an earlier call
         if reason and not transfer.state.is_final:
             self.fail(transfer.key, reason, "failed", now)
         transfer.has_writer = False
         if transfer.state is STREAMING:
             self._end(transfer, FAILED, "its producer gave it up", "failed")
             return
-        is_live = self._live.get(transfer.key) is transfer
-        if is_live:
+        if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-        if is_live or _is_lost(transfer):
+        if _is_lost(transfer):
             transfer.finish(FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
@@ -240,19 +213,25 @@ class TransferTable:
             return
         if transfer.state is RESERVED:
             transfer.location, transfer.unclaimed = location, readers
-        transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
-        if transfer.direct is not None:
-            transfer.direct.release_tensors()
-        transfer.state = LEASED if transfer.leases else COMMITTED
         try:
+            # In one line: an interrupt comes before it or after it.
+            transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
+            self.counters["committed"] += 1
+            if transfer.direct is not None:
+                transfer.direct.release_tensors()
+            transfer.state = LEASED if transfer.leases else COMMITTED
             for peer, get_id in transfer.leases:
                 self._send(peer, Committed(get_id))
             if transfer.growing is not None:
                 self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
             self._offer(transfer)
-        finally:  # last, because a reader may sleep until it has the offer
-            self._schedule(transfer)
-            self.counters["committed"] += 1
+            self._schedule(transfer)  # last, because a reader may sleep until it has the offer
+        except BaseException:  # an interrupt, at any line
+            if transfer.is_committed and not transfer.state.is_final:
+                self._schedule(transfer)
+                transfer.state = LEASED if transfer.leases else COMMITTED
+                self._offer(transfer)  # again: a reader may be sent its offer twice
+            raise
         if not transfer.unclaimed and not transfer.leases:
             self._end(transfer, RELEASED, "", "closed")
 
@@ -279,7 +258,7 @@ class TransferTable:
         transfer = self._live.get(key)
         if transfer is not None:
             self._end(transfer, FAILED, reason, ending)
-        self._add_tombstone(key, reason, ending, now)
+        self._add_tombstone(self._tombstones, key, reason, ending, now)
 
     def close(self, reason: str) -> None:
         """Fail every transfer and every waiting get."""
@@ -298,8 +277,9 @@ class TransferTable:
         At most `MAX_EXPIRED` transfers a call: `now` is returned if more may be due, so that other
         threads get the owner's lock in between.
         """
-        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
-            self._tombstones.popitem(last=False)
+        for tombstones in (self._tombstones, self._aborted):
+            while tombstones and next(iter(tombstones.values()))[0] <= now:
+                tombstones.popitem(last=False)
         for _ in range(MAX_EXPIRED):
             if not self._expiring:
                 return float("inf")
@@ -311,7 +291,7 @@ class TransferTable:
             if transfer.is_offerable:
                 reason = f"its time to live passed with {transfer.unclaimed} readers missing"
                 self._end(transfer, EXPIRED, reason, "expired")
-                self._add_tombstone(transfer.key, reason, "expired", now)
+                self._add_tombstone(self._tombstones, transfer.key, reason, "expired", now)
         return now
 
     def has_waiting_reader(self, key: str) -> bool:
@@ -344,18 +324,20 @@ class TransferTable:
         if get.stream not in (0, get_id):
             self._on_chunk_get(transfer, peer, get)
             return
-        if transfer is None and key in self._tombstones:
-            _, reason, ending = self._tombstones[key]
+        tombstone = self._tombstones.get(key) or self._aborted.get(key)
+        if transfer is None and tombstone is not None:
+            _, reason, ending = tombstone
             self._send(peer, Failed(get_id, reason, ending))
             return
         claims = self._waiting.get(key, OrderedDict())
-        reason = ""
-        if len(self._waiting) >= MAX_WAITING or len(claims) >= MAX_WAITING:
-            reason = f"more than {MAX_WAITING} readers wait already"
+        reason, own = "", len(self._gets.get(peer, ()))
+        share = MAX_WAITING // (len(self._gets) + 1)
+        if own >= share and sum(map(len, self._gets.values())) >= MAX_WAITING:
+            reason = f"more than {MAX_WAITING} gets wait already, and {own} of this reader"
         elif self._key_chars.get(peer, 0) + len(key) > MAX_KEY_CHARS:
             reason = f"the keys that this reader waits for exceed {MAX_KEY_CHARS} characters"
-        elif get_id in self._gets.get(peer, ()):
-            reason = f"get {get_id} waits already"
+        elif get_id in self._gets.get(peer, ()) or get_id in self._leases.get(peer, ()):
+            reason = f"get {get_id} waits already, or has a payload"
         if reason:
             self.counters["refused"] += 1
             self._send(peer, Failed(get_id, reason, "failed"))
@@ -365,9 +347,11 @@ class TransferTable:
         self._gets.setdefault(peer, {})[get_id] = key
         self._key_chars[peer] = self._key_chars.get(peer, 0) + len(key)
         if transfer is not None:
-            self._offer(transfer)
+            self._offer_to(transfer, claim, get.streamed, start)  # the others wait for a reason
             if claim in self._waiting.get(key, ()):
                 self._send(peer, Status(get_id, _PHASES[transfer.state]))
+        elif key in self._released:  # it waits: its reader may be here before the next put
+            self._send(peer, Status(get_id, _PHASES[RELEASED]))
 
     def on_cancel(self, peer: Peer, get_id: int) -> None:
         """A get is cancelled; what it was offered meanwhile is delivered to another one."""
@@ -380,9 +364,16 @@ class TransferTable:
             growing.waiting.pop((peer, get_id), None)
             self._remove_chunk_get((peer, get_id))
             return
-        for transfer, claim in self._leases_of(peer):
-            if claim == (peer, get_id):
-                self._end_lease(transfer, claim, redeliver=True)
+        transfer = self._leases.get(peer, {}).get(get_id)
+        if transfer is not None:
+            self._end_lease(transfer, (peer, get_id), redeliver=True)
+
+    def on_abort(self, key: str, reason: str, now: float) -> None:
+        """A consumer ends a key for both sides, also one that is not put yet."""
+        if key in self._live:
+            self.fail(key, reason, "aborted", now)
+        else:
+            self._add_tombstone(self._aborted, key, reason, "aborted", now)
 
     def on_release(
         self, peer: Peer, get_id: int, epoch: int, outcome: Outcome, reason: str, now: float
@@ -440,6 +431,13 @@ class TransferTable:
             self._end_lease(transfer, claim, redeliver=True)
         return any(peer == pin[0] for transfer in self._pinned.values() for pin in transfer.pins)
 
+    def pinned_nbytes(self, peer: Peer) -> int:
+        """Bytes of the payloads that this disconnected peer may still read."""
+        pinned = [
+            each for each in self._pinned.values() if any(peer == pin[0] for pin in each.pins)
+        ]
+        return sum(each.location.nbytes for each in pinned if each.location is not None)
+
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone: cancel its gets, deliver its leases to others, unpin its memory."""
         self.cancel_gets(peer)
@@ -452,9 +450,15 @@ class TransferTable:
 
     def _add(self, transfer: Transfer) -> None:
         self._check_free(transfer.key)
-        self._epoch = transfer.epoch
+        transfer.epoch = self._next_epoch()
         self._live[transfer.key] = transfer
         self._tombstones.pop(transfer.key, None)
+        self._aborted.pop(transfer.key, None)
+        self._released.pop(transfer.key, None)
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
 
     def _check_free(self, key: str) -> None:
         other = self._live.get(key)
@@ -472,8 +476,9 @@ class TransferTable:
             # Most have ended long before their time; they must not be kept until then.
             self._expiring = [one for one in self._expiring if not one[2].state.is_final]
             heapq.heapify(self._expiring)
-        transfer.is_scheduled = True
+        # First: after an interrupt it is there twice at most.
         heapq.heappush(self._expiring, (transfer.expires, transfer.epoch, transfer))
+        transfer.is_scheduled = True
 
     def _unpin(self, transfer: Transfer, claims: set[Claim]) -> None:
         transfer.pins -= claims
@@ -492,27 +497,35 @@ class TransferTable:
 
     def _offer(self, transfer: Transfer) -> None:
         """Lease the payload to the gets that wait longest, as long as readers are missing."""
-        if transfer.location is None or not transfer.unclaimed:
+        if transfer.location is None or not (transfer.unclaimed or transfer.leases):
             return  # before the list of waiting gets, which may be long, is copied
         for claim, (streamed, start) in list(self._waiting.get(transfer.key, {}).items()):
-            if not transfer.unclaimed:
+            is_leased = claim in transfer.leases  # an interrupt came before its offer was sent
+            if not transfer.unclaimed and not is_leased:
                 return
-            if (start == WHOLE) is not (transfer.growing is None):
-                self._remove_waiting(transfer.key, claim)
-                peer, get_id = claim
-                reason = GROWS if transfer.growing is not None else GROWS_NOT
-                self._send(peer, Failed(get_id, reason, "failed"))
-            elif streamed or transfer.state is not STREAMING:
-                if transfer.growing is not None:
-                    transfer.growing.add_reader(claim, start)
-                try:
-                    self._lease(transfer, transfer.location, claim)
-                finally:
-                    self._remove_waiting(transfer.key, claim)
-                self._free_released(transfer)
+            self._offer_to(transfer, claim, streamed, start)
+
+    def _offer_to(self, transfer: Transfer, claim: Claim, streamed: bool, start: int) -> None:
+        """Lease the payload to a get that waits, if it can be, or fail the get if it never can."""
+        is_leased = claim in transfer.leases
+        if transfer.location is None or not (transfer.unclaimed or is_leased):
+            return
+        if (start == WHOLE) is not (transfer.growing is None):
+            self._remove_waiting(transfer.key, claim)
+            peer, get_id = claim
+            reason = GROWS if transfer.growing is not None else GROWS_NOT
+            self._send(peer, Failed(get_id, reason, "failed"))
+        elif streamed or transfer.state is not STREAMING:
+            if transfer.growing is not None and not is_leased:
+                transfer.growing.add_reader(claim, start)
+            self._lease(transfer, transfer.location, claim)
+            self._remove_waiting(transfer.key, claim)
+            self._free_released(transfer)
 
     def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:
-        transfer.unclaimed -= 1
+        if claim not in transfer.leases:
+            # In one line: an interrupt comes before it or after it.
+            transfer.unclaimed, transfer.leases = transfer.unclaimed - 1, transfer.leases | {claim}
         self._add_lease(transfer, claim)
         peer, get_id = claim
         if transfer.state is not STREAMING:
@@ -530,13 +543,13 @@ class TransferTable:
         transfer.leases |= {claim}
         self._leased[transfer.epoch] = transfer
         peer, get_id = claim
-        self._leases.setdefault(peer, {})[get_id, transfer.epoch] = transfer
+        self._leases.setdefault(peer, {})[get_id] = transfer
 
     def _end_lease(self, transfer: Transfer, claim: Claim, *, redeliver: bool) -> None:
         transfer.leases -= {claim}
         peer, get_id = claim
         leases = self._leases[peer]
-        leases.pop((get_id, transfer.epoch), None)
+        leases.pop(get_id, None)
         if not leases:
             del self._leases[peer]
         if not transfer.leases:
@@ -583,6 +596,8 @@ class TransferTable:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
+            if state is RELEASED:
+                self._remember_released(transfer.key)
         if transfer.growing is not None:
             self._fail_chunk_gets(transfer.growing, reason, ending)
             for chunk in transfer.growing.take_all():
@@ -621,11 +636,11 @@ class TransferTable:
         reader, reason = (peer, get.stream), ""
         ending: Ending = "failed"
         if growing is None or reader not in growing.readers:
-            tombstone = self._tombstones.get(get.key)
+            tombstone = self._tombstones.get(get.key) or self._aborted.get(get.key)
             _, reason, ending = tombstone or (0.0, "the stream has ended", ending)
         elif len(growing.waiting) >= MAX_WAITING:
             reason = f"more than {MAX_WAITING} readers wait already"
-        elif get.get_id in self._chunk_gets.get(peer, ()) or growing.is_reading(claim):
+        elif any(get.get_id in gets.get(peer, ()) for gets in (self._chunk_gets, self._leases)):
             reason = f"get {get.get_id} waits already, or has a chunk"
         else:
             reason = growing.refusal(reader, get.chunk)
@@ -689,32 +704,51 @@ class TransferTable:
 
     def _leases_of(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
         leases = self._leases.get(peer, {})
-        return [(transfer, (peer, get_id)) for (get_id, _), transfer in leases.items()]
+        return [(transfer, (peer, get_id)) for get_id, transfer in leases.items()]
 
-    def _add_tombstone(self, key: str, reason: str, ending: Ending, now: float) -> None:
+    def _add_tombstone(
+        self,
+        tombstones: OrderedDict[str, tuple[float, str, Ending]],
+        key: str,
+        reason: str,
+        ending: Ending,
+        now: float,
+    ) -> None:
         """Remember why a key has no payload, and fail the gets that wait for it."""
         reason = shorten(reason)
-        self._tombstones.pop(key, None)
-        self._tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+        tombstones.pop(key, None)
+        tombstones[key] = (now + TOMBSTONE_SECONDS, reason, ending)
+        if len(tombstones) > MAX_TOMBSTONES:
+            tombstones.popitem(last=False)
         for peer, get_id in list(self._waiting.get(key, ())):
             self._remove_waiting(key, (peer, get_id))
             self._send(peer, Failed(get_id, reason, ending))
 
+    def _remember_released(self, key: str) -> None:
+        """Remember that every reader of a key has had it, and tell the gets that wait for it."""
+        self._released[key] = None
+        if len(self._released) > MAX_TOMBSTONES:
+            self._released.popitem(last=False)
+        self._notify(key, RELEASED)
+
     def _remove_waiting(self, key: str, claim: Claim) -> None:
+        peer, get_id = claim
+        nchars, gets = len(key), self._gets.get(peer, {})
+        if get_id in gets:  # else an interrupt came below
+            del gets[get_id]
+            self._key_chars[peer] -= nchars
+        if not gets:
+            self._gets.pop(peer, None)
+            self._key_chars.pop(peer, None)
         del self._waiting[key][claim]
         if not self._waiting[key]:
             del self._waiting[key]
-        peer, get_id = claim
-        del self._gets[peer][get_id]
-        self._key_chars[peer] -= len(key)
-        if not self._gets[peer]:
-            del self._gets[peer], self._key_chars[peer]
 
 
 def _is_lost(transfer: Transfer) -> bool:
-    """Whether this is a chunk that its stream does not have: it was given up, or interrupted."""
-    if transfer.stream is None or transfer.stream.growing is None or transfer.state.is_final:
+    """Whether it has not ended, and is no chunk that its stream has: it was given up."""
+    if transfer.state.is_final:
         return False
+    if transfer.stream is None or transfer.stream.growing is None:
+        return True
     return transfer not in transfer.stream.growing.chunks

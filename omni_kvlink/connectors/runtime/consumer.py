@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
@@ -19,6 +19,7 @@ from omni_kvlink.connectors.protocol.get_table import (
     GetTable,
     LazyEvent,
     check_timeout,
+    is_fault_of_payload,
 )
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
@@ -46,6 +47,8 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.system.failures import translate_errors
+from omni_kvlink.system.threads import is_abandoned, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -206,10 +209,12 @@ class MappedGet(SessionGet):
             if fault_points.enabled:
                 fault_points.point("get.mapped")
         except BaseException as error:
-            if isinstance(error, Exception):
+            if is_fault_of_payload(error):
                 lease.release("rejected", shorten(repr(error)))
                 get_state.settle()
-            raise  # an interrupt: the get's finalizer releases it unread
+            else:
+                get_table.drop(get_state)  # now: the error's traceback may keep the get
+            raise
         progress = get_state.progress
         delivery = Delivery(get_state.key, region, lease, draft=header, progress=progress)
         get_state.settle()
@@ -241,10 +246,15 @@ class SessionConsumer(Consumer):
     def __init__(self, url: str):
         super().__init__(url)
         self._url = url
-        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
-        self._opening = threading.RLock()
+        self._opening = threading.Lock()
+        self._connecting = 0  # the thread of `connect`, until it has returned
         self._session: Session | None = None
         self._sessions = 0
+
+    def _open_session(self, timeout: float, *, no_wait: bool = False) -> Session:
+        """Do what `_open` does; what the system refuses is an error of the library."""
+        with translate_errors(self._url):
+            return self._open(timeout, no_wait=no_wait)
 
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
@@ -259,15 +269,18 @@ class SessionConsumer(Consumer):
 
     def connect(self, timeout: float) -> Consumer:
         """Open the first session and return this consumer; close it if that fails."""
+        self._connecting = threading.get_ident()
         _open_consumers.add(self)
         try:
             if _has_ended.is_set():
                 raise ClosedError(f"link {self._url} was opened after the main thread had ended")
-            self._session = self._open(timeout)
+            if is_abandoned():  # before `cancel_connect` could find this consumer
+                raise ClosedError(f"link {self._url}: its connect was interrupted")
+            self._replace(timeout)
         except BaseException:
             self.close()
             raise
-        self._sessions = 1
+        self._connecting = 0
         return self
 
     @property
@@ -299,17 +312,10 @@ class SessionConsumer(Consumer):
         if self._closed or limit <= 0:
             return False
         try:
-            if not self._opening.acquire(timeout=limit):
-                return False
-            if self._session is old and old.is_closed:
-                self._session = self._open(limit, no_wait=True)
-                self._sessions += 1
-            new = self._session
-            return new is not None and new is not old and new.incarnation == old.incarnation
-        except (KVLinkError, OSError):
+            new = uninterrupted(partial(self._replace, limit, no_wait=True))
+        except (KVLinkError, TimeoutError):
             return False  # the caller raises the error that ended the first session
-        finally:
-            self._end_opening()
+        return new is not old and new.incarnation == old.incarnation
 
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides."""
@@ -357,23 +363,31 @@ class SessionConsumer(Consumer):
         session = self._session
         if session is not None and not session.is_closed:
             return session
-        deadline = time.monotonic() + timeout
         try:
-            if not self._opening.acquire(timeout=max(0.0, timeout)):
-                raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
-            self._check_open()
-            if self._session is None or self._session.is_closed:
-                self._session = self._open(deadline - time.monotonic())
-                self._sessions += 1
-            return self._session
+            return uninterrupted(partial(self._replace, timeout))
         except TimeoutError as error:
             raise PeerLostError(f"{self._url}: the producer is gone: {error}") from None
-        finally:
-            self._end_opening()
 
-    def _end_opening(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it was not acquired
+    def _replace(self, timeout: float, *, no_wait: bool = False) -> Session:
+        """Return the session, a new one if the last has ended; one thread opens it."""
+        deadline = time.monotonic() + timeout
+        if not self._opening.acquire(timeout=max(0.0, timeout)):
+            raise PeerLostError(f"{self._url}: the producer is gone, and did not come back")
+        try:
+            self._check_open()
+            if self._session is None or self._session.is_closed:
+                self._session = self._open_session(deadline - time.monotonic(), no_wait=no_wait)
+                self._sessions += 1
+            return self._session
+        finally:
             self._opening.release()
+
+
+def cancel_connect(thread: int) -> None:
+    """Close the consumer that a thread is connecting, which then raises ClosedError."""
+    for consumer in list(_open_consumers):
+        if consumer._connecting == thread:
+            consumer.close()
 
 
 _open_consumers: weakref.WeakSet[SessionConsumer] = weakref.WeakSet()

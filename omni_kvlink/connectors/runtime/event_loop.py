@@ -14,6 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from omni_kvlink.errors import CapacityError
+from omni_kvlink.system.failures import system_error
+from omni_kvlink.system.threads import start_thread
+
 
 class HasFileno(Protocol):
     """An object with a descriptor, as `select` accepts it."""
@@ -34,6 +38,8 @@ _AT_EXIT = 0.5
 _GIVE_WAY = 5e-3
 """Seconds that a loop is given way at most: after so long, the interpreter would switch itself."""
 _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
+_MAX_EVENTS = 64
+"""Descriptors that one round handles; the kernel reports the others in the next rounds."""
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 
 
@@ -47,6 +53,10 @@ def _ignore(error: BaseException) -> None:
 
 class EventLoop:
     """A daemon thread around an epoll; handlers and `tick` run in it.
+
+    It works in rounds: the calls that wait, `tick`, the handlers of at most `_MAX_EVENTS`
+    descriptors, and one deferred function. A handler that leaves the rest of its work to `defer`
+    delays no call, no deadline and no other descriptor for longer than one round.
 
     `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and,
     if the thread sleeps, writes an eventfd. `tick` does what is due at the time it is given, and
@@ -64,6 +74,7 @@ class EventLoop:
         self._ended_wake: deque[int] = deque()  # the descriptor, from the end until it is closed
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
         self._writers: deque[None] = deque()  # threads that write to `_wake` now
         self._sleeps_until = 0.0
         # Numbers: of the sleep that the thread is in, 0 while it runs; of its last sleep; of the
@@ -77,8 +88,8 @@ class EventLoop:
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self.watch(self._wake, READ, self._on_wake)
-            self._thread.start()
-        except (OSError, RuntimeError):  # no thread runs; the loop is in a reference cycle
+            start_thread(self._thread)
+        except (OSError, CapacityError):  # no thread runs; the loop is in a reference cycle
             self._watched.clear()
             self._epoll.close()
             wake, self._wake = self._wake, -1
@@ -114,9 +125,16 @@ class EventLoop:
             self.call(handled.release)
             handled.acquire(timeout=_GIVE_WAY)
 
+    def defer(self, function: Callable[[], None]) -> None:
+        """Run `function` in a later round, after what is ready then; in the loop's thread only.
+
+        The deferred functions take turns, one a round. The loop's end drops them.
+        """
+        self._deferred.append(function)
+
     def run_pending(self) -> None:
-        """Run the pending calls now; in the loop's thread only."""
-        while self._calls:
+        """Run the calls that are pending now, not those that they make; in the loop's thread."""
+        for _ in range(len(self._calls)):
             self._calls.popleft()()
 
     def tick_by(self, when: float) -> None:
@@ -125,19 +143,26 @@ class EventLoop:
             self._wake_up()
 
     def watch(self, what: int | HasFileno, events: int, handler: Handler) -> None:
-        """Call `handler(events)` whenever they happen; any thread, one at a time a descriptor."""
+        """Call `handler(events)` whenever they happen; any thread, one at a time a descriptor.
+
+        ConnectorError if the system refuses to watch one more.
+        """
         fd = what if isinstance(what, int) else what.fileno()
         if fd < 0:
             return  # it was closed: nothing happens to it
         is_watched, self._watched[fd] = fd in self._watched, (events, handler)
-        if is_watched:
-            with contextlib.suppress(FileNotFoundError):  # it was closed, and its number reused
-                self._epoll.modify(fd, events)
-                return
         try:
-            self._epoll.register(fd, events)
-        except FileExistsError:
-            self._epoll.modify(fd, events)
+            if is_watched:
+                with contextlib.suppress(FileNotFoundError):  # it was closed, its number reused
+                    self._epoll.modify(fd, events)
+                    return
+            try:
+                self._epoll.register(fd, events)
+            except FileExistsError:
+                self._epoll.modify(fd, events)
+        except OSError as error:  # a context manager costs a small `get` more than the call
+            other = "raise fs.epoll.max_user_watches"
+            raise system_error(error, "watching a connection", other) from None
 
     def unwatch(self, what: int | HasFileno) -> None:
         """Undo `watch`; does nothing if `what` is not watched."""
@@ -189,9 +214,14 @@ class EventLoop:
                 self._sleeps_until = self._tick(now)
                 self._sleeps += 1
                 self._sleeping = self._sleeps
-                if not self._calls and self._running:
-                    self._sleep(self._sleeps_until - now)
+                if self._running:
+                    is_busy = self._calls or self._deferred
+                    self._sleep(0.0 if is_busy else self._sleeps_until - now)
                 self._sleeping = 0
+                if self._deferred and self._running:
+                    self._deferred.popleft()()
+            while self._calls:  # what the last calls have called
+                self.run_pending()
         except BaseException as error:
             self._crashed(error)
             raise
@@ -200,6 +230,7 @@ class EventLoop:
             self._watched.clear()
             self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
             self._calls.clear()
+            self._deferred.clear()
             wake, self._wake = self._wake, -1  # for each `call` that begins now
             self._ended_wake.append(wake)
             self._close_wake()
@@ -220,7 +251,7 @@ class EventLoop:
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)
-        ready = self._epoll.poll(timeout)
+        ready = self._epoll.poll(timeout, _MAX_EVENTS)
         self._sleeping = 0
         for fd, events in ready:
             watched = self._watched.get(fd)

@@ -12,8 +12,12 @@ A caller tests the flag itself, so that a disabled point costs no call:
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.settings import check_names, shown
 
 VARIABLE = "OMNI_KVLINK_FAULT"
 POINTS = (
@@ -31,12 +35,14 @@ POINTS = (
 
 
 def parse(text: str) -> dict[str, str]:
-    """Return `"a=kill,b=sleep:0.2"` as a dict; ValueError if there is no such point."""
-    armed = dict(item.split("=", 1) for item in text.split(",") if item)
-    unknown = set(armed) - set(POINTS)
-    if unknown:
-        raise ValueError(f"{VARIABLE}: no point {sorted(unknown)}; there are {', '.join(POINTS)}")
-    return armed
+    """Return `"a=kill,b=sleep:0.2"` as a dict; SchemaError if it is something else."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    check_names((name for name, _, _ in pairs), POINTS, f"{VARIABLE}: ")
+    for name, _, action in pairs:
+        if not re.fullmatch(r"kill|stop|raise|sleep:[0-9]+(\.[0-9]+)?", action):
+            actions = "wanted kill, stop, raise or sleep:SECONDS"
+            raise SchemaError(f"{VARIABLE}: {name}={shown(action)}: {actions}")
+    return {name: action for name, _, action in pairs}
 
 
 _ARMED = parse(os.environ.get(VARIABLE, ""))

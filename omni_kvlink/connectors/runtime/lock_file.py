@@ -7,7 +7,8 @@ import fcntl
 import os
 import weakref
 
-from omni_kvlink.errors import BusyError, ConnectorError
+from omni_kvlink.errors import BusyError
+from omni_kvlink.system.failures import translate_errors
 
 _held: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
@@ -18,15 +19,21 @@ class LockFile:
     No other user can open the file, and so none can lock it. A process that is stopped keeps only
     the paths that it serves itself. A context manager that closes.
 
+    `other` is what the caller may do if the file cannot be made.
+
     Raises:
         BusyError: another `LockFile` of this path is open, in this process or in another one.
         ConnectorError: the file cannot be made.
     """
 
-    def __init__(self, path: str):
-        self._path = f"{path}.lock"
-        self._fd = self._open(path)
+    def __init__(self, path: str, other: str = "use another path"):
+        self._path, self._fd = f"{path}.lock", -1
+        with translate_errors(self._path, other):
+            self._fd = self._open(path)
         _held.add(self)
+
+    def __repr__(self) -> str:
+        return f"<LockFile {self._path!r}{', closed' if self._fd < 0 else ''}>"
 
     def close(self) -> None:
         """Remove and unlock the file; needs no descriptor. A second call does nothing."""
@@ -54,21 +61,20 @@ class LockFile:
     def _open(self, path: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            try:
-                fd = os.open(self._path, flags, 0o600)
-            except OSError as error:
-                raise ConnectorError(f"{self._path} cannot be opened: {error.strerror}") from None
+            fd = os.open(self._path, flags, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), os.lstat(self._path)):
                     return fd
-            except BlockingIOError:
-                os.close(fd)
-                raise BusyError(
-                    f"{path}: another producer serves this name; close it, or serve another name"
-                ) from None
             except FileNotFoundError:
                 pass  # its last owner removed it just now
+            except BaseException as error:
+                os.close(fd)
+                if isinstance(error, BlockingIOError):
+                    raise BusyError(
+                        f"{path}: another producer serves this name; close it, or serve another"
+                    ) from None
+                raise
             os.close(fd)
 
 

@@ -11,8 +11,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Options, Producer
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
@@ -35,9 +36,20 @@ from omni_kvlink.connectors.protocol.transfer import Claim, Ledger, Peer, Receip
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.errors import CapacityError, SchemaError, WireError
-from omni_kvlink.memory.arena import ArenaPool, Block, MakeArena, QuotaShare
+from omni_kvlink.errors import (
+    CapacityError,
+    SchemaError,
+    TransferTimeout,
+    WireError,
+    format_seconds,
+)
+from omni_kvlink.memory.arena import OUTSIDE, ArenaPool, Block, MakeArena
+from omni_kvlink.memory.ownership import CallAtEnd
 from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.system.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 
 class Listener(ABC):
@@ -71,7 +83,7 @@ class Listener(ABC):
 
     def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
-        return "readers look into the link's own memory here"
+        return "readers look into the link's own memory, so put without direct=True, which copies"
 
     def flush(self) -> None:  # noqa: B027 (most listeners send at once)
         """Send queued messages now; in the thread that queued them, with no lock held."""
@@ -145,11 +157,12 @@ class PooledProducer(Producer):
             if options.prefault and pooled and not is_one_arena:
                 on_mapped = partial(_call, weakref.WeakMethod(self._pass_arena))
                 self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
+            opened = Future[None]()
+            self.loop.call(partial(_open_all, self.listeners, opened))
+            opened.result()
         except BaseException:
             self.close()
             raise
-        for listener in self.listeners:
-            self.loop.call(listener.open)
 
     # For listeners, in the loop's thread
 
@@ -182,6 +195,11 @@ class PooledProducer(Producer):
         """A peer is disconnected but lives; return whether it may still read leased memory."""
         with self.lock:
             return self.transfers.on_disconnect(peer)
+
+    def pinned_nbytes(self, peer: Peer) -> int:
+        """Bytes of the payloads that a disconnected peer may still read; any thread."""
+        with self.lock:
+            return self.transfers.pinned_nbytes(peer)
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""
@@ -218,12 +236,12 @@ class PooledProducer(Producer):
         if fault_points.enabled:
             fault_points.point("send.chunk")
         piece, block = self.piece(transfer, start, stop), transfer.block
-        if isinstance(block, Block):
+        if _is_in_arena(block):
             with self.lock:
                 self._in_flight[block] += piece.nbytes
         on_sent = partial(self.transfers.on_sent, transfer, claim, start, stop)
         done = partial(self._on_sent, block, on_sent, piece.nbytes, sent)
-        weakref.finalize(piece.span, self.loop.call, done).atexit = False
+        CallAtEnd.of(piece.span, partial(self.loop.call, done))
         return piece
 
     # The contract of `Producer`
@@ -256,8 +274,7 @@ class PooledProducer(Producer):
         """Reserve a slot of the pool; blocks while the pool is full."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        with self.lock:
-            transfer = self.transfers.reserve(key)
+        transfer = Transfer(key)
         return self._reserve(transfer, nbytes, timeout, draft)
 
     def reserve_chunk(self, stream: Lease, nbytes: int, *, timeout: float) -> Lease:
@@ -277,20 +294,21 @@ class PooledProducer(Producer):
         self._check_open()
         total = sum(nbytes for _, nbytes in payloads)
         if total > self._options.quota:
-            text = f"{len(payloads)} payloads of {total} bytes together; put fewer at once"
+            text = f"{len(payloads)} payloads of {total} bytes never fit together into a quota of "
+            text += f"{self._options.quota}: put fewer at once, or raise quota="
             raise CapacityError(text, requested=total, free=self._options.quota)
-        transfers = list[Transfer]()
-        deadline = time.monotonic() + timeout
+        transfers = [Transfer(key) for key, _ in payloads]
+        deadline = Deadline(timeout)
         try:
             if not self._reserving.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
                 raise CapacityError(
-                    f"another put_many waited for memory for all of {timeout:g} s", requested=total
+                    f"another put_many waited for memory for all of {format_seconds(timeout)}",
+                    requested=total,
                 )
-            keys = [key for key, _ in payloads]
             with self.lock:
-                self._together(partial(self.transfers.reserve_all, keys, transfers))
+                self._together(partial(self.transfers.reserve_all, transfers))
             for transfer, (_, nbytes) in zip(transfers, payloads, strict=True):
-                left = max(0.0, deadline - time.monotonic())
+                left = deadline.left(transfer.key)
                 into.append(self._reserve(transfer, nbytes, left, 0))
         except BaseException:
             self._end_together(transfers)
@@ -300,16 +318,24 @@ class PooledProducer(Producer):
                 self._reserving.release()
 
     def _reserve(self, transfer: Transfer, nbytes: int, timeout: float, draft: int) -> Lease:
+        """Start a transfer that has not begun, and reserve its slot."""
         try:
-            transfer.block = block = self.pool.reserve(SLOT + nbytes + draft, timeout=timeout)
+            if not transfer.epoch:
+                with self.lock:
+                    self.transfers.reserve(transfer)
+            block = self.pool.reserve(SLOT + nbytes + draft, transfer, timeout=timeout)
             slot = self.pool.region(block)
             write_head(slot, transfer.epoch, nbytes, committed=False)
-            return Lease(slot.slice(SLOT, nbytes), partial(self._abort, transfer), transfer)
+            abort = partial(self._abort, transfer)
+            return Lease(slot.slice(SLOT, nbytes), abort, transfer, partial(self.loop.call, abort))
         except BaseException as error:
             self._abort(transfer)
             if isinstance(error, CapacityError):
                 text = f"key {transfer.key!r}: {error}"
                 raise CapacityError(text, requested=error.requested, free=error.free) from None
+            if isinstance(error, TransferTimeout):
+                text, phase = f"key {transfer.key!r}: {error}", error.phase
+                raise TransferTimeout(text, key=transfer.key, waited=timeout, phase=phase) from None
             raise
 
     def lend(self, lease: Lease) -> Region:
@@ -317,10 +343,12 @@ class PooledProducer(Producer):
         self._check_open()
         transfer = _transfer(lease)
         region = lease.region.slice(0, lease.region.nbytes)
+        # First: after an interrupt it is released with the region.
+        CallAtEnd.of(
+            region.span, partial(self.loop.call, partial(self._on_lent_released, transfer))
+        )
         with self.lock:
             self.transfers.lend(transfer)
-        released = partial(self.loop.call, partial(self._on_lent_released, transfer))
-        weakref.finalize(region.span, released).atexit = False
         return region
 
     def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
@@ -349,7 +377,8 @@ class PooledProducer(Producer):
             if not oldest.done.wait(max(0.0, deadline - time.monotonic())):
                 raise CapacityError(
                     f"stream {oldest.key!r}: not every reader has released chunk {growing.first} "
-                    f"within {timeout:g} s, and {growing.window} chunks are kept (window=); "
+                    f"within {format_seconds(timeout)}, and {growing.window} chunks are kept "
+                    "(window=); "
                     f"readers: {growing.describe_readers()}"
                 )
 
@@ -416,23 +445,20 @@ class PooledProducer(Producer):
         """Publish a small payload that travels inside its offers; never blocks for memory."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        share = self.pool.share(len(payload))
-        if share is None:
-            return None
         expires, head = time.monotonic() + ttl, None if stream is None else _transfer(stream)
+        transfer = Transfer(key, inline=payload, stream=head)
         try:
+            if not self.pool.share(len(payload), transfer):
+                return None
             if fault_points.enabled:
                 fault_points.point("publish.before")
             with self.lock:
-                transfer = self.transfers.put(key, payload, share, readers, expires, head)
+                self.transfers.put(transfer, readers, expires)
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
             # An interrupt after the commit leaves a payload that will expire.
-            with self.lock:
-                is_held = self.transfers.withdraw(key, share, head)
-            if not is_held:
-                share.release()
+            self._abort(transfer)
             raise
         self.loop.tick_by(expires)
         if fault_points.enabled:
@@ -450,24 +476,19 @@ class PooledProducer(Producer):
         """Publish several small payloads, whose offers travel together; never blocks."""
         self._check_open()
         expires = time.monotonic() + ttl
-        shares, transfers = list[QuotaShare](), list[Transfer]()
+        transfers = [Transfer(key, inline=payload) for key, payload in payloads]
         try:
-            if not self.pool.share_all([len(payload) for _, payload in payloads], shares):
+            if not self.pool.share_all([len(payload) for _, payload in payloads], transfers):
                 return None
             if fault_points.enabled:
                 fault_points.point("publish.before")
-            put_all = partial(self.transfers.put_all, payloads, shares, readers, expires)
             with self.lock:
-                self._together(lambda: transfers.extend(put_all()))
+                self._together(partial(self.transfers.put_all, transfers, readers, expires))
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
             # An interrupt after the commit leaves payloads that will expire.
-            with self.lock:
-                self._send_unsent()
-                for (key, _), share in zip(payloads, shares, strict=False):
-                    if not self.transfers.withdraw(key, share):
-                        share.release()
+            self._end_together(transfers)
             raise
         self.loop.tick_by(expires)
         if fault_points.enabled:
@@ -586,24 +607,27 @@ class PooledProducer(Producer):
 
     def _free(self, transfer: Transfer) -> None:
         """Free the memory of a transfer, now or when no piece of it is being sent any more."""
-        block, transfer.block = transfer.block, None
-        if isinstance(block, QuotaShare):
-            block.release()
-            transfer.inline = b""
-        elif isinstance(block, Block) and self._in_flight[block]:
+        block = transfer.block
+        if block is not None and self._in_flight.get(block):
             self._free_when_sent.add(block)
-        elif isinstance(block, Block):
-            self.pool.free(block)
+            transfer.block = None
+        else:
+            self.pool.release(transfer)
+            transfer.inline = b""
 
     def _on_sent(
-        self, block: object, on_sent: Callable[[], None], nbytes: int, sent: Callable[[int], None]
+        self,
+        block: Block | None,
+        on_sent: Callable[[], None],
+        nbytes: int,
+        sent: Callable[[int], None],
     ) -> None:
         """The last view of a piece was freed: it was sent, or its connection was closed."""
         with self.lock:
             on_sent()
-            if isinstance(block, Block):
+            if _is_in_arena(block):
                 self._in_flight[block] -= nbytes
-            if isinstance(block, Block) and not self._in_flight[block]:
+            if _is_in_arena(block) and not self._in_flight[block]:
                 del self._in_flight[block]
                 if block in self._free_when_sent:
                     self._free_when_sent.discard(block)
@@ -622,7 +646,7 @@ class PooledProducer(Producer):
         elif isinstance(message, Reject):
             self.transfers.on_reject(peer, message.get_id, message.epoch, message.reason, now)
         elif isinstance(message, Abort):
-            self.transfers.fail(message.key, message.reason, "aborted", now)
+            self.transfers.on_abort(message.key, message.reason, now)
         else:
             unexpected(message)
 
@@ -677,7 +701,7 @@ class PooledProducer(Producer):
 
     def _close(self, reason: str) -> None:
         with self.lock:
-            self.transfers.close(reason)
+            self._together(partial(self.transfers.close, reason))
         for listener in self.listeners:
             listener.close()
         self.pool.close()
@@ -686,6 +710,17 @@ class PooledProducer(Producer):
         warnings.warn(f"link {self._name!r} broke down: {error!r}", RuntimeWarning, stacklevel=2)
         self._closed = True
         self._close(f"the producer {self._name!r} broke down: {error!r}")
+
+
+def _open_all(listeners: Sequence[Listener], opened: Future[None]) -> None:
+    """Open the listeners, in the loop; report it to the thread that makes the producer."""
+    try:
+        for listener in listeners:
+            listener.open()
+    except Exception as error:
+        opened.set_exception(error)
+    else:
+        opened.set_result(None)
 
 
 def _call(method: weakref.WeakMethod[Any], argument: int) -> None:
@@ -701,8 +736,12 @@ def _transfer(lease: Lease) -> Transfer:
 
 
 def _block(transfer: Transfer) -> Block:
-    assert isinstance(transfer.block, Block)
+    assert transfer.block is not None
     return transfer.block
+
+
+def _is_in_arena(block: Block | None) -> TypeGuard[Block]:
+    return block is not None and block.arena != OUTSIDE
 
 
 def _location(transfer: Transfer, nbytes: int) -> Location:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -12,14 +11,16 @@ import numpy as np
 
 from omni_kvlink._native import device_memory, host
 from omni_kvlink.errors import CapacityError, KVLinkError
-from omni_kvlink.memory.arena import ArenaPool, Block
+from omni_kvlink.memory.arena import ArenaPool, Block, Holder
+from omni_kvlink.memory.ownership import CallAtEnd
 from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
-    from omni_kvlink.memory.arena import MakeArena, QuotaShare
+    from omni_kvlink.memory.arena import MakeArena
 
 _STREAM_MIN = 256 << 10
 """Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""
@@ -71,7 +72,7 @@ class ReceivePool:
         self._quarantined: set[Block] = set()
         self._blocks, self._has_shares = 0, make is None
         # By owner: of the quota, or, if all of it is mapped, a block that is not written to.
-        self._shares: dict[Hashable, QuotaShare | Block | None] = {}
+        self._shares: dict[Hashable, Holder] = {}
 
     def allocate(self, nbytes: int, waiter: AllocationWaiter) -> None:
         """Give a block to `waiter`: now, or as soon as there is memory."""
@@ -96,7 +97,7 @@ class ReceivePool:
     @property
     def is_in_use(self) -> bool:
         """Whether a block or a share is not freed."""
-        return self._blocks > 0 or any(list(self._shares.values()))
+        return self._blocks > 0 or any(one.block for one in list(self._shares.values()))
 
     def share(self, owner: Hashable, nbytes: int) -> bool:
         """Charge the quota for a payload in memory of its own; any thread, never blocks.
@@ -104,19 +105,19 @@ class ReceivePool:
         False if there is no room, or if the pool's memory is not the host's; also then the owner
         calls `free_share` once. ClosedError if the pool was closed.
         """
-        if self._has_shares:  # in one line: an interrupt comes before it or after it
-            self._shares[owner] = self._pool.share(nbytes) or self._pool.try_reserve(nbytes)
-        return self._shares.get(owner) is not None
+        if not self._has_shares:
+            return False
+        holder = self._shares.setdefault(owner, Holder())  # first: so `free_share` finds it
+        if holder.block is not None:
+            return True  # an interrupt came after it was charged
+        return self._pool.share(nbytes, holder) or bool(self._pool.try_reserve(nbytes, holder))
 
     def free_share(self, owner: Hashable) -> None:
         """Undo `share`; does nothing if it was not called."""
-        share = self._shares.pop(owner, None)
-        if share is None:
+        holder = self._shares.pop(owner, None)
+        if holder is None or holder.block is None:
             return
-        if isinstance(share, Block):
-            self._pool.free(share)
-        else:
-            share.release()
+        self._pool.release(holder)
         self._serve_again()
         if not self.is_in_use:
             self._on_empty()
@@ -126,7 +127,7 @@ class ReceivePool:
         piece = self.region(block).slice(start, nbytes)
         self._borrowed[block] += 1
         on_returned = partial(self._loop.call, partial(self._on_returned, block))
-        weakref.finalize(piece.span, on_returned).atexit = False
+        CallAtEnd.of(piece.span, on_returned)
         return piece
 
     def region(self, block: Block) -> Region:
@@ -170,7 +171,10 @@ class ReceivePool:
         if first is not None and not self._is_growing:
             self._is_growing, self._was_freed = True, False
             map_more = partial(self._map, first, self._waiting[first])
-            threading.Thread(target=map_more, name="kvlink-memory", daemon=True).start()
+            try:
+                start_thread(threading.Thread(target=map_more, name="kvlink-memory", daemon=True))
+            except CapacityError as error:
+                self._on_mapped(first, error)
 
     def _map(self, waiter: AllocationWaiter, nbytes: int) -> None:
         """In a thread of its own: mapping and touching takes a second a gigabyte, and more."""

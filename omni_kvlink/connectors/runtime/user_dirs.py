@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 
 from omni_kvlink.errors import ConnectorError
+from omni_kvlink.system.failures import translate_errors
+
+OTHER = "give directory=, or set XDG_RUNTIME_DIR to a directory of this user, on both sides"
+"""What to do about a default directory that cannot be used."""
 
 
 def default_directory() -> str:
-    """Return this user's directory of sockets and keys; the caller creates and checks it."""
+    """Return this user's directory of sockets and keys; the caller creates and checks it.
+
+    It is below XDG_RUNTIME_DIR, else /tmp; below TMPDIR where /tmp is missing or read-only.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.path.isdir(runtime):
         return os.path.join(runtime, "kvlink")
-    return f"/tmp/kvlink-{os.geteuid()}"
+    base, spare = "/tmp", os.environ.get("TMPDIR", "")
+    if spare and not os.access(base, os.W_OK) and os.path.isdir(spare):
+        base = spare
+    return os.path.join(base, f"kvlink-{os.geteuid()}")
 
 
-def check_private(directory: str, *, forbidden: int = 0o022) -> None:
+def check_private(directory: str, *, forbidden: int = 0o022, other: str = OTHER) -> None:
     """Create a directory, or check its owner, and that it has no `forbidden` permission bits.
+
+    `other` is what the caller may give instead.
 
     Raises:
         ConnectorError: it belongs to another user, is open to others, or cannot be created.
     """
-    cure = "give directory=, or set XDG_RUNTIME_DIR to a directory of this user"
-    try:
+    with translate_errors(directory, other):
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        found = os.lstat(directory)
-    except OSError as error:
-        raise ConnectorError(f"{directory} cannot be used: {error.strerror}; {cure}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.lstat(directory)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_mode & stat.S_ISVTX:
+        raise ConnectorError(f"{directory} is for every user (mode {mode:o}): {other}")
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConnectorError(
-            f"{directory} must be a directory of uid {os.geteuid()}, it is of uid {found.st_uid}, "
-            f"mode {stat.filemode(found.st_mode)}: {cure}, the same on both sides"
+            f"{directory} must be a directory of uid {os.geteuid()}, it is of uid {status.st_uid}, "
+            f"mode {stat.filemode(status.st_mode)}: {other}"
         )
-    if found.st_mode & forbidden:
-        verb, mode = ("enter", "700") if forbidden & 0o055 else ("write to", "go-w")
+    if mode & forbidden:
+        verb, right = ("enter", "700") if forbidden & 0o055 else ("write to", "go-w")
         raise ConnectorError(
             f"{directory} must be a directory that nobody else can {verb}; its mode is "
-            f"{stat.S_IMODE(found.st_mode):o}: chmod {mode} it, or give another one"
+            f"{mode:o}: chmod {right} it, or {other}"
         )
 
 
 def is_alive(path: str, kind: socket.SocketKind) -> bool:
-    """Return whether a process listens at a Unix socket, even if it is too busy to accept."""
-    with socket.socket(socket.AF_UNIX, kind) as sock:
+    """Return whether a process listens at a Unix socket, even if it is too busy to accept.
+
+    Raises ConnectorError if that cannot be found out.
+    """
+    with translate_errors(path), socket.socket(socket.AF_UNIX, kind) as sock:
         sock.setblocking(False)
-        try:
-            sock.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:
-            return True
+        with contextlib.suppress(BlockingIOError):
+            try:
+                sock.connect(path)
+            except (FileNotFoundError, ConnectionRefusedError):
+                return False
     return True

@@ -14,6 +14,7 @@ import stat
 import threading
 
 from omni_kvlink.errors import ConnectorError
+from omni_kvlink.system.failures import translate_errors
 
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
 
@@ -25,6 +26,9 @@ class WakeupFifo:
         self._path = path
         self._fd = -1
 
+    def __repr__(self) -> str:
+        return f"<WakeupFifo of {self._path!r}>"
+
     def arm(self) -> int:
         """Return a descriptor that hangs up (for `wait_readable`) at the next `wake`.
 
@@ -34,17 +38,12 @@ class WakeupFifo:
         self._close()
         fifo = f"{self._path}.wait"
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
+        with translate_errors(fifo, "start the producer first, so that nothing is waited for"):
             while self._fd < 0:
                 with contextlib.suppress(FileExistsError):
                     os.mkfifo(fifo, 0o600)
                 with contextlib.suppress(FileNotFoundError):  # a `wake` came between the two
                     self._fd = os.open(fifo, flags)
-        except OSError as error:
-            raise ConnectorError(
-                f"cannot wait for {self._path}: {fifo}: {error.strerror}; start the producer "
-                "first, or make room for one more file and descriptor (ulimit -n)"
-            ) from None
         if not stat.S_ISFIFO(os.fstat(self._fd).st_mode):
             raise ConnectorError(f"{fifo} is no FIFO; remove it")
         return self._fd
@@ -83,13 +82,15 @@ def wake(path: str) -> None:
     try:
         # It hangs up for its readers when its last writer closes it. One that reads, too, is
         # never refused and never blocks.
-        os.close(os.open(taken, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC))
-    except OSError as error:
-        with contextlib.suppress(FileExistsError):
+        with translate_errors(fifo):
+            os.close(os.open(taken, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except ConnectorError:
+        with contextlib.suppress(OSError):  # another one waits already
             os.link(taken, fifo)
-        raise ConnectorError(f"{fifo} cannot be opened: {error.strerror}") from None
+        raise
     finally:
-        os.unlink(taken)
+        with contextlib.suppress(OSError):  # the directory was removed
+            os.unlink(taken)
 
 
 def wait_readable(timeout: float, *fds: int) -> list[int]:

@@ -37,11 +37,14 @@ class ReaderArenas(dict[int, Mapping]):
         if fd < 0:
             raise WireError(f"{self._url} announced an arena without its descriptor")
         nbytes = message.nbytes
-        if not is_sealed(fd) or os.fstat(fd).st_size != nbytes or nbytes == 0:
+        try:
+            if not is_sealed(fd) or os.fstat(fd).st_size != nbytes or nbytes == 0:
+                raise WireError(
+                    f"{self._url} passed an arena that is not sealed or not of {nbytes} bytes"
+                )
+        except BaseException:
             os.close(fd)
-            raise WireError(
-                f"{self._url} passed an arena that is not sealed or not of {nbytes} bytes"
-            )
+            raise
         mapping = self[message.arena] = Mapping.readonly(fd, nbytes, populate=nbytes <= STEP)
         self._stats["nbytes"] += nbytes
         if nbytes <= STEP:

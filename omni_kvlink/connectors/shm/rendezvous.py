@@ -11,9 +11,15 @@ import time
 import weakref
 
 from omni_kvlink.connectors.runtime.lock_file import LockFile
-from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory, is_alive
+from omni_kvlink.connectors.runtime.user_dirs import (
+    OTHER,
+    check_private,
+    default_directory,
+    is_alive,
+)
 from omni_kvlink.connectors.runtime.wakeup import WakeupFifo, wait_readable, wake
-from omni_kvlink.errors import BusyError, ClosedError, ConnectorError, TransferTimeout
+from omni_kvlink.errors import BusyError, ClosedError, SchemaError, TransferTimeout, format_seconds
+from omni_kvlink.system.failures import translate_errors
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
@@ -24,18 +30,18 @@ _inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 def socket_path(name: str, directory: str = "") -> str:
     """Return the path of the socket of `shm://name`; create and check its directory.
 
-    Raises ValueError if the name is not a plain file name, or the path is too long; ConnectorError
+    Raises SchemaError if the name is not a plain file name, or the path is too long; ConnectorError
     if the directory is open to other users.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(
+        raise SchemaError(
             f"shm://{name}: a name is 1 to 48 letters, digits, '.', '_' or '-', a letter first"
         )
     directory = directory or default_directory()
-    check_private(directory)
     path = os.path.join(directory, f"{name}.sock")
     if len(os.fsencode(path)) > 90:  # sun_path holds 107, the draft's suffix needs some
-        raise ValueError(f"{path} is too long for a Unix socket; give a shorter directory=")
+        raise SchemaError(f"{path} is too long for a Unix socket; give a shorter directory=")
+    check_private(directory)
     return path
 
 
@@ -49,29 +55,29 @@ class NamedListener:
     def __init__(self, path: str):
         self._path = path
         self._file: os.stat_result | None = None
-        self._lock = LockFile(path)
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        draft = f"{path}.{os.getpid()}"
-        try:
-            if is_alive(path, socket.SOCK_SEQPACKET):  # its lock file was removed
-                raise BusyError(
-                    f"{path}: another producer serves this name; close it, or serve another name"
-                )
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
-            os.fchmod(self.sock.fileno(), 0o600)  # the file gets this mode
-            self.sock.bind(draft)
-            self.sock.listen(_BACKLOG)
-            self._file = os.lstat(draft)
-            os.rename(draft, path)
-            wake(path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
-            self.close()
-            raise
+        with translate_errors(path, OTHER), contextlib.ExitStack() as undo:
+            self._lock = LockFile(path, OTHER)
+            undo.callback(self._lock.close)
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(self.close)
+            self._bind(f"{path}.{os.getpid()}", undo)
+            undo.pop_all()
         self.sock.setblocking(False)
         close_in_child(self.sock)
+
+    def _bind(self, draft: str, undo: contextlib.ExitStack) -> None:
+        if is_alive(self._path, socket.SOCK_SEQPACKET):  # its lock file was removed
+            raise BusyError(
+                f"{self._path}: another producer serves this name; close it, or serve another name"
+            )
+        _unlink(draft)
+        undo.callback(_unlink, draft)
+        os.fchmod(self.sock.fileno(), 0o600)  # the file gets this mode
+        self.sock.bind(draft)
+        self.sock.listen(_BACKLOG)
+        self._file = os.lstat(draft)
+        os.rename(draft, self._path)
+        wake(self._path)
 
     def close(self) -> None:
         """Close the socket and remove its file, unless that is another's; needs no descriptor."""
@@ -89,22 +95,29 @@ def dial(path: str, timeout: float, cancelled: int) -> socket.socket:
     becomes readable: the link was closed.
     """
     deadline = time.monotonic() + timeout
-    found = _try_dial(path, timeout)
-    if found is not None:
-        return found  # nothing to wait for
-    with WakeupFifo(path) as fifo:
-        while (left := deadline - time.monotonic()) > 0:
-            changed = fifo.arm()
-            found = _try_dial(path, left)
-            if found is not None:
-                return found
-            if cancelled in wait_readable(deadline - time.monotonic(), changed, cancelled):
-                raise ClosedError(f"the link was closed while it waited for {path}")
+    with translate_errors(path, OTHER):
+        found = _try_dial(path, timeout)
+        if found is not None:
+            return found  # nothing to wait for
+        with WakeupFifo(path) as fifo:
+            while (left := deadline - time.monotonic()) > 0:
+                changed = fifo.arm()
+                found = _try_dial(path, left)
+                if found is not None:
+                    return found
+                if cancelled in wait_readable(deadline - time.monotonic(), changed, cancelled):
+                    raise ClosedError(f"the link was closed while it waited for {path}")
     raise TransferTimeout(
-        f"nobody serves {path} after {timeout:g} s; start the producer, or give a longer timeout",
+        f"nobody serves {path} after {format_seconds(timeout)}; "
+        "start the producer, or give a longer timeout",
         waited=timeout,
         phase="connecting",
     )
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):  # there is none; or `bind` says what is wrong
+        os.unlink(path)
 
 
 def peer_identity(sock: socket.socket) -> tuple[int, int]:
@@ -119,17 +132,15 @@ def _try_dial(path: str, timeout: float) -> socket.socket | None:
     # The kernel's own timeout: Python's does not apply here.
     seconds = min(max(timeout, 0.001), _MAX_SEND_TIMEOUT)
     limit = struct.pack("ll", *divmod(int(seconds * 1e6) + 1, 1_000_000))
-    sock = None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(path)
-    except OSError as error:
-        if sock is not None:
-            sock.close()
+    except BaseException as error:
+        sock.close()
         if isinstance(error, (FileNotFoundError, ConnectionRefusedError, BlockingIOError)):
             return None
-        raise ConnectorError(f"{path}: {error.strerror}") from error
+        raise
     return sock
 
 

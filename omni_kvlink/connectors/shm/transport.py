@@ -53,6 +53,7 @@ from omni_kvlink.connectors.runtime.event_loop import (
     readable_pidfd,
 )
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
+from omni_kvlink.connectors.runtime.turns import TURN, TurnCounts
 from omni_kvlink.connectors.runtime.wakeup import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.reader_arenas import ReaderArenas
@@ -63,8 +64,11 @@ from omni_kvlink.errors import (
     PeerLostError,
     TransferTimeout,
     WireError,
+    format_seconds,
 )
 from omni_kvlink.memory.arena import GRAIN
+from omni_kvlink.memory.ownership import CallAtEnd, closer
+from omni_kvlink.system.failures import is_of_system, system_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,10 +81,14 @@ MAX_GREETING = 128
 """Connections that may be without a Hello; one more disconnects the oldest."""
 MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""
+MAX_BACKLOG_NBYTES = 64 << 20
+"""Bytes of them."""
 _ACCEPT_PAUSE = 1.0
 """Seconds without accepting, after it failed for want of a descriptor and none was closed here."""
 _LEADER_SECONDS = 1.0
 """Seconds that a thread may take to leave a connection whose producer has ended to the loop."""
+_RETRY_SECONDS = 0.03
+"""How often a consumer tries again while what serves its name hangs up."""
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
 _ANSWERS = (Offer, Status, Failed)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -101,6 +109,7 @@ class ShmChannel:
         self._backlogged = backlogged
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Mapping | None]] = deque()
+        self._backlog_nbytes = 0
         rendezvous.close_in_child(sock)
 
     def fileno(self) -> int:
@@ -117,6 +126,15 @@ class ShmChannel:
         return bool(poll.poll(0))
 
     @property
+    def has_unread(self) -> bool:
+        """Whether a message, or the end of the connection, is there to be received."""
+        if self._sock is None:
+            return False
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    @property
     def has_backlog(self) -> bool:
         """Whether messages wait for `flush`."""
         return bool(self._backlog)
@@ -124,7 +142,7 @@ class ShmChannel:
     @property
     def is_backlog_full(self) -> bool:
         """Whether the peer has not read for so long that it should be disconnected."""
-        return len(self._backlog) > MAX_BACKLOG
+        return len(self._backlog) > MAX_BACKLOG or self._backlog_nbytes > MAX_BACKLOG_NBYTES
 
     def send(self, message: Message, memory: Mapping | None = None) -> None:
         """Send now, or queue in order; the descriptor of `memory` is passed with the message.
@@ -143,7 +161,7 @@ class ShmChannel:
             while self._backlog:
                 if not self._put(*self._backlog[0]):
                     return False
-                self._backlog.popleft()
+                self._backlog_nbytes -= len(self._backlog.popleft()[0])
             return True
 
     def finish(self) -> None:
@@ -154,13 +172,22 @@ class ShmChannel:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_WR)
 
-    def receive(self) -> Iterator[tuple[list[Message], int]]:
+    def finish_receiving(self) -> None:
+        """Let nobody send anything more; what was sent before is still received, then the end."""
+        with self._lock:
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RD)
+
+    def receive(self, turn: float = float("inf")) -> Iterator[tuple[list[Message], int]]:
         """Yield the messages that arrived together, with their descriptor (the caller's) or -1.
 
-        Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
+        Ends when none is there, or after `turn` messages: a peer that sends faster than they are
+        handled must not keep the caller. Raises ConnectionError if the connection has ended,
+        WireError if the peer sent no message.
         """
         was_reset = False
-        while self._sock is not None:
+        while self._sock is not None and turn > 0:
             try:
                 data, ancillary, flags, _ = self._sock.recvmsg(
                     MAX_MESSAGE, _FD_SPACE, socket.MSG_CMSG_CLOEXEC
@@ -174,6 +201,8 @@ class ShmChannel:
                     raise
                 was_reset = True
                 continue
+            except OSError as error:
+                raise ConnectionError(f"the connection broke: {error.strerror}") from None
             fds = _descriptors(ancillary) if ancillary else []
             try:
                 if not data:
@@ -188,6 +217,7 @@ class ShmChannel:
                 for fd in fds:
                     os.close(fd)
                 raise
+            turn -= len(messages)
             yield messages, fds[0] if fds else -1
 
     def peek(self) -> list[Message]:
@@ -230,6 +260,7 @@ class ShmChannel:
             for data in parts:
                 if self._backlog or not self._put(data, memory):
                     self._backlog.append((data, memory))
+                    self._backlog_nbytes += len(data)
                     is_queued = True
         if is_queued:
             self._backlogged()
@@ -259,6 +290,8 @@ def _peeked(sock: socket.socket) -> bytes | None:
         return sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
     except BlockingIOError:
         return None
+    except OSError as error:
+        raise ConnectionError(f"the connection broke: {error.strerror}") from None
 
 
 def _skip(sock: socket.socket) -> None:
@@ -277,11 +310,17 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 class ShmPeerConnection(PeerHandle):
-    """A connected consumer. `pidfd` is readable when its process ends; -1 if there is none."""
+    """A connected consumer. `pidfd` is readable when its process ends; -1 if there is none.
 
-    def __init__(self, listener: ShmListener, channel: ShmChannel, pidfd: int, refusal: str):
+    `is_throttled`: its last turn ended early, and the loop has deferred the next.
+    """
+
+    def __init__(
+        self, listener: ShmListener, channel: ShmChannel, pid: int, pidfd: int, refusal: str
+    ):
         super().__init__(listener)
-        self.channel, self.pidfd = channel, pidfd
+        self.channel, self.pidfd, self.name = channel, pidfd, f"pid {pid}"
+        self.is_throttled = False
         self.refusal = refusal  # why it will be refused; "" if it may stay
         self.arenas: set[int] = set()  # whose descriptors it was passed
         self.hello: Hello | None = None  # its first message, once the handshake is complete
@@ -303,6 +342,7 @@ class ShmListener(Listener):
         self._greeting: dict[ShmPeerConnection, None] = {}  # those without a Hello, oldest first
         self._detached: set[ShmPeerConnection] = set()
         self._refused: Counter[str] = Counter()
+        self._throttled = TurnCounts()
         self._accept_again = float("inf")  # when a pause ends (`time.monotonic`)
         self._listener = rendezvous.NamedListener(self._path)
 
@@ -318,8 +358,21 @@ class ShmListener(Listener):
         return self._accept_again
 
     def health(self) -> dict[str, Any]:
-        """Return the path of the socket, connected readers, and refusals by reason."""
-        return {"socket": self._path, "readers": len(self._peers), "refused": dict(self._refused)}
+        """Return the socket, the readers, refusals by reason, who floods and who is detached."""
+        return {
+            "socket": self._path,
+            "readers": len(self._peers),
+            "refused": dict(self._refused),
+            "throttled": self._throttled.stats(),
+            "detached": self._detached_nbytes(),
+        }
+
+    def _detached_nbytes(self) -> dict[str, int]:
+        """What each process that was disconnected may still read, in bytes, by its name."""
+        found = Counter[str]()
+        for peer in list(self._detached):
+            found[peer.name] += self._producer.pinned_nbytes(peer)
+        return dict(found)
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""
@@ -359,8 +412,8 @@ class ShmListener(Listener):
         """Send a peer the memory file of an arena, once; the producer's lock is held."""
         if arena not in peer.arenas:
             mapping = self._producer.pool.mapping(arena)
-            peer.arenas.add(arena)
             peer.channel.send(Memory(arena, mapping.nbytes), mapping)
+            peer.arenas.add(arena)  # last: after an interrupt it is sent again
 
     # In the loop's thread
 
@@ -409,12 +462,16 @@ class ShmListener(Listener):
         is_full = len(self._peers) >= MAX_PEERS
         refusal = f"{MAX_PEERS} readers are connected already" if is_full else ""
         channel = ShmChannel(sock, lambda: self._loop.call(partial(self._flush, peer)))
-        peer = ShmPeerConnection(self, channel, pidfd, refusal)
+        peer = ShmPeerConnection(self, channel, pid, pidfd, refusal)
         self._peers.add(peer)
         self._greeting[peer] = None
-        self._loop.watch(peer.channel, READ, partial(self._on_events, peer))
-        if peer.pidfd >= 0:
-            self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit(peer))
+        try:
+            self._watch(peer)
+            if peer.pidfd >= 0:
+                self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit(peer))
+        except ConnectorError:
+            self._refused["accept failed"] += 1
+            self._disconnect(peer)
         if len(self._greeting) > MAX_GREETING:
             self._refused["no hello"] += 1
             self._disconnect(next(iter(self._greeting)))
@@ -427,16 +484,34 @@ class ShmListener(Listener):
             self._refused["too slow"] += 1
             self._finish(peer)
             return
-        events = READ if peer.channel.flush() else READ | WRITE
+        peer.channel.flush()
+        self._watch(peer)
+
+    def _watch(self, peer: ShmPeerConnection) -> None:
+        """Wait for what the peer sends, but for its next turn; and for space, if messages wait."""
+        reads = 0 if peer.is_throttled else READ
+        events = reads | (WRITE if peer.channel.has_backlog else 0)
         self._loop.watch(peer.channel, events, partial(self._on_events, peer))
 
     def _on_events(self, peer: ShmPeerConnection, events: int) -> None:
         if events & WRITE:
             self._flush(peer)
-        if not events & READ:
-            return
+        if events & READ and not peer.is_throttled:
+            self._take_turn(peer)
+
+    def _take_turn(self, peer: ShmPeerConnection) -> None:
+        """Receive what one turn takes; the rest stays in the socket, which holds up its sender."""
+        self._receive(peer, TURN)
+        was_throttled, peer.is_throttled = peer.is_throttled, peer.channel.has_unread
+        if peer.is_throttled:
+            self._throttled.add(peer.name)
+            self._loop.defer(partial(self._take_turn, peer))
+        if peer.is_throttled is not was_throttled:
+            self._watch(peer)
+
+    def _receive(self, peer: ShmPeerConnection, turn: float) -> None:
         try:
-            for messages, fd in peer.channel.receive():
+            for messages, fd in peer.channel.receive(turn):
                 if fd >= 0:
                     os.close(fd)
                     raise WireError("a reader passes no descriptors")
@@ -471,7 +546,8 @@ class ShmListener(Listener):
     def _on_exit(self, peer: ShmPeerConnection) -> None:
         """The peer's process ended. A child of it may hold the socket open: read what it sent."""
         if peer in self._peers:
-            self._on_events(peer, READ)
+            peer.channel.finish_receiving()
+            self._receive(peer, float("inf"))
         self._disconnect(peer)
         self._reap(peer)
 
@@ -479,7 +555,7 @@ class ShmListener(Listener):
         """Send a peer nothing more. It learns that, and sends a Release of all that it holds."""
         if self._detach(peer):
             peer.channel.finish()
-            self._loop.watch(peer.channel, READ, partial(self._on_events, peer))
+            self._watch(peer)
         else:
             self._disconnect(peer)
 
@@ -521,14 +597,11 @@ class ShmConsumer(SessionConsumer):
         refuse_keys(self._url, options)
         self._path = rendezvous.socket_path(name, options.directory)
         self._cancelled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not in `close`: another thread may still wait for it, and its number must not be reused.
+        CallAtEnd.of(self, closer(self._cancelled))
 
     def _interrupt(self) -> None:
         os.eventfd_write(self._cancelled, 1)
-
-    def __del__(self) -> None:
-        # Not in `close`: another thread may still wait for it, and its number must not be reused.
-        if hasattr(self, "_cancelled"):
-            os.close(self._cancelled)
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> ShmSession:
         deadline = time.monotonic() + timeout
@@ -537,9 +610,17 @@ class ShmConsumer(SessionConsumer):
             sock = rendezvous.dial(self._path, left, self._cancelled)
             try:
                 return ShmSession(self._url, sock, deadline, self._cancelled)
-            except ConnectionError:  # the producer died during the handshake
-                if no_wait or time.monotonic() >= deadline:
+            except PeerLostError as error:  # the producer died during the handshake, or is no one
+                left = deadline - time.monotonic()
+                if no_wait:
                     raise
+                if left <= 0:
+                    text, phase = (
+                        f"{error}, which it did for {format_seconds(timeout)}",
+                        "shaking hands",
+                    )
+                    raise TransferTimeout(text, waited=timeout, phase=phase) from None
+                wait_readable(min(left, _RETRY_SECONDS), self._cancelled)
 
 
 class ShmSession(MappedSession):
@@ -553,16 +634,12 @@ class ShmSession(MappedSession):
 
     Raises:
         TransferTimeout: the producer did not answer in time.
-        ConnectionError: it went away during the handshake.
+        PeerLostError: it went away during the handshake.
         ConnectorError: it is another user's, or refused this process; or there is no descriptor.
     """
 
     def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
         self._url = url
-        pid, uid = rendezvous.peer_identity(sock)
-        if uid != os.geteuid():
-            sock.close()
-            raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
         self._arenas = ReaderArenas(url)
         # Held by the thread that receives: the loop's, or one that waits for a payload. Released by
         # its owner alone, so that an interrupt just after `acquire` leaves it free.
@@ -576,22 +653,28 @@ class ShmSession(MappedSession):
         self._coalescing = set[int]()  # threads that send themselves what they post
         self._leases = set[int]()  # gets whose offers are not released
         self._reads = READ  # 0 when nothing more is to be received
+        self._has_turn = False  # the loop has deferred its next turn to receive
+        self._throttled = 0
         self._has_ended = False
         self._close_done = threading.Event()
         self._pidfd = self._wake = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
         try:
+            pid, uid = rendezvous.peer_identity(sock)
+            if uid != os.geteuid():
+                raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            # Not in `close`: a thread that waits may still poll it.
+            CallAtEnd.of(self, closer(self._wake))
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
         except BaseException as error:
             self._channel.close()
-            for fd in {self._pidfd, self._wake} - {-1}:
-                os.close(fd)
-            self._wake = -1
-            if isinstance(error, OSError) and not isinstance(error, (ConnectionError, KVLinkError)):
-                raise ConnectorError(f"{url}: {error.strerror} (ulimit -n)") from None
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            if isinstance(error, Exception) and is_of_system(error):
+                raise system_error(error, f"{url}: the handshake failed") from None
             raise
         wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
         post = partial(_post, self._posted, self._coalescing, wake)
@@ -645,8 +728,8 @@ class ShmSession(MappedSession):
         self._wake_leader()
 
     def health(self) -> dict[str, Any]:
-        """Return how much of the producer's memory is mapped."""
-        return {"mapped": self._arenas.stats()}
+        """Return how much of the producer's memory is mapped, and how often it was throttled."""
+        return {"mapped": self._arenas.stats(), "throttled": self._throttled}
 
     def close(self) -> None:
         """Fail the gets; disconnect when the last view is freed."""
@@ -747,10 +830,6 @@ class ShmSession(MappedSession):
                     os.close(fd)
                 return check_hello(self._url, messages[0])
 
-    def __del__(self) -> None:
-        if getattr(self, "_wake", -1) >= 0:  # not before: a thread that waits may still poll it
-            os.close(self._wake)
-
     def _send(self, message: Message) -> None:
         """Send a message of the table, behind what this thread has released."""
         if self._posted and threading.get_ident() in self._coalescing:
@@ -763,9 +842,13 @@ class ShmSession(MappedSession):
     def _watch(self) -> None:
         if self._has_ended:
             return  # a thread that received for a moment had the channel watched earlier
-        self._watch_channel()
-        if self._pidfd >= 0:
-            self._loop.watch(self._pidfd, READ, self._on_exit)
+        try:
+            self._watch_channel()
+            if self._pidfd >= 0:
+                self._loop.watch(self._pidfd, READ, self._on_exit)
+        except ConnectorError as error:
+            self._close(PeerLostError(f"{self._url}: {error}"))
+            self._end()
 
     def _send_posted(self, *last: Message) -> None:
         """Send what finalizers have posted, then `last`, which is at most one; any thread."""
@@ -813,18 +896,31 @@ class ShmSession(MappedSession):
     def _on_events(self, events: int) -> None:
         if events & WRITE:
             self._flush()
+        if not self._has_turn:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Receive what one turn takes, and the rest in later ones: calls and deadlines come first.
+
+        The channel is watched for what arrives anew: what is there already wakes nobody.
+        """
+        self._has_turn = False
         if not self._receiving.acquire(blocking=False):
             return  # a thread that waits for a payload receives
         try:
-            self._receive()
+            self._receive(TURN)
+            self._has_turn = bool(self._reads) and self._channel.has_unread
         finally:
             self._receiving.release()
+        if self._has_turn:
+            self._throttled += 1
+            self._loop.defer(self._take_turn)
 
-    def _receive(self) -> None:
+    def _receive(self, turn: float) -> None:
         if not self._reads or self._has_ended:
             return
         try:
-            for messages, fd in self._channel.receive():
+            for messages, fd in self._channel.receive(turn):
                 self._on_messages(messages, fd)
         except ConnectionError:
             self._reads = 0
@@ -833,6 +929,8 @@ class ShmSession(MappedSession):
             if self.is_closed:
                 self._reads = 0
             self._close(error)
+        except OSError as error:  # gets are repeated over another connection
+            self._close(PeerLostError(str(system_error(error, self._url))))
 
     def _on_messages(self, messages: Sequence[Message], fd: int) -> None:
         if isinstance(messages[0], Memory) and len(messages) == 1:
@@ -856,9 +954,10 @@ class ShmSession(MappedSession):
     def _on_exit(self, events: int) -> None:
         self._has_exited = True
         os.eventfd_write(self._wake, 1)
+        self._channel.finish_receiving()  # a child of it may hold the socket open
         if self._receiving.acquire(timeout=_LEADER_SECONDS):
             try:
-                self._receive()
+                self._receive(float("inf"))
             finally:
                 self._receiving.release()
         self._close(PeerLostError(f"{self._url}: the producer's process ended"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.ipc.rpc import set_result_of
 from omni_kvlink.engine.outputs import ModelRunnerOutput
-from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
+from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +127,9 @@ class EngineCore:
             self._calls.append(partial(set_result_of, answer, call))
         self.scheduler.wake()
         if not wait([answer], timeout).done:
-            raise TransferTimeout(f"the engine is busy since {timeout:g} s", waited=timeout)
+            raise TransferTimeout(
+                f"the engine is busy since {format_seconds(timeout)}", waited=timeout
+            )
         return answer.result()
 
     def fail(self, error: KVLinkError) -> None:

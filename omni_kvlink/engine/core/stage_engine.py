@@ -13,7 +13,7 @@ from omni_kvlink.engine.config import StageConfig
 from omni_kvlink.engine.core.engine_core import EngineCore
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.lora.calls import StageAdapters
-from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout
+from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
             names = [name for name, future in futures.items() if future in late]
             for name in names:
                 self.abort(name)
-            text = f"{', '.join(names)} not done after {timeout:g} s"
+            text = f"{', '.join(names)} not done after {format_seconds(timeout or 0.0)}"
             raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         return [future.result() for future in futures.values()]
 

@@ -43,6 +43,7 @@ from omni_kvlink.engine.sampling import (
     OmniDiffusionSamplingParams,
 )
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.settings import Json, ListOf, MapOf, Text
 
 _OWN = {
     *("stage_id", "devices", "env", "input_connectors", "output_connectors", "omni_kv_config"),
@@ -69,6 +70,7 @@ _SETTINGS["dit"] -= {"vae_use_slicing"}
 _SETTINGS["all"] = _SETTINGS["dit"]
 """Fields of a stage that are settings of this engine, by the stage's kind."""
 
+_MAP = MapOf(Json())
 _ANY_NUMBER = ("auto", "cpu", "cuda")
 _TOP = {"pipeline", "stages", "connectors", "edges"}
 _EVERY_STAGE = {
@@ -132,7 +134,7 @@ class DeployConfig:
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
             raise SchemaError("stages: a list with at least one stage is needed")
-        entries = sorted(entries, key=lambda entry: int(entry["stage_id"]))
+        entries = sorted(entries, key=lambda entry: entry["stage_id"])
         ids = [entry["stage_id"] for entry in entries]
         if ids != list(range(len(entries))):
             raise SchemaError(f"stage_ids {ids}: they must be 0, 1, …")
@@ -184,7 +186,8 @@ def _connectors(entries: Any) -> dict[str, ConnectorSpec]:
     for name, spec in entries.items():
         if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
             raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
-        found[name] = ConnectorSpec(spec["name"], dict(spec.get("extra") or {}))
+        extra = _MAP.read(spec.get("extra") or {}, f"connectors.{name}.extra")
+        found[name] = ConnectorSpec(spec["name"], extra)
     return found
 
 
@@ -199,9 +202,9 @@ def _connector(
     number = entry["stage_id"]
     _check_ends(entry, "input_connectors", "from", number - 1 if number else None)
     _check_ends(entry, "output_connectors", "to", None if is_last else number + 1)
-    names = set((entry.get("input_connectors") or {}).values())
+    names = set(_names(entry, "input_connectors").values())
     if before is not None:
-        names |= set((before.get("output_connectors") or {}).values())
+        names |= set(_names(before, "output_connectors").values())
     if len(names) > 1:
         raise SchemaError(
             f"stage {number}: it receives over {' or '.join(sorted(map(str, names)))}; "
@@ -213,9 +216,16 @@ def _connector(
     return connectors[names.pop()] if names else None
 
 
+def _names(entry: Mapping[str, Any], field: str) -> dict[str, str]:
+    """The connectors that a stage names, by the stage at their other end."""
+    where = f"stage {entry['stage_id']}: {field}"
+    names: dict[str, str] = MapOf(Text(filled=True)).read(entry.get(field) or {}, where)
+    return names
+
+
 def _check_ends(entry: Mapping[str, Any], field: str, word: str, neighbour: int | None) -> None:
     known = set() if neighbour is None else {f"{word}_stage_{neighbour}"}
-    unknown = sorted(set(entry.get(field) or {}) - known)
+    unknown = sorted(set(_names(entry, field)) - known)
     if unknown:
         only = f"only {known.pop()} is known" if known else "there is no such stage"
         raise SchemaError(f"stage {entry['stage_id']}: {field} {unknown}; {only}")
@@ -223,7 +233,7 @@ def _check_ends(entry: Mapping[str, Any], field: str, word: str, neighbour: int 
 
 def _check_edges(edges: Any, stages: int) -> None:
     """Raises SchemaError unless each stage hands on to the next."""
-    for edge in edges:
+    for edge in ListOf(_MAP).read(edges, "edges"):
         ends = edge.get("from"), edge.get("to")
         if ends not in [(number, number + 1) for number in range(stages - 1)]:
             raise SchemaError(f"an edge from {ends[0]} to {ends[1]}: a stage is read by the next")
@@ -237,7 +247,7 @@ def _check_kv(entry: Mapping[str, Any], *, is_last: bool) -> None:
     source = entry.get("engine_input_source")
     if source not in (None, [], [number - 1] if number else []):
         raise SchemaError(f"stage {number}: engine_input_source {source}: it is the stage before")
-    given = dict(entry.get("omni_kv_config") or {})
+    given = _MAP.read(entry.get("omni_kv_config") or {}, f"stage {number}: omni_kv_config")
     criteria = given.pop("kv_transfer_criteria", None)
     if criteria not in (None, {"type": "prefill_finished"}):
         raise SchemaError(f"stage {number}: kv_transfer_criteria {criteria}: prefill_finished")
@@ -263,9 +273,7 @@ def _stage(
         if not is_default(kind, name, entry[name])
     }
     rest = {name: entry[name] for name in entry.keys() - _OWN - settings.keys()}
-    environment = entry.get("env") or {}
-    if not isinstance(environment, Mapping):
-        raise SchemaError(f"{where}: env is a map of variables, not {environment!r:.100}")
+    environment = _MAP.read(entry.get("env") or {}, f"{where}: env")
     return StageDeploy(
         stage_id=entry["stage_id"],
         kind=kind,

@@ -9,6 +9,7 @@ import torch
 
 from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.settings import Integer, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +61,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SchemaError: one field has two values, or the form is neither of the two.
     """
-    found = _flat(values)
+    found = _flat(values, "")
     own = found.pop("platforms", {}).get(_platform())
     return _merge(found, own) if own else found
 
@@ -71,7 +72,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise SchemaError(f"{path.name}: its base_config leads back to it")
     values = _parse(path)
     base = values.pop("base_config", None)
-    values = _flat(values)
+    values = _flat(values, path.stem)
     if base is not None:
         values = _merge(_read(path.parent / str(base), (*above, path)), values)
     if path.stem in PIPELINES:
@@ -79,14 +80,14 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     return values
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As `flat`, for all platforms."""
-    found = _from_stage_args(values) if "stage_args" in values else dict(values)
+def _flat(values: Mapping[str, Any], file_name: str) -> dict[str, Any]:
+    """As `flat`, for all platforms; `file_name` may be that of a pipeline."""
+    found = _from_stage_args(values, file_name) if "stage_args" in values else dict(values)
     if isinstance(found.get("stages"), list):
         found["stages"] = [_flat_stage(stage) for stage in found["stages"]]
     platforms = found.pop("platforms", None)
     if isinstance(platforms, Mapping):
-        found["platforms"] = {name: _flat(own or {}) for name, own in platforms.items()}
+        found["platforms"] = {name: _flat(own or {}, "") for name, own in platforms.items()}
     elif platforms is not None:
         raise SchemaError(f"platforms: a map is needed, not {platforms!r:.100}")
     return found
@@ -135,9 +136,9 @@ def _merge_stages(base: Sequence[Any], over: Sequence[Any]) -> list[Any]:
 
 
 def _stage_id(stage: Any) -> int:
-    if not isinstance(stage, Mapping) or not isinstance(stage.get("stage_id"), int):
-        raise SchemaError(f"a stage is a map with a stage_id, not {stage!r:.100}")
-    number: int = stage["stage_id"]
+    if not isinstance(stage, Mapping) or "stage_id" not in stage:
+        raise SchemaError(f"a stage is a map with a stage_id, not {shown(stage)}")
+    number: int = Integer(0).read(stage["stage_id"], "stage_id")
     return number
 
 
@@ -169,7 +170,7 @@ def _flat_stage(stage: Any) -> dict[str, Any]:
     return found
 
 
-def _from_stage_args(values: Mapping[str, Any]) -> dict[str, Any]:
+def _from_stage_args(values: Mapping[str, Any], file_name: str) -> dict[str, Any]:
     """Bring the form of vLLM-Omni's RFC to `stages:`; its file says what the pipeline is."""
     found = dict(values)
     stages, runtime = found.pop("stage_args"), dict(found.pop("runtime", None) or {})
@@ -185,13 +186,15 @@ def _from_stage_args(values: Mapping[str, Any]) -> dict[str, Any]:
     if runtime:
         raise SchemaError(f"runtime: no use is known for {', '.join(sorted(map(str, runtime)))}")
     found["stages"] = [_flat_stage(stage) for stage in stages]
-    found.setdefault("pipeline", _pipeline_of(found["stages"]))
+    found.setdefault("pipeline", _pipeline_of(found["stages"], file_name))
     return found
 
 
-def _pipeline_of(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the pipeline of stages that name their model."""
+def _pipeline_of(stages: Sequence[Mapping[str, Any]], file_name: str) -> str:
+    """Return the pipeline of stages by their model; by the file's name if they name none."""
     models = [stage["model_arch"] for stage in stages if "model_arch" in stage]
+    if not models and file_name in PIPELINES:
+        return file_name
     if not models or any(model not in BAGEL_ARCHITECTURES for model in models):
         raise SchemaError(
             f"stage_args: the model is {', '.join(map(str, models)) or 'not named'}, and this "
@@ -200,8 +203,16 @@ def _pipeline_of(stages: Sequence[Mapping[str, Any]]) -> str:
     if len(stages) == 1:
         return "bagel_single_stage"
     kv = stages[0].get("omni_kv_config")
-    waits = isinstance(kv, Mapping) and "kv_transfer_criteria" in kv
-    return "bagel" if waits else "bagel_think"
+    if isinstance(kv, Mapping) and "kv_transfer_criteria" in kv:
+        return "bagel"
+    prompts = str(stages[0].get("prompt_expand_func") or "think")
+    if not prompts.endswith("think"):
+        raise SchemaError(
+            f"stage 0: prompt_expand_func {prompts!r} with no kv_transfer_criteria in "
+            "omni_kv_config: the prompts of guidance would be continued by texts; the function "
+            "for think mode is expand_cfg_prompts_think"
+        )
+    return "bagel_think"
 
 
 def _platform() -> str:

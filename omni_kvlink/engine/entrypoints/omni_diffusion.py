@@ -34,7 +34,7 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.stage.remote_stage import RemoteStage
 from omni_kvlink.engine.stage.stage_process import StageProcess
 from omni_kvlink.engine.tokens.outputs import TextResult
-from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
+from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.lora.request import LoRARequest
@@ -138,7 +138,8 @@ class OmniDiffusion:
         if late:
             for name in names:
                 self.abort(name)
-            text = f"{len(late)} of {len(many)} prompts not done after {timeout:g} s"
+            waited = format_seconds(timeout or 0.0)
+            text = f"{len(late)} of {len(many)} prompts not done after {waited}"
             raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         outputs = [future.result() for future in futures]
         if on_error == "return":

@@ -7,10 +7,8 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from omni_kvlink.engine.config import (
@@ -19,8 +17,6 @@ from omni_kvlink.engine.config import (
     LoRAConfig,
     OmniARConfig,
     OmniDiffusionConfig,
-    ProfilerConfig,
-    RayConfig,
 )
 from omni_kvlink.engine.entrypoints.deploy_fields import check_compilation
 from omni_kvlink.engine.entrypoints.deploy_files import OWN_MODEL
@@ -28,15 +24,15 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.models.diffusers_settings import check_settings
 from omni_kvlink.engine.ray.cluster import NODE
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.lowlevel import Options
+from omni_kvlink.lowlevel import LinkUrl, ServeOptions
 from omni_kvlink.models.bagel.attention_backends import check_attention_backend
+from omni_kvlink.settings import Integer, Nested, Size, SomeOf, Text, check_names, rules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
 
-_OPTIONS = {field.name for field in dataclasses.fields(Options)}
 _SHARED_MEMORY = {"shm_threshold_bytes"}  # below it vLLM-Omni's connector sends in messages
 _MOONCAKE = {
     *("host", "zmq_port", "protocol", "device_name"),
@@ -44,15 +40,11 @@ _MOONCAKE = {
 }
 _PROTOCOLS = {"rdma": "ucx", "tcp": "zmq+tcp"}
 _PORT = re.compile(r":(\d+)(?=$|[?&])")
-_PARALLEL = {field.name for field in dataclasses.fields(DiffusionParallelConfig)}
-_BY_DEPLOYMENT = {"sources", "sinks", "sink_options", "receivers"}
-_NESTED = {
-    "kv": {field.name for field in dataclasses.fields(KVConfig)} - _BY_DEPLOYMENT,
-    "ray": {field.name for field in dataclasses.fields(RayConfig)},
-    "profiler_config": {field.name for field in dataclasses.fields(ProfilerConfig)},
-}
-"""The fields of a stage's maps. What a link is, the deployment's `connectors:` say."""
-_LORA = {field.name for field in dataclasses.fields(LoRAConfig)}
+_PARALLEL = set(rules(DiffusionParallelConfig))
+_LORA = set(rules(LoRAConfig))
+_BY_DEPLOYMENT = ("sources", "sinks", "sink_options", "receivers")
+_KV = [name for name in rules(KVConfig) if name not in _BY_DEPLOYMENT]
+"""The fields of a stage's `kv:`. What a link is, the deployment's `connectors:` say."""
 
 
 def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniDiffusionConfig]:
@@ -87,13 +79,13 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
             if kind == "ar":
                 configs.append(_ar(values, think=deploy.pipeline == "bagel_think"))
             else:
-                configs.append(config := msgspec.convert(values, OmniDiffusionConfig))
+                configs.append(config := OmniDiffusionConfig.read(values))
                 _check_tiling(config, values)
                 if kind == "diffusers":
                     check_settings(config)
             if kind != "diffusers" and configs[-1].model_class_name == "bagel":
                 check_attention_backend(configs[-1].attention_backend)
-        except (msgspec.ValidationError, ValueError, EngineError) as error:
+        except (ValueError, EngineError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
     for at, after in enumerate(configs[1:]):
         kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)
@@ -145,16 +137,10 @@ def environment(stage: StageDeploy) -> dict[str, str]:
 
 
 def _settings(stage: StageDeploy) -> dict[str, Any]:
-    """A stage's settings; SchemaError if a map among them has an unknown field."""
-    for name, known in _NESTED.items():
-        given = stage.settings.get(name, {})
-        if not isinstance(given, Mapping):
-            raise SchemaError(f"stage {stage.stage_id}: {name} is a map, not {given!r:.100}")
-        if unknown := sorted(given.keys() - known):
-            raise SchemaError(
-                f"stage {stage.stage_id}: {name} has no {', '.join(unknown)} to set; there are "
-                f"{', '.join(sorted(known))}"
-            )
+    """A stage's settings; SchemaError if its `kv:` is no map of fields that a stage may set."""
+    kv = Nested(KVConfig).read(stage.settings.get("kv", {}), f"stage {stage.stage_id}: kv")
+    if kv != KVConfig():
+        check_names(stage.settings["kv"], _KV, f"stage {stage.stage_id}: kv.")
     return dict(stage.settings)
 
 
@@ -179,7 +165,7 @@ def _ar(values: dict[str, Any], *, think: bool) -> OmniARConfig:
     values = {name: value for name, value in values.items() if value is not None}
     blocks = values.pop("num_gpu_blocks_override", None)
     own = {} if blocks is None else {"num_blocks": blocks}
-    config = msgspec.convert({**values, **own, "think": think}, OmniARConfig)
+    config = OmniARConfig.read({**values, **own, "think": think})
     if own or "max_num_batched_tokens" not in values:
         return config
     blocks = -(-config.max_num_batched_tokens // config.block_size)
@@ -228,7 +214,8 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
     if spec.name == "KVLinkConnector":
         if "url" not in spec.extra:
             raise SchemaError("KVLinkConnector: extra has no url, such as zmq+tcp://127.0.0.1:0")
-        return str(spec.extra["url"]), _options(spec, without={"url"})
+        url = LinkUrl().read(spec.extra["url"], f"{spec.name}: extra.url")
+        return url, _options(spec, without={"url"})
     raise SchemaError(
         f"no connector {spec.name!r}; there are SharedMemoryConnector, "
         "MooncakeTransferEngineConnector and KVLinkConnector, which takes any URL of this library"
@@ -238,8 +225,9 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
 def _mooncake(spec: ConnectorSpec) -> tuple[str, dict[str, Any]]:
     """This library's connector for the same network: UCX for rdma, ZMQ for tcp."""
     extra = spec.extra
-    host, port = extra.get("host", "auto"), extra.get("zmq_port", 0)
-    protocol = extra.get("protocol", "rdma")
+    where, protocol = f"{spec.name}: extra", extra.get("protocol", "rdma")
+    host = Text(filled=True).read(extra.get("host", "auto"), f"{where}.host")
+    port = Integer(0, 65535).read(extra.get("zmq_port", 0), f"{where}.zmq_port")
     if protocol not in _PROTOCOLS or extra.get("memory_pool_device", "cpu") != "cpu":
         raise SchemaError(
             f"{spec.name}: protocol {protocol!r}, memory_pool_device "
@@ -247,9 +235,10 @@ def _mooncake(spec: ConnectorSpec) -> tuple[str, dict[str, Any]]:
         )
     options = _options(spec, without=_MOONCAKE)
     if "memory_pool_size" in extra:
-        options["quota"] = int(extra["memory_pool_size"])
+        size = Size(1).read(extra["memory_pool_size"], f"{where}.memory_pool_size")
+        options["quota"] = size
     if extra.get("device_name"):
-        options["ucx_devices"] = str(extra["device_name"])
+        options["ucx_devices"] = Text().read(extra["device_name"], f"{where}.device_name")
     address = "127.0.0.1" if host == "auto" else host
     return f"{_PROTOCOLS[protocol]}://{address}:{port}", options
 
@@ -264,13 +253,10 @@ def _of_rank(url: str, rank: int) -> str:
 
 def _options(spec: ConnectorSpec, *, without: Iterable[str]) -> dict[str, Any]:
     """The options of the link; raises SchemaError for a field that is none."""
-    unknown = sorted(spec.extra.keys() - _OPTIONS - set(without))
-    if unknown:
-        raise SchemaError(
-            f"{spec.name}: no use is known for {', '.join(unknown)}; extra has "
-            f"{', '.join(sorted(without))}, or an option of the link"
-        )
-    return {name: value for name, value in spec.extra.items() if name in _OPTIONS}
+    check_names(spec.extra, [*without, *rules(ServeOptions)], f"{spec.name}: extra.")
+    given = {name: value for name, value in spec.extra.items() if name not in without}
+    options: dict[str, Any] = SomeOf(ServeOptions).read(given, f"{spec.name}: extra")
+    return options
 
 
 def _numbers(stage: StageDeploy) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from omni_kvlink.engine.outputs import (
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
 from omni_kvlink.engine.worker import worker_class
 from omni_kvlink.engine.worker.service import WorkerClient
-from omni_kvlink.errors import ClosedError, TransferTimeout
+from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +156,7 @@ class DistributedExecutor(Executor):
         if late:
             ranks = ", ".join(str(rank) for rank, one in enumerate(answers) if one in late)
             raise TransferTimeout(
-                f"{method}: no answer of rank {ranks} within {timeout:g} s",
+                f"{method}: no answer of rank {ranks} within {format_seconds(timeout or 0.0)}",
                 waited=timeout or 0.0,
                 phase="starting" if method == "start" else "running",
             )

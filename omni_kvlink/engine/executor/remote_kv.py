@@ -14,7 +14,7 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_manager import Budget, KVReceiver, KVState
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.worker.service import WorkerClient
-from omni_kvlink.errors import CapacityError, TransferTimeout
+from omni_kvlink.errors import CapacityError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,7 +176,8 @@ class RemoteKVManager:
             late = [one for one in self._entries.values() if one.deadline <= now]
         for entry in late:
             key, waited = entry.request.request_id, entry.timeout
-            text = f"the KV of {key!r} did not arrive within {waited:g} s; no worker reported it"
+            text = f"the KV of {key!r} did not arrive within {format_seconds(waited)}; "
+            text += "no worker reported it"
             self._end(entry, TransferTimeout(text, key=key, waited=waited, phase="requested"))
 
     def _end(self, entry: RemoteKVEntry, error: Exception | None) -> None:

@@ -12,7 +12,7 @@ from omni_kvlink.engine.executor.base import Executor
 from omni_kvlink.engine.ipc.rpc import set_result_of
 from omni_kvlink.engine.outputs import StepSchedulerOutput
 from omni_kvlink.engine.worker import WorkerBase, make_worker
-from omni_kvlink.errors import TransferTimeout
+from omni_kvlink.errors import TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,8 @@ class UniprocExecutor(Executor):
         answer: Future[Any] = Future()
         Thread(target=set_result_of, args=(answer, call), daemon=True).start()
         if not wait([answer], timeout).done:
-            raise TransferTimeout(f"{method} took more than {timeout:g} s", waited=timeout)
+            late = f"{method} took more than {format_seconds(timeout)}"
+            raise TransferTimeout(late, waited=timeout)
         return [answer.result()]
 
     def shutdown(self) -> None:

@@ -130,9 +130,8 @@ def pack_config(config: StageConfig) -> dict[str, Any]:
 
 
 def unpack_config(values: Mapping[str, Any]) -> StageConfig:
-    """Decode what `pack_config` has encoded; raises `msgspec.ValidationError` if it is invalid."""
-    config: StageConfig = msgspec.convert(values["config"], _CONFIGS[values["kind"]])
-    return config
+    """Decode what `pack_config` has encoded; SchemaError if it is invalid."""
+    return _CONFIGS[values["kind"]].read(values["config"])
 
 
 def pack_error(error: BaseException) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from omni_kvlink.errors import (
     PeerLostError,
     SchemaError,
     TransferTimeout,
+    format_seconds,
 )
 
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class RpcClient:
         """
         answer = self.call(method, args)
         if not wait([answer], timeout).done:
-            text = f"{method}: no answer of {self.name} within {timeout:g} s"
+            text = f"{method}: no answer of {self.name} within {format_seconds(timeout)}"
             raise TransferTimeout(text, waited=timeout, phase=phase)
         return answer.result()
 

@@ -18,7 +18,7 @@ from omni_kvlink import KVPayload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_source import KVSource, ReceivedKV
-from omni_kvlink.errors import CapacityError, ClosedError, TransferTimeout
+from omni_kvlink.errors import CapacityError, ClosedError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class KVEntry:
 
     def timeout_error(self) -> TransferTimeout:
         """The error of a receive whose deadline has passed."""
-        text = f"the KV of {self.request_id!r} did not come within {self.timeout:g} s"
+        text = f"the KV of {self.request_id!r} did not come within {format_seconds(self.timeout)}"
         if self.source is not None:
             text += self.source.timeout_hint(self.request_id)
         phase = "asked for" if self.get else "connecting"
@@ -335,6 +335,7 @@ class DiffusionKVManager:
             received = source.open(entry.get, started=started, verify=self.config.verify)
             with contextlib.ExitStack() as unless_held:
                 unless_held.callback(received.release)
+                unless_held.callback(entry.abort, "its request failed, or has ended")  # first
                 with self._changed:
                     if entry.state is KVState.RECEIVING:
                         self._budget.correct(entry.request_id, received.nbytes)

@@ -12,7 +12,13 @@ import torch
 
 from omni_kvlink import KVCacheTransferData, KVLink, KVMetadata
 from omni_kvlink.adapters import PagedAdapter, PagedCache
-from omni_kvlink.errors import ClosedError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import (
+    ClosedError,
+    PeerLostError,
+    TransferFailed,
+    TransferTimeout,
+    format_seconds,
+)
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 
 if TYPE_CHECKING:
@@ -141,7 +147,9 @@ class _Peers:
         self._connected.wait(0.0 if self._has_waited else timeout)
         self._has_waited = True
         if not self._count:
-            text = f"not connected to {', '.join(self._config.peers)} within {timeout:g} s"
+            text = (
+                f"not connected to {', '.join(self._config.peers)} within {format_seconds(timeout)}"
+            )
             raise TransferTimeout(text, waited=timeout)
 
     def close(self) -> None:

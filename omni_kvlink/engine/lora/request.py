@@ -6,13 +6,15 @@ import dataclasses
 import hashlib
 import math
 
+from omni_kvlink.errors import SchemaError
+
 LORA_PARAMS = frozenset(("lora_request", "lora_int_id", "lora_scale"))
 """The sampling params that choose an adapter."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRARequest:
-    """An adapter in PEFT's format; ValueError if a field says nothing.
+    """An adapter in PEFT's format; SchemaError if a field says nothing.
 
     Attributes:
         lora_name: for errors and logs.
@@ -26,22 +28,22 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id {self.lora_int_id!r}: a whole number from 1")
+            raise SchemaError(f"lora_int_id {self.lora_int_id!r}: a whole number from 1")
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{name} {value!r}: a text that is not empty")
+                raise SchemaError(f"{name} {value!r}: a text that is not empty")
 
 
 def checked_id(request: LoRARequest | None, number: int | None, scale: float) -> int | None:
-    """The number of the adapter that sampling params name; ValueError if they contradict."""
+    """The number of the adapter that sampling params name; SchemaError if they contradict."""
     if request is not None and not isinstance(request, LoRARequest):
-        raise ValueError(f"lora_request {request!r:.80}: a LoRARequest")
+        raise SchemaError(f"lora_request {request!r:.80}: a LoRARequest")
     if request is not None and number not in (None, request.lora_int_id):
         own = request.lora_int_id
-        raise ValueError(f"lora_int_id {number}: the lora_request has {own}")
+        raise SchemaError(f"lora_int_id {number}: the lora_request has {own}")
     if not math.isfinite(scale):
-        raise ValueError(f"lora_scale {scale}: a finite number")
+        raise SchemaError(f"lora_scale {scale}: a finite number")
     return number if request is None else request.lora_int_id
 
 

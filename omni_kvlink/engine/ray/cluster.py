@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.errors import TransferTimeout, UnavailableError
+from omni_kvlink.errors import TransferTimeout, UnavailableError, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,8 +103,8 @@ class Placement:
             self.close()
             raise TransferTimeout(
                 f"the Ray cluster had no room for {len(bundles)} × {dict(bundles[0])} ({strategy})"
-                f" within {timeout:g} s: it has {self._ray.available_resources()}; add nodes, or"
-                " ask for less under `ray:`",
+                f" within {format_seconds(timeout)}: it has {self._ray.available_resources()}; "
+                "add nodes, or ask for less under `ray:`",
                 waited=timeout,
                 phase="starting",
             )

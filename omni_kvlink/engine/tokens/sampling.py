@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Annotated
 
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel.hidden_states import Keep
+from omni_kvlink.settings import Settings, Texts
 
 MODALITIES = ("text", "image", "img2img")
 """What a request may want; "img2img" is an image made from the prompt's images."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class TextSamplingParams:
+class TextSamplingParams(Settings):
     """The params of an answer's kind and of texts: an answer, or what think mode writes.
 
     `modalities` is empty for an image; ("text",) for a text, and no image; "text" with "image" or
@@ -20,7 +22,7 @@ class TextSamplingParams:
     likeliest tokens are returned at each place of a text, next to the one that was chosen; -1: all.
     """
 
-    modalities: tuple[str, ...] = ()
+    modalities: Annotated[tuple[str, ...], Texts()] = ()
     think: bool | None = None  # write a plan first; None: as the stage's configuration says
     system_prompt: str | None = None  # what think mode puts first; None: the library's wording
     max_tokens: int = 1000  # of the text, its begin marker included
@@ -50,28 +52,23 @@ TEXT_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TextS
 
 
 def check_text_params(params: TextSamplingParams) -> None:
-    """Bring `modalities` to a tuple; ValueError names a param that is out of its range."""
-    given = (params.modalities,) if isinstance(params.modalities, str) else params.modalities
-    named = tuple(dict.fromkeys(given))
+    """Bring `modalities` to its normal form; SchemaError names a param that is out of its range."""
+    named = tuple(dict.fromkeys(params.modalities))
     params.modalities = () if named == ("image",) else named
     if unknown := [name for name in named if name not in MODALITIES]:
-        raise ValueError(f"modalities {unknown}; there are {', '.join(MODALITIES)}")
+        raise SchemaError(f"modalities {unknown}; there are {', '.join(MODALITIES)}")
     if params.is_text_only and params.transfer_hidden_states:
-        raise ValueError("transfer_hidden_states: no other stage runs for modalities ('text',)")
+        raise SchemaError("transfer_hidden_states: no other stage runs for modalities ('text',)")
     if params.think is False and "text" in named and not params.is_text_only:
-        raise ValueError(f"modalities {named}: the text is what think mode writes; leave think")
-    if type(params.top_k) is not int or params.top_k < -1:
-        raise ValueError(f"top_k {params.top_k!r}: a number of tokens, or 0 for all")
+        raise SchemaError(f"modalities {named}: the text is what think mode writes; leave think")
+    if params.top_k < -1:
+        raise SchemaError(f"top_k {params.top_k!r}: a number of tokens, or 0 for all")
     if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.repetition_penalty > 0):
-        raise ValueError(
+        raise SchemaError(
             f"temperature {params.temperature}, top_p {params.top_p}, repetition_penalty "
             f"{params.repetition_penalty}: from 0, above 0 up to 1, and above 0"
         )
-    if type(params.preview_interval) is not int or params.preview_interval < 0:
-        raise ValueError(f"preview_interval {params.preview_interval!r}: a number of steps, or 0")
-    if params.logprobs is not None and (type(params.logprobs) is not int or params.logprobs < -1):
-        raise ValueError(f"logprobs {params.logprobs!r}: a number of tokens, or -1 for all")
-    if params.return_hidden_states not in (None, *get_args(Keep)):
-        raise ValueError(
-            f"return_hidden_states {params.return_hidden_states!r}; {' or '.join(get_args(Keep))}"
-        )
+    if params.preview_interval < 0:
+        raise SchemaError(f"preview_interval {params.preview_interval!r}: a number of steps, or 0")
+    if params.logprobs is not None and params.logprobs < -1:
+        raise SchemaError(f"logprobs {params.logprobs!r}: a number of tokens, or -1 for all")

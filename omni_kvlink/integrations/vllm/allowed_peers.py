@@ -6,9 +6,11 @@ import logging
 import os
 import re
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.lowlevel import LinkUrl
+from omni_kvlink.settings import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +39,7 @@ class PeerPattern:
                 "in its address, such as shm://prefill-* or zmq+tcp://10.0.0.*:7000"
             )
         self.entry, self.is_wild = entry, "*" in address
+        LinkUrl().read(entry, "peers")  # its connector, and its options
         before, after = re.escape(scheme + separator), re.escape(mark + options)
         self._expression = re.compile(before + _address_expression(address) + after)
 
@@ -53,6 +56,13 @@ def _address_expression(address: str) -> str:
     is_numeric = re.fullmatch(r"[0-9.*]*[0-9][0-9.*]*", host) is not None
     parts = ((host, _NUMBER if is_numeric else _NAME), (colon + port, _NUMBER))
     return "".join(wild.join(map(re.escape, text.split("*"))) for text, wild in parts)
+
+
+class PeerEntry(Text):
+    """An entry of `peers`."""
+
+    def _read(self, value: Any, name: str) -> str:
+        return PeerPattern(value).entry
 
 
 class AllowedPeers:

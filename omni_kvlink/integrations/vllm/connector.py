@@ -16,6 +16,7 @@ from omni_kvlink.integrations.vllm.pools import Pools
 from omni_kvlink.integrations.vllm.ranks import rank_url
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.scheduling import SchedulerCalls
+from omni_kvlink.integrations.vllm.settings import EXTRA, VllmSettings
 from omni_kvlink.integrations.vllm.siblings import SiblingWatch, sibling_pids
 from omni_kvlink.integrations.vllm.stats import KVLinkPrometheus, KVLinkStats, Meter
 from omni_kvlink.integrations.vllm.step import StepMetadata
@@ -56,7 +57,11 @@ class OmniKVLinkConnector(SchedulerCalls):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: layers are saved and loaded between the pieces of a CUDA graph."""
+        """True: layers are saved and loaded between the pieces of a CUDA graph.
+
+        vLLM calls this before it loads the weights: SchemaError if a setting is wrong.
+        """
+        VllmSettings.read(extra_config, EXTRA)
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -90,8 +95,12 @@ class OmniKVLinkConnector(SchedulerCalls):
             self._siblings = SiblingWatch(sibling_pids(), self._on_rank_ended)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Block until no copy reads the blocks of preempted requests: the pass overwrites them."""
+        """Block until no copy reads the blocks of preempted requests: the pass overwrites them.
+
+        A pipeline stage without the draft model is not told of its last pass's end: it is now.
+        """
         assert isinstance(kv_connector_metadata, StepMetadata)
+        self.wait_for_save()
         if self._saver is not None:
             self._saver.wait(kv_connector_metadata.preempted)
 
@@ -127,7 +136,7 @@ class OmniKVLinkConnector(SchedulerCalls):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Queue the layer for a copy by the saver's thread; does not block."""
+        """Queue the layer for a copy by the saver's thread, if it is final; does not block."""
         if self._saver is not None and layer_name in self._layers:
             self._saver.layer(self._layers[layer_name])
 
@@ -157,8 +166,16 @@ class OmniKVLinkConnector(SchedulerCalls):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed loads since the last call."""
-        return self._loader.take_invalid_blocks() if self._loader is not None else set()
+        """Blocks of failed loads since the last call; no cache with one of them is sent.
+
+        With a draft model, vLLM calls this before `wait_for_save`, and after it otherwise.
+        """
+        if self._loader is None:
+            return set()
+        invalid = self._loader.take_invalid_blocks()
+        if self._saver is not None:
+            self._saver.fail_blocks(invalid)
+        return invalid
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
         """The statistics since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import TYPE_CHECKING, Any
@@ -21,15 +22,19 @@ _SCALES = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
 """Of an attention layer: tensors for kernels on a device, one value or one per head; and floats."""
 
 
-def prompt_identity(request: Request, tokens: int = 0) -> dict[str, str]:
+def prompt_identity(request: Request, adapter: str = "", tokens: int = 0) -> dict[str, str]:
     """By name, SHA-256 of each input that a prompt's cache depends on; equal on both sides.
 
+    `adapter`: the identity of the request's adapter; see `AdapterIdentities`.
     `tokens`: of the first tokens of a prompt and its answer; 0: of the whole prompt.
 
-    `extra` are the keys of vLLM's own prefix cache: what a version of vLLM adds to them counts.
+    `extra` are the keys of vLLM's own prefix cache: what a version of vLLM adds to them counts,
+    but for an adapter's name and path, which may differ between two engines with the same one.
     """
-    adapter, stop = request.lora_request, tokens or request.num_prompt_tokens
-    extra, _ = generate_block_hash_extra_keys(request, 0, stop, 0)
+    stop = tokens or request.num_prompt_tokens
+    bare, embeds = copy.copy(request), request.prompt_embeds
+    bare.lora_request = bare.prompt_embeds = None  # these have inputs of their own
+    extra, _ = generate_block_hash_extra_keys(bare, 0, stop, 0)
     inputs = {
         "tokens": list(request.all_token_ids[:stop]),
         "media": [
@@ -38,9 +43,12 @@ def prompt_identity(request: Request, tokens: int = 0) -> dict[str, str]:
             if each.mm_position.offset < stop
         ],
         "salt": request.cache_salt,
-        "adapter": adapter and (adapter.lora_name, adapter.lora_path, adapter.lora_int_id),
+        "adapter": adapter or None,
         "extra": extra,
     }
+    if embeds is not None:
+        rows = embeds[:stop].contiguous().view(torch.uint8).numpy()
+        inputs["embeds"] = embeds.dtype, embeds.shape[1:], hashlib.sha256(rows).hexdigest()
     return {
         name: hashlib.sha256(repr(value).encode(errors="surrogatepass")).hexdigest()
         for name, value in inputs.items()
@@ -63,7 +71,18 @@ def model_identity(vllm_config: VllmConfig, name: str) -> dict[str, Any]:
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(cache.cache_dtype),
         "kv_scales": kv_scales(vllm_config.compilation_config.static_forward_context),
+        "draft": _draft(vllm_config, name),
     }
+
+
+def _draft(vllm_config: VllmConfig, name: str) -> str:
+    """The draft model whose layers have caches, too; "" if there is none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+        return ""
+    draft = speculative.draft_model_config
+    weights = name or f"{draft.model} {draft.revision or ''}".strip()
+    return f"{speculative.method} {weights}"
 
 
 def kv_scales(layers: Mapping[str, Any]) -> str:

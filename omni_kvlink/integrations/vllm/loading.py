@@ -9,7 +9,13 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import (
+    IntegrityError,
+    SchemaError,
+    TransferFailed,
+    TransferTimeout,
+    format_seconds,
+)
 from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.pools import Pools, branch_name
@@ -127,7 +133,7 @@ class CacheLoad:
             self._is_claimed = self._is_claimed or is_connecting
         if is_connecting:  # `request` finds the claim, and cancels its get
             waited = self._deadline - self._started
-            text = f"the producer {self.load.url} was not reached within {waited:g} s"
+            text = f"the producer {self.load.url} was not reached within {format_seconds(waited)}"
             self._complete(TransferTimeout(text, key=self.load.key, waited=waited))
         else:
             self._begin_copy()
@@ -208,7 +214,9 @@ class CacheLoad:
                 finally:
                     self._wait_for_copies()
                     if not (self.has_used_read or self._use_read()):
-                        stream.delivery.release_unread()
+                        stream.release_unread()
+                    elif self.cancelled is not None:
+                        stream.release()  # declined: no other request of this engine reads it
         except Exception as error:
             # Their frames would keep the payload's memory, and so its lease.
             error.__traceback__ = error.__context__ = None

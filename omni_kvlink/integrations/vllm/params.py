@@ -30,6 +30,7 @@ class TransferParams:
     earlier: str | None = None  # the key of an earlier turn's cache, if that is loaded
     tokens: int = 0  # the leading tokens that it has
     error: str = ""  # which field is wrong, and what it must be
+    adapter: str = ""  # the identity of the request's adapter
 
     @classmethod
     def read(cls, request: Request, *, produces: bool, consumes: bool) -> TransferParams:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink
-from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout
+from omni_kvlink.errors import ClosedError, SchemaError, TransferTimeout, format_seconds
 from omni_kvlink.integrations.vllm.allowed_peers import AllowedPeers
 from omni_kvlink.integrations.vllm.device import log_path
 from omni_kvlink.integrations.vllm.ranks import rank_url
@@ -104,7 +104,9 @@ class Peers:
     def _open(self, key: tuple[str, int], peer: PeerLink, timeout: float) -> KVConsumer:
         url, deadline = rank_url(*key), time.monotonic() + timeout
         if not peer.lock.acquire(timeout=max(0.0, timeout)):
-            raise TransferTimeout(f"{url}: no connection after {timeout:g} s", waited=timeout)
+            raise TransferTimeout(
+                f"{url}: no connection after {format_seconds(timeout)}", waited=timeout
+            )
         try:
             while True:
                 if self._closed:

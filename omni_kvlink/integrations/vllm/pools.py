@@ -77,6 +77,15 @@ class BlockFormat:
     compute_dtype: str = ""  # of the model's activations
     cache_dtype: str = ""  # as vLLM's option of that name
     kv_scales: str = ""  # a digest of each layer's, where K and V are quantized
+    draft: str = ""  # the name of the draft model's weights
+
+    def describe(self) -> dict[str, Any]:
+        """Its fields as JSON values; `draft` only if there is one."""
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if value or name != "draft"
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +212,7 @@ class Pools:
         """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
         metadata = {
             "rank": self.part.describe(),
-            "format": dataclasses.asdict(self.format),
+            "format": self.format.describe(),
             "inputs": cache.inputs,
         }
         branches: dict[str, BundleBranch] = {}
@@ -229,7 +238,9 @@ class Pools:
 
     def _expected(self, theirs: Mapping[str, Any], peer: str) -> dict[str, Any]:
         """This engine's format, with the peer's version of vLLM if the settings accept it."""
-        mine, version = dataclasses.asdict(self.format), theirs.get("vllm")
+        mine, version = self.format.describe(), theirs.get("vllm")
+        if "draft" not in theirs:
+            mine.pop("draft", None)  # it has the same layers: none of them is a draft model's
         if version != mine["vllm"] and version in self.compatible_with:
             _warn_once(
                 f"{peer} has vLLM {version}, this engine {mine['vllm']}: its caches are read "
@@ -253,6 +264,8 @@ class Pools:
                     f"{peer} is another rank, or of another engine, than the one to read from: "
                     f"{wrong}; peer_tp is the tensor-parallel size of the other side"
                 )
+            if wrong := _other_draft(self.format.describe(), theirs):
+                raise SchemaError(f"the cache of {peer} is of other layers: {wrong}")
             if wrong := _differences(self._expected(theirs, peer), theirs):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
             if wrong := ", ".join(_other_inputs(load, branch.extra)):
@@ -384,6 +397,27 @@ def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
         return ["inputs, which it does not name"]
     names = sorted({*cache.inputs, *found})
     return [name for name in names if cache.inputs.get(name) != found.get(name)]
+
+
+def _other_draft(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Why the layers of a draft model are on one side only, and the cure; "" if they are not."""
+    alone = _layers_of(mine) ^ _layers_of(theirs)
+    drafts = [str(found.get("draft") or "no model") for found in (theirs, mine)]
+    if not alone or drafts == ["no model"] * 2:
+        return ""
+    return (
+        f"it drafts with {drafts[0]:.100}, this engine with {drafts[1]:.100}, and only one has "
+        f"{', '.join(sorted(alone)):.200}; start both engines with the same --speculative-config, "
+        "or both without a draft model"
+    )
+
+
+def _layers_of(format: Mapping[str, Any]) -> set[str]:
+    """The names of the layers in a format, which a peer may have sent."""
+    groups = format.get("groups")
+    known = groups if isinstance(groups, list) else []
+    found = [each.get("layers") for each in known if isinstance(each, Mapping)]
+    return {str(name) for names in found if isinstance(names, list) for name in names}
 
 
 @functools.cache

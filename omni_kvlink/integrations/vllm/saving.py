@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
 from omni_kvlink.errors import (
     DuplicateKeyError,
     KVLinkError,
@@ -22,6 +24,8 @@ from omni_kvlink.integrations.vllm.pools import branch_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from vllm.forward_context import ForwardContext
 
     from omni_kvlink import KVProducer, PutStream, Receipt, TensorView
     from omni_kvlink.integrations.vllm.pools import Pools
@@ -66,7 +70,8 @@ class CacheSave:
     def commit(self, link: KVProducer, meter: Meter, after: StreamEvents | None) -> None:
         """Commit the payload once all copies have ended; `receipt` is set afterwards.
 
-        Layers that vLLM does not report, as those with a recurrent state, are copied first.
+        Layers that `Saver.layer` did not queue are copied first: vLLM does not report those with a
+        recurrent state, and those of a draft model are final only now.
         """
         assert self._stream is not None
         for layer in sorted(self._unwritten):
@@ -103,13 +108,18 @@ class Saver:
         self._device = PoolDevice((pool for each in pools for pool in each.tensors), link)
         has_state = any(each.groups.has_state for each in pools)
         self.overlaps = self._device.is_async and settings.delay_free and not has_state
-        self._saves: list[CacheSave] = []
+        self._saves: list[CacheSave] = []  # of the pass, which has not ended
+        self._forward: ForwardContext | None = None  # the model's own, in this pass
+        self._queued: set[int] = set()  # layers of this pass
+        self._repeated: set[int] = set()  # layers that the model computes several times in a pass
         self._open: dict[tuple[str, str], tuple[CacheSave, Future[None]]] = {}
         self._receipts: dict[tuple[str, str], Receipt] = {}  # both by request and key
         self._held: set[str] = set()
 
     def begin(self, caches: Sequence[PromptCache]) -> None:
-        """Announce the caches that the coming forward pass computes."""
+        """Announce the caches that the coming forward pass computes, in the current context."""
+        self._forward = _current_forward()
+        self._queued.clear()
         self._saves = [
             CacheSave(pools.part.cache(cache), pools) for cache in caches for pools in self._pools
         ]
@@ -131,8 +141,25 @@ class Saver:
             self._receipts["", key] = self._receipts.pop((request_id, key))
 
     def layer(self, layer: int) -> None:
-        """Queue a computed layer of all caches; its blocks must not change until `wait`."""
-        after = self._device.record() if self._saves else None
+        """Queue a layer of all caches that the model has computed; not to change until `wait`.
+
+        Only a layer that is final may be copied now. A forward pass of another context computes a
+        part of the step, as each microbatch, or computes it repeatedly, as a draft model for each
+        of its tokens: its layers are copied by `commit`.
+        """
+        if not self._saves or layer in self._repeated or _current_forward() is not self._forward:
+            return
+        if layer in self._queued:
+            self._repeated.add(layer)
+            name = self._pools[0].layers[layer].name
+            self._fail_saves(
+                self._saves,
+                f"its layer {name} was computed again after it was copied; the next caches have "
+                "this layer copied at the end of a pass",
+            )
+            return
+        self._queued.add(layer)
+        after = self._device.record()
         for save in self._saves:
             self._enqueue(save, partial(save.write, layer, after))
 
@@ -141,7 +168,7 @@ class Saver:
         for save in self._saves:
             wrong = blocks.intersection(itertools.chain(*save.cache.blocks))
             if wrong:
-                self._enqueue(save, partial(_refuse, save.cache, wrong))
+                self._fail_saves([save], f"its blocks {sorted(wrong)} were not loaded")
 
     def commit(self) -> None:
         """End the pass, and `wait` for its caches unless the next one may overlap their copies.
@@ -211,6 +238,10 @@ class Saver:
             if save.receipt is not None:
                 self._receipts[name] = save.receipt
 
+    def _fail_saves(self, saves: Sequence[CacheSave], reason: str) -> None:
+        for save in saves:
+            self._enqueue(save, partial(_refuse, save.cache, reason))
+
     def _enqueue(self, save: CacheSave, step: Callable[[], None]) -> Future[None]:
         """Run a step of a save in the thread, after all earlier steps."""
         return self._thread.submit(self._run, save, step)
@@ -238,5 +269,10 @@ class Saver:
             log.warning("%s", str(error))
 
 
-def _refuse(cache: PromptCache, blocks: set[int]) -> None:
-    raise TransferFailed(f"its blocks {sorted(blocks)} were not loaded", key=cache.key)
+def _refuse(cache: PromptCache, reason: str) -> None:
+    raise TransferFailed(reason, key=cache.key)
+
+
+def _current_forward() -> ForwardContext | None:
+    """The context of the forward pass that runs now; each pass of a step has its own."""
+    return get_forward_context() if is_forward_context_available() else None

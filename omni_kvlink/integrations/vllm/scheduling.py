@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
 from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.groups import CacheGroups
 from omni_kvlink.integrations.vllm.identity import prompt_identity
@@ -85,12 +86,13 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         self._rank = EngineRank.of(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
-        settings = VllmSettings.read(
+        settings = VllmSettings.of(
             transfer.kv_connector_extra_config, produces=self._produces, consumes=self._consumes
         )
         url = engine_url(settings.url, vllm_config)
         self._settings = dataclasses.replace(settings, url=url)
         self._rank.check(self._settings, produces=self._produces, consumes=self._consumes)
+        self._adapters = AdapterIdentities(settings.adapters, vllm_config)
         self._is_async = self._settings.load == "async"
         self._groups = CacheGroups.of(kv_cache_config)
         if self._consumes and not self._is_async:
@@ -112,14 +114,21 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             request.kv_transfer_params = None  # vLLM 0.32 reads it next, and would end
         if not params.url:
             params = dataclasses.replace(params, url=self._settings.default_peer)
-        if params.fetches and request.prompt_token_ids is None:
-            params = dataclasses.replace(params, fetches=False)  # embeddings have no token digest
-        if params.sends and self._groups.has_state and request.prompt_token_ids is not None:
-            if params.fetches:
-                text = "a request that loads a recurrent state cannot send one; use two requests"
+        try:
+            adapter = request.lora_request if params.sends or params.fetches else None
+            params = dataclasses.replace(params, adapter=self._adapters.of(adapter))
+        except SchemaError as error:
+            params = dataclasses.replace(params, error=params.error or str(error))
+        if params.sends and self._groups.has_state:
+            if params.fetches or request.prompt_embeds is not None:
+                text = (
+                    "a request that loads a recurrent state cannot send one; use two requests"
+                    if params.fetches
+                    else "a recurrent state of a prompt of embeddings is not sent; send its tokens"
+                )
                 params = dataclasses.replace(params, error=params.error or text)
             elif not params.error:
-                self._shorten(request)
+                self._shorten(request, params.adapter)
         if params.tokens and not self._groups.is_whole:
             text = "remote_num_tokens needs a model with full attention in all layers"
             params = dataclasses.replace(params, error=params.error or text)
@@ -152,8 +161,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Plan the transfers of a request whose blocks were allocated."""
         name, params = request.request_id, self._params_of(request)
-        has_tokens = request.prompt_token_ids is not None  # prompt embeddings have no token digest
-        if params.sends and not params.error and has_tokens and name not in self._sent:
+        if params.sends and not params.error and name not in self._sent:
             self._sending[name] = request
         if not params.fetches or name in self._requested:
             return
@@ -242,7 +250,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         if params.sends:
             is_held, answer = self._end_save(request, params)
         elif params.fetches and self._settings.offer_decoded:
-            is_held, answer = self._offer(request, block_ids)
+            is_held, answer = self._offer(request, params.adapter, block_ids)
         if not is_held:
             self._kept.release(name)
         return is_held, answer
@@ -271,16 +279,17 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         }
 
     def _offer(
-        self, request: Request, block_ids: Sequence[list[int]]
+        self, request: Request, adapter: str, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the whole blocks of a prompt and its answer to the next turn's prefill."""
         name, size = request.request_id, self._groups.alignment
         tokens = (request.num_tokens - 1) // size * size  # the last one was not computed
         is_right = str(request.get_finished_reason()) in ("stop", "length", "repetition")
+        is_right &= request.prompt_embeds is None  # the next prompt's are more
         if not (tokens and is_right and self._produces and self._groups.is_whole):
             return False, None
-        blocks = [[*table] for table in block_ids]
-        cache = PromptCache(name, name, prompt_identity(request, tokens), tokens, blocks, 1)
+        inputs = prompt_identity(request, adapter, tokens)
+        cache = PromptCache(name, name, inputs, tokens, [[*table] for table in block_ids], 1)
         self._planned.offers.append(cache)
         self._planned.held.add(name)
         return True, {
@@ -317,14 +326,14 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """The most tokens that a local hit has."""
         return self._groups.prefix(self._source_tokens(request))
 
-    def _shorten(self, request: Request) -> None:
+    def _shorten(self, request: Request, adapter: str) -> None:
         """Leave the prompt's last token to the consumer, which computes it from the state before.
 
         vLLM's own connector for recurrent states does the same; the token that is sampled here has
         no use, and there is only one.
         """
         tokens = request.num_prompt_tokens
-        self._shortened[request.request_id] = Prompt(tokens, prompt_identity(request))
+        self._shortened[request.request_id] = Prompt(tokens, prompt_identity(request, adapter))
         if tokens > 1:
             request.prompt_token_ids = request.prompt_token_ids[:-1]  # the list may be the client's
             request._all_token_ids.pop()
@@ -367,7 +376,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         params, cache = self._params_of(request), self._cache(request, block_ids)
         if not params.tokens:
             return cache
-        inputs, tokens = prompt_identity(request, params.tokens), params.tokens
+        inputs, tokens = prompt_identity(request, params.adapter, params.tokens), params.tokens
         return dataclasses.replace(
             cache, key=params.source, inputs=inputs, tokens=tokens, readers=params.source_readers
         )
@@ -376,7 +385,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         name, params = request.request_id, self._params_of(request)
         prompt = self._shortened.get(name)
         if prompt is None:
-            prompt = Prompt(request.num_prompt_tokens, prompt_identity(request))
+            prompt = Prompt(request.num_prompt_tokens, prompt_identity(request, params.adapter))
         blocks = [[*table] for table in block_ids]
         return PromptCache(name, params.key, prompt.inputs, prompt.tokens, blocks, params.readers)
 

@@ -34,6 +34,7 @@ try:
     from vllm_omni.distributed.omni_connectors.factory import (
         OmniConnectorFactory as OmniConnectorFactory,
     )
+    from vllm_omni.distributed.omni_connectors.utils.kv_utils import get_omni_replica_id
 
     from omni_kvlink.integrations.vllm_omni.omni_serializer import OmniTensorSerializer
 except ImportError as error:
@@ -60,7 +61,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     Raises:
         ValueError: a setting is unknown or has an invalid value.
-        UnavailableError: the transport cannot run here; the error names the cure.
+        UnavailableError: the transport cannot run here, or this is a further replica of a stage
+            that sends; the error names the cure.
     """
 
     supports_raw_data = True
@@ -70,6 +72,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     def __init__(self, config: Mapping[str, Any]):
         self.settings = OmniSettings.of(config)
         self.config, self.stage_id = dict(config), config.get("stage_id", -1)
+        if config.get("role") == "sender":
+            self._check_replica()
         backend(self.settings.transport)
         self._serializer = OmniTensorSerializer()
         self._links, self._pending = Links(self.settings), PendingGets()
@@ -93,9 +97,11 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             DuplicateKeyError: a live payload has this key.
             CapacityError: the link has no memory for it within `put_timeout` seconds.
             BusyError: another process serves this edge.
+            UnavailableError: this is a further replica of a stage.
             ClosedError: the connector is closed.
         """
         self._check_open()
+        self._check_replica()
         self.reap_consumed()
         edge = StageEdge.of(from_stage, to_stage, put_key)
         with self._counting():
@@ -155,20 +161,27 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     def abandon_get(self, get_key: str) -> None:
         """Cancel a pending get; the payload goes to another receiver or expires."""
         if not self._closed:
-            self._pending.cancel(get_key)
+            self._pending.cancel(lambda edge, key: key == get_key)
 
     def cleanup(self, request_id: str) -> None:
-        """Abort an unread payload with exactly this key, and cancel a pending get of it."""
+        """Abort the unread caches and chunks of a request, and cancel pending gets of them.
+
+        A key instead of a request's id names this payload alone.
+        """
         if self._closed:
             return
-        self._pending.cancel(request_id)
+
+        def is_named(edge: StageEdge, key: str) -> bool:
+            return request_id in (key, edge.request_of(key))
+
+        self._pending.cancel(is_named)
         with self._lock:
-            entries = [entry for entry in self._receipts if entry[2] == request_id]
+            entries = [each for each in self._receipts if is_named(StageEdge.of(*each), each[2])]
             found = [(entry, self._receipts.pop(entry)) for entry in entries]
         for entry, receipt in found:
             if not receipt.done:
                 link = self._links.sender(StageEdge.of(*entry))
-                link.abort(request_id, "cleaned up by the engine")
+                link.abort(entry[2], "cleaned up by the engine")
 
     def reap_consumed(self) -> None:
         """Drop the receipts of payloads that every receiver has released."""
@@ -209,11 +222,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             except TransferTimeout:
                 self._count(timeouts=1)
                 return None
-            try:
-                result = object_of(received, self._serializer, self.settings.verify)
-            except BaseException:
-                received.release()
-                raise
+            result = object_of(received, self._serializer, self.settings.verify)
         self._count(gets=1, bytes_transferred=result[1])
         return result
 
@@ -239,6 +248,15 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     def _count(self, **more: int) -> None:
         with self._lock:
             self._counters.update(more)
+
+    def _check_replica(self) -> None:
+        """Refuse to send from any but the first replica of a stage."""
+        if replica := get_omni_replica_id():
+            raise UnavailableError(
+                f"replica {replica} of stage {self.stage_id} would send: receivers find a sender "
+                "by its stage's name, and cannot tell replicas apart; set num_replicas: 1 for each "
+                "stage that sends (one that only receives may have several)"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
-from omni_kvlink.errors import ClosedError, TransferTimeout
+from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEdge, announced, find
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Links:
             self._check_open()
             connecting = self._connecting[edge]
         if not connecting.acquire(timeout=max(0.0, timeout)):
-            text = f"{edge.name(self._settings)}: no connection after {timeout:g} s"
+            text = f"{edge.name(self._settings)}: no connection after {format_seconds(timeout)}"
             raise TransferTimeout(text, waited=timeout, phase="connecting")
         try:
             link = self._receivers.get(edge)

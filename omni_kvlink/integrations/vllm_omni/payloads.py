@@ -74,13 +74,25 @@ def payload_of(key: str, data: Any, serializer: Serializer) -> tuple[Payload, in
 def object_of(received: Received, serializer: Serializer, verify: Verify) -> tuple[Any, int]:
     """Restore what was sent; return it with the bytes of its tensors.
 
-    Everything but a `Buffer` is a copy; the payload is released here, or with the `Buffer`. With
-    `verify="full"` every byte of a `Buffer` is checked first. `serializer` is vLLM-Omni's.
+    Everything but a `Buffer` is a copy; the payload is released here, or with the `Buffer`, and
+    after an error unread. With `verify="full"` every byte of a `Buffer` is checked first.
+    `serializer` is vLLM-Omni's.
 
     Raises:
         WireError: the payload was not sent by this connector, or by a newer version of it.
         IntegrityError: the bytes differ from the committed ones.
     """
+    try:
+        found = _object_of(received, serializer, verify)
+    except BaseException:
+        received.release_unread()
+        raise
+    if not isinstance(found[0], Buffer):
+        received.release()
+    return found
+
+
+def _object_of(received: Received, serializer: Serializer, verify: Verify) -> tuple[Any, int]:
     data = received.data
     kind = data.metadata.get(KIND) if isinstance(data, TensorTransferData) else None
     if not isinstance(data, TensorTransferData) or kind is None:
@@ -97,10 +109,7 @@ def object_of(received: Received, serializer: Serializer, verify: Verify) -> tup
     flat = data["bytes"]
     if kind == "packed":
         return Buffer(received, flat), flat.numel()
-    try:
-        return serializer.decode(flat.numpy().data), flat.numel()
-    finally:
-        received.release()
+    return serializer.decode(flat.numpy().data), flat.numel()
 
 
 def _from_dict(key: str, data: Mapping[str, Any], serializer: Serializer) -> TensorTransferData:
@@ -139,7 +148,7 @@ def _from_object(key: str, data: Any, serializer: Serializer) -> TensorTransferD
 def _restored(
     received: Received, data: TensorTransferData, serializer: Serializer
 ) -> tuple[Any, int]:
-    """Copy a "cache" or "nested" payload into tensors of its own, each byte checked; release it.
+    """Copy a "cache" or "nested" payload into tensors of its own, each byte checked.
 
     vLLM-Omni keeps what it gets while a request runs, and code that gets a tensor may write to it:
     views would be readonly, and would hold the link's memory for as long.
@@ -150,7 +159,6 @@ def _restored(
         torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in data.tensors()
     ]
     received.scatter(copies)
-    received.release()
     packed, nbytes = rest.numpy().data, sum(tensor.nbytes for tensor in copies)
     if metadata[KIND] == "nested":
         return put_back(packed, tensors, str(metadata.get(TOKEN_KEY)), serializer), nbytes

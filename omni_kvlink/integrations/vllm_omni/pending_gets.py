@@ -11,6 +11,8 @@ from omni_kvlink.errors import TransferTimeout
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_kvlink import KVConsumer, Received
     from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 
@@ -59,9 +61,9 @@ class PendingGets:
             raise TransferTimeout(text, key=key, waited=timeout, phase="requested")
         return open_delivery(link, pending.wait(timeout=0.0), started=started, verify="auto")
 
-    def cancel(self, key: str | None = None) -> None:
-        """Cancel the gets of a key, or all; their payloads go to other receivers."""
-        self._cancel([name for name in list(self._gets) if key in (None, name[1])])
+    def cancel(self, matches: Callable[[StageEdge, str], bool] = lambda edge, key: True) -> None:
+        """Cancel the gets whose edge and key match, or all; their payloads go to others."""
+        self._cancel([name for name in list(self._gets) if matches(*name)])
 
     def cancel_stale(self) -> None:
         """Cancel gets that were not polled for `STALE_SECONDS`; looks now and then."""

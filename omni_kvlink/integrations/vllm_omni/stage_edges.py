@@ -10,7 +10,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout
+from omni_kvlink.errors import BusyError, SchemaError, TransferTimeout, format_seconds
 from omni_kvlink.lowlevel import (
     LockFile,
     WakeupFifo,
@@ -41,6 +41,15 @@ class StageEdge(NamedTuple):
         # With tensor parallelism: request, stage, chunk, the sender's rank, the receiver's rank.
         ranked = re.search(rf"_{re.escape(from_stage)}_\d+_(\d+)_\d+$", key)
         return cls(from_stage, to_stage, f"kv{int(ranked[1])}" if ranked else "data")
+
+    def request_of(self, key: str) -> str:
+        """The request whose cache or chunk has a key; the key itself if it has another form."""
+        cache = f"omni_{self.from_stage}_to_{self.to_stage}_kv_cache_"
+        if key.startswith(cache):
+            return key.removeprefix(cache)
+        chunk = rf"(.+?)_{re.escape(self.from_stage)}_\d+(_\d+_\d+)?"  # with ranks, as above
+        found = re.fullmatch(chunk, key, re.DOTALL)
+        return found[1] if found else key
 
     @property
     def is_cache(self) -> bool:
@@ -155,7 +164,7 @@ def find(path: str, *, timeout: float) -> str:
                 return url
             left = deadline - time.monotonic()
             if left <= 0 or not wait_readable(left, changed):
-                text = f"no sender announced {path} within {timeout:g} s"
+                text = f"no sender announced {path} within {format_seconds(timeout)}"
                 raise TransferTimeout(text, waited=timeout, phase="connecting")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from omni_kvlink.errors import MissingFileError
 from omni_kvlink.models.bagel.header import complaints, read_header, unread
 from omni_kvlink.models.bagel.loading import AUTOENCODER_FILE, MODEL_FILE, load_config
 from omni_kvlink.models.bagel.model import BagelModel
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from omni_kvlink.models.bagel.config import BagelConfig
+
+_FILES = (
+    *("config.json", "llm_config.json", "vit_config.json", "tokenizer.json"),
+    *(MODEL_FILE, AUTOENCODER_FILE),
+)
+_FETCH = "fetch it: hf download ByteDance-Seed/BAGEL-7B-MoT --local-dir DIRECTORY"
 
 
 @dataclass
@@ -43,11 +50,12 @@ def check_checkpoint(directory: str | Path) -> CheckpointReport:
     Takes seconds, and a few MB of memory, for a checkpoint of any size. Needs no safetensors.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        MissingFileError: there is no such directory, or files are missing; it names all of them.
         SchemaError: a configuration file, or the tokenizer's, does not fit.
         CheckpointError: a weights file is no complete safetensors file.
     """
     root, report = Path(directory), CheckpointReport()
+    _check_files(root)
     SpecialTokens.load(root)
     config = load_config(root)
     with torch.device("meta"):
@@ -55,6 +63,15 @@ def check_checkpoint(directory: str | Path) -> CheckpointReport:
     for name, network in networks.items():
         _add(report, root / name, network)
     return report
+
+
+def _check_files(root: Path) -> None:
+    if not root.is_dir():
+        what = "is no directory" if root.exists() else "does not exist"
+        raise MissingFileError(f"{root} {what}: give the directory of a checkpoint, or {_FETCH}")
+    missing = [name for name in _FILES if not (root / name).is_file()]
+    if missing:
+        raise MissingFileError(f"{root} lacks {', '.join(missing)}: {_FETCH}")
 
 
 def _autoencoder(config: BagelConfig) -> Autoencoder:

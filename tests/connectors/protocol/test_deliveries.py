@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
-from omni_kvlink.connectors.protocol.get_table import Answer, Delivery, GetTable
+from omni_kvlink.connectors.protocol.get_table import Answer, Delivery, GetTable, LazyEvent
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Cancel,
@@ -20,7 +21,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Release,
 )
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.errors import WireError
+from omni_kvlink.errors import CapacityError, IntegrityError, SchemaError, WireError
 from omni_kvlink.lowlevel import begin_get, open_stream
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import header as headers
@@ -28,7 +29,8 @@ from omni_kvlink.payload import manifest as manifests
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.testing.caches import Recipe
-from omni_kvlink.testing.rig import expect, until_freed
+from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.testing.rig import expect, until, until_freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +114,31 @@ def test_a_rejected_payload_stays_with_its_views(outcomes: Outcomes, then: str) 
     assert outcomes == [("reported", "bad"), ("rejected", "again")]
     del delivery
     assert len(outcomes) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (IntegrityError("bad"), ("rejected", "bad")),
+        (WireError(), ("rejected", "WireError()")),
+        (SchemaError("bad"), ("rejected", "bad")),
+        (CapacityError("no memory"), ("unread", "")),
+        (TimeoutError("of a signal handler"), ("unread", "")),
+        (KeyboardInterrupt(), ("unread", "")),
+    ],
+    ids=repr,
+)
+def test_a_payload_whose_opening_raised(
+    outcomes: Outcomes, error: BaseException, outcome: tuple[str, str]
+) -> None:
+    """Only its own bytes fail it for all readers; the error keeps it from none."""
+    delivery = deliver(outcomes)
+    view = view_of(delivery)
+    delivery.end_after(error)
+    assert outcomes == [outcome]
+    del view
+    delivery.end_after(error)
+    assert outcomes == [outcome]
 
 
 def test_a_rejection_at_once(outcomes: Outcomes) -> None:
@@ -238,3 +265,16 @@ def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(headers, "_decode", overwrite_first)
     assert Manifest.decode(memoryview(peer_memory), plan.nbytes) == plan
     assert looks
+
+
+def test_a_late_set_ends_no_wait_that_began_after_it() -> None:
+    """It set the event, which was cleared since, and only now wakes those who wait."""
+    event = LazyEvent()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(event.wait, PATIENCE)
+        until(lambda: bool(event._waiting), "it waits")
+        event._waiting.pop().release()  # type: ignore[union-attr] # as the late `set` does
+        until(lambda: waiting.done() or bool(event._waiting), "it was woken")
+        event.set()
+        assert waiting.result(PATIENCE)
+    assert not event._waiting

@@ -86,7 +86,7 @@ class DirectBench(Bench):
         self._direct = direct
 
     def begin(self, readers: int = 1) -> Transfer:
-        transfer = self.transfers.reserve("k")
+        transfer = self.reserve("k")
         self.transfers.begin_stream(transfer, HERE, HEADER, readers, self._direct)
         self.transfers.announce(transfer, 0, (b"", b""))
         return transfer

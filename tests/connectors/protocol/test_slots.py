@@ -33,12 +33,12 @@ class Watching(TorchCopier):
         self.slots: list[Region] = []
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
         slot = Region(region.address - SLOT, SLOT + region.nbytes, region.owner)
         self.seen += [holds(slot, epoch, manifest.nbytes, committed=True) for epoch in range(20)]
         self.slots.append(slot)
-        return super().gather(sources, manifest, region)
+        return super().gather(sources, manifest, region, **options)
 
 
 def test_commit_word_comes_last() -> None:

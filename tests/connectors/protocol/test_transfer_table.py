@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from transfer_table_fixtures import HERE, Bench, offer
 
-from omni_kvlink.connectors.protocol.messages import Outcome, Status
+from omni_kvlink import DuplicateKeyError
+from omni_kvlink.connectors.protocol.messages import Message, Outcome, Status
+from omni_kvlink.connectors.protocol.transfer import Transfer
+from omni_kvlink.memory.arena import Block
 
 
 @pytest.fixture
@@ -16,7 +19,7 @@ def bench() -> Bench:
 def test_get_before_commit(bench: Bench) -> None:
     bench.request("a", 1, "k")
     assert bench.sent_messages() == []
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it"))
     ]
@@ -29,22 +32,90 @@ def test_get_before_commit(bench: Bench) -> None:
     assert bench.freed == [transfer]
 
 
-def test_an_interrupted_offer_leaves_a_payload_that_expires(
+@pytest.mark.parametrize("sent", [False, True], ids=["before it is sent", "behind it"])
+def test_an_interrupted_offer_is_made_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    """The payload is committed: its producer cannot give it up. A reader is missing: it expires."""
+    send, interrupts = bench._send, [KeyboardInterrupt()]
+
+    def interrupt(peer: object, message: Message) -> None:
+        if sent or not interrupts:
+            send(peer, message)
+        if interrupts:
+            raise interrupts.pop()
+
+    transfer = bench.reserve("k")
+    bench.request("a", 1, "k")
+    bench.sent_messages()
+    monkeypatch.setattr(bench.transfers, "_send", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.transfers.commit(transfer, HERE, 2, 100.0)
+    assert bench.sent_messages() == [("a", offer(1, transfer))] * (1 + sent)
+    stats = bench.transfers.stats()
+    assert (stats["committed"], stats["leased"], stats["waiting"]) == (1, 1, 0)
+    assert transfer.unclaimed == 1
+    bench.release("a", 1, transfer)
+    bench.transfers.tick(100.0)
+    assert transfer.state.value == "expired"
+    assert bench.freed == [transfer]
+
+
+def test_an_offer_that_is_interrupted_again_and_again_expires(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is committed: its producer cannot give it up, and a reader is missing."""
-
     def interrupt(peer: object, message: object) -> None:
         raise KeyboardInterrupt
 
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     bench.request("a", 1, "k")
     monkeypatch.setattr(bench.transfers, "_send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bench.transfers.commit(transfer, HERE, 2, 100.0)
+    monkeypatch.undo()
     assert bench.transfers.stats()["committed"] == 1
+    monkeypatch.undo()
     bench.transfers.tick(100.0)
     assert transfer.state.value == "expired"
+
+
+def test_a_transfer_that_did_not_begin_is_freed_when_it_is_given_up(bench: Bench) -> None:
+    bench.put("k")
+    transfer = Transfer("k")
+    with pytest.raises(DuplicateKeyError):
+        bench.transfers.reserve(transfer)
+    bench.transfers.abort(transfer)
+    bench.transfers.abort(transfer)
+    assert bench.freed == [transfer]
+    assert bench.transfers.stats()["live"] == 1
+
+
+def test_an_interrupted_abort_goes_on_when_it_is_called_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(transfer: Transfer) -> None:
+        raise KeyboardInterrupt
+
+    transfer = bench.reserve("k")
+    transfer.block = Block(0, 0, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.transfers, "_free", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench.transfers.abort(transfer)
+    bench.transfers.abort(transfer)
+    assert bench.freed == [transfer]
+    assert bench.transfers.stats()["live"] == 0
+
+
+def test_the_pins_of_one_reader_are_not_another_s(bench: Bench) -> None:
+    """A reader that was disconnected may read its own leases' memory, and nobody else's."""
+    transfer = bench.put("k")
+    bench.request("a", 1, "k")
+    assert bench.transfers.on_disconnect("a")
+    assert not bench.transfers.on_disconnect("b")
+    assert transfer.location is not None
+    assert bench.transfers.pinned_nbytes("a") == transfer.location.nbytes > 0
+    assert bench.transfers.pinned_nbytes("b") == 0
 
 
 def test_get_after_commit(bench: Bench) -> None:
@@ -55,7 +126,7 @@ def test_get_after_commit(bench: Bench) -> None:
 
 
 def test_get_while_it_is_written(bench: Bench) -> None:
-    bench.transfers.reserve("k")
+    bench.reserve("k")
     bench.request("a", 1, "k")
     assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from transfer_table_fixtures import HERE, Bench, offer, state_of
 
@@ -9,6 +11,9 @@ from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol import transfer_table as module
 from omni_kvlink.connectors.protocol.messages import Failed, Get, Status
 from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED, TOMBSTONE_SECONDS
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 
 @pytest.fixture
@@ -27,7 +32,9 @@ def test_keys_of_one_peer_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPa
     bench.transfers.on_cancel("a", 1)
     bench.request("a", 3, "abcdefghij")  # the characters are counted back
     bench.request("a", 3, "")
-    assert bench.sent_messages() == [("a", Failed(3, "get 3 waits already", "failed"))]
+    assert bench.sent_messages() == [
+        ("a", Failed(3, "get 3 waits already, or has a payload", "failed"))
+    ]
     bench.transfers.fail("abcdefghij", "x", "failed", 0.0)
     bench.transfers.cancel_gets("b")
     assert not bench.transfers._gets
@@ -143,7 +150,7 @@ def test_tombstone_answers_until_it_expires(bench: Bench) -> None:
 
 def test_tombstone_ends_with_the_next_put(bench: Bench) -> None:
     bench.transfers.fail("k", "why", "failed", 0.0)
-    bench.transfers.reserve("k")
+    bench.reserve("k")
     bench.request("a", 1, "k", 1.0)
     assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it"))
@@ -161,6 +168,64 @@ def test_tombstones_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     ] == [2, 3, 4]
 
 
+def phase_of(bench: Bench, peer: str, number: int) -> str:
+    """What the get was told last; each message since the last call is for it."""
+    *_, (to, status) = bench.sent_messages()
+    assert isinstance(status, Status)
+    assert (to, status.get_id) == (peer, number)
+    return status.phase
+
+
+def test_a_get_of_a_released_key_is_told_so_and_gets_the_next_put(bench: Bench) -> None:
+    transfer = bench.put("k")
+    bench.request("a", 1, "k")
+    bench.request("b", 2, "k")
+    assert "every declared reader has it" in phase_of(bench, "b", 2)
+    bench.release("a", 1, transfer)
+    assert transfer.state.value == "released"
+    assert "delivered to every declared reader" in phase_of(bench, "b", 2)
+    bench.request("a", 3, "k")
+    assert "delivered to every declared reader" in phase_of(bench, "a", 3)
+    again = bench.put("k", readers=2)
+    assert bench.offers() == [("b", offer(2, again)), ("a", offer(3, again))]
+
+
+def test_a_key_that_is_put_again_is_not_taken_for_released(bench: Bench) -> None:
+    bench.release("a", 1, read_by(bench, "a", 1))
+    bench.transfers.abort(bench.reserve("k"))  # given up: it is as never put
+    bench.request("a", 2, "k")
+    assert bench.sent_messages() == []
+
+
+def test_released_keys_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    for number in range(5):
+        bench.release("a", number, read_by(bench, "a", number, f"k{number}"))
+    for number in range(5):
+        bench.request("b", number, f"k{number}")
+    statuses = [message for _, message in bench.sent_messages() if isinstance(message, Status)]
+    assert [message.get_id for message in statuses] == [2, 3, 4]
+
+
+def test_released_keys_do_not_displace_failed_ones(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    bench.transfers.fail("failed", "why", "failed", 0.0)
+    for number in range(5):
+        bench.release("a", number, read_by(bench, "a", number, f"k{number}"))
+    bench.request("a", 9, "failed", 1.0)
+    assert bench.sent_messages()[-1] == ("a", Failed(9, "why", "failed"))
+
+
+def read_by(bench: Bench, peer: str, number: int, key: str = "k") -> Transfer:
+    """A payload that was put for one reader, which has it."""
+    transfer = bench.put(key)
+    bench.request(peer, number, key)
+    bench.sent_messages()
+    return transfer
+
+
 def test_waiting_gets_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 3)
     for number in range(5):
@@ -168,7 +233,26 @@ def test_waiting_gets_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert [type(message) for _, message in bench.sent_messages()] == [Failed, Failed]
     for number in range(5):
         bench.request("b", number, f"k{number}")
-    assert [type(message) for _, message in bench.sent_messages()] == [Failed, Failed, Failed]
+    # One peer cannot take all: another one has its share of the places, one of three.
+    refused = [message for _, message in bench.sent_messages() if isinstance(message, Failed)]
+    assert [message.get_id for message in refused] == [1, 2, 3, 4]
+
+
+def test_aborts_of_readers_evict_no_reason_of_the_producer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    bench.transfers.fail("own", "why", "failed", 0.0)
+    for number in range(5):
+        bench.transfers.on_abort(f"k{number}", "gone", 0.0)
+    bench.request("a", 9, "own", 0.0)
+    for number in range(5):
+        bench.request("a", number, f"k{number}", 0.0)
+    failed = [message for _, message in bench.sent_messages() if isinstance(message, Failed)]
+    assert [(message.get_id, message.ending) for message in failed] == [
+        (9, "failed"),
+        *((number, "aborted") for number in (2, 3, 4)),
+    ]
 
 
 def test_long_reasons_are_cut(bench: Bench) -> None:
@@ -239,10 +323,10 @@ def test_a_reported_rejection_fails_it_for_all_and_the_lease_stays(bench: Bench)
 
 def test_abort_while_it_is_written(bench: Bench) -> None:
     """The writer still owns the memory: its commit raises, its abort frees the memory."""
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     bench.transfers.fail("k", "the user left", "aborted", 0.0)
     assert bench.freed == []
-    successor = bench.transfers.reserve("k")
+    successor = bench.reserve("k")
     with pytest.raises(TransferFailed, match="the user left"):
         bench.transfers.commit(transfer, HERE, 1, 10.0)
     bench.transfers.abort(transfer)
@@ -253,7 +337,7 @@ def test_abort_while_it_is_written(bench: Bench) -> None:
 
 def test_aborted_reservation(bench: Bench) -> None:
     bench.request("a", 1, "k")
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     bench.transfers.abort(transfer)
     bench.sent_messages()
     again = bench.put("k")
@@ -263,18 +347,18 @@ def test_aborted_reservation(bench: Bench) -> None:
 @pytest.mark.parametrize("state", ["reserved", "committed", "leased"])
 def test_duplicate_key(bench: Bench, state: str) -> None:
     if state == "reserved":
-        bench.transfers.reserve("k")
+        bench.reserve("k")
     else:
         bench.put("k")
     if state == "leased":
         bench.request("a", 1, "k")
     with pytest.raises(DuplicateKeyError, match=f"'k'.*{state}"):
-        bench.transfers.reserve("k")
+        bench.reserve("k")
 
 
 def test_close_answers_every_get(bench: Bench) -> None:
     committed, leased = bench.put("c"), bench.put("l")
-    reserved = bench.transfers.reserve("r")
+    reserved = bench.reserve("r")
     bench.request("a", 1, "l")
     bench.request("a", 2, "w")
     bench.request("b", 3, "r")

@@ -21,7 +21,7 @@ class StreamBench(Bench):
 
     def __init__(self, readers: int = 1, window: int = 9) -> None:
         super().__init__()
-        self.head = self.transfers.reserve("g")
+        self.head = self.reserve("g")
         growing = GrowingStream[Transfer](readers, window)
         self.transfers.begin_stream(self.head, HERE, 50, readers, growing=growing)
         self.growing = growing
@@ -276,6 +276,61 @@ def test_a_chunk_that_is_given_up_is_freed_and_the_stream_goes_on() -> None:
     chunk = bench.append()
     assert chunk.epoch > lost.epoch
     assert bench.offers() == [("a", offer(2, chunk))]
+
+
+def test_a_reader_gets_the_place_that_begins_nearest_before_its_start() -> None:
+    """Two readers are lost, a third never came: what one place has read, another has not."""
+    bench = StreamBench(readers=3)
+    bench.open("a")
+    bench.open("b")
+    chunks = [bench.append() for _ in range(4)]
+    for peer, count in (("b", 3), ("a", 1)):
+        for number in range(count):
+            bench.get(peer, number, 10 + number)
+            bench.release(peer, 10 + number, chunks[number])
+    bench.transfers.on_peer_lost("b")
+    bench.transfers.on_peer_lost("a")
+    for peer, start in (("c", 3), ("d", 0), ("e", 2)):
+        bench.open(peer, start)
+    cursors = {peer: cursor.position for (peer, _), cursor in bench.growing.readers.items()}
+    assert cursors == {"c": 3, "d": 0, "e": 2}
+    assert not bench.freed, "a third reader needs all chunks"
+    bench.transfers.on_peer_lost("c")
+    bench.transfers.on_peer_lost("e")
+    bench.sent_messages()
+    bench.open("f")
+    bench.get("f", 0, 5)
+    ((_, _, reason),) = bench.failures()
+    assert "(start=2)" in reason, "the first of those that are left"
+
+
+def test_a_start_that_a_reader_was_told_gives_up_no_chunk() -> None:
+    """It was told another place's; that one is taken meanwhile, and this one begins before."""
+    bench = StreamBench(readers=2)
+    bench.open("a")
+    bench.open("b")
+    chunks = [bench.append() for _ in range(4)]
+    for peer, count in (("a", 1), ("b", 3)):
+        for number in range(count):
+            bench.get(peer, number, 10 + number)
+            bench.release(peer, 10 + number, chunks[number])
+    bench.transfers.on_peer_lost("b")
+    bench.open("c")
+    bench.get("c", 0, 2)
+    bench.release("c", 1, bench.head, "unread")
+    bench.open("d", start=3)
+    bench.transfers.on_peer_lost("a")
+    bench.sent_messages()
+    bench.open("c", start=3, number=3)
+    bench.get("c", 3, 4, stream=3)
+    ((_, _, reason),) = bench.failures()
+    assert "(start=1)" in reason
+    bench.release("c", 3, bench.head, "unread")
+    bench.open("c", start=1, number=5)
+    bench.sent_messages()
+    for number in (1, 2, 3):
+        bench.get("c", number, 10 + number, stream=5)
+    assert bench.offers() == [("c", offer(10 + n, chunks[n])) for n in (1, 2, 3)]
 
 
 def test_the_window() -> None:

@@ -29,7 +29,7 @@ class StreamBench(Bench):
     """A `Bench` with streams."""
 
     def begin(self, key: str = "k", readers: int = 1) -> Transfer:
-        transfer = self.transfers.reserve(key)
+        transfer = self.reserve(key)
         self.transfers.begin_stream(transfer, HERE, DRAFT, readers)
         return transfer
 
@@ -269,7 +269,7 @@ def test_abort_of_a_stream(bench: StreamBench) -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_abort_with_a_reason_fails_every_get(bench: StreamBench, begun: bool) -> None:
     bench.request("a", 1, "k")
-    transfer = bench.begin() if begun else bench.transfers.reserve("k")
+    transfer = bench.begin() if begun else bench.reserve("k")
     bench.transfers.abort(transfer, "no layer 3", 0.0)
     bench.follow("b", 2)
     assert bench.failures() == [("a", 1, "no layer 3"), ("b", 2, "no layer 3")]
@@ -308,12 +308,12 @@ def test_close_fails_the_readers_of_a_stream(bench: StreamBench) -> None:
 def test_duplicate_key_of_a_stream(bench: StreamBench) -> None:
     bench.begin()
     with pytest.raises(DuplicateKeyError, match=r"'k'.*streaming"):
-        bench.transfers.reserve("k")
+        bench.reserve("k")
 
 
 @pytest.mark.parametrize("last", ["reader", "engine", "disconnected"])
 def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) -> None:
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     bench.transfers.lend(transfer)
     bench.transfers.commit(transfer, HERE, 1, 100.0)
     bench.request("a", 1, "k")
@@ -338,7 +338,7 @@ def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "close", "expiry"])
 def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     bench.transfers.lend(transfer)
     if end == "expiry":
         bench.transfers.commit(transfer, HERE, 1, 10.0)
@@ -355,7 +355,7 @@ def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
 
 def test_lent_memory_released_early(bench: StreamBench) -> None:
     """The engine dropped its tensors before the put: nothing is freed under the writer."""
-    transfer = bench.transfers.reserve("k")
+    transfer = bench.reserve("k")
     bench.transfers.lend(transfer)
     bench.transfers.on_lent_released(transfer)
     assert bench.freed == []

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from omni_kvlink.connectors.protocol.messages import Get, Location, Message, Offer, Outcome
+from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
-
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.transfer import Transfer
 
 HERE = Location(0, 4096, 100)
 
@@ -24,8 +20,13 @@ class Bench:
     def _send(self, peer: object, message: Message) -> None:
         self._sent.append((str(peer), message))
 
+    def reserve(self, key: str) -> Transfer:
+        transfer = Transfer(key)
+        self.transfers.reserve(transfer)
+        return transfer
+
     def put(self, key: str, readers: int = 1, expires: float = 100.0) -> Transfer:
-        transfer = self.transfers.reserve(key)
+        transfer = self.reserve(key)
         self.transfers.commit(transfer, HERE, readers, expires)
         return transfer
 

@@ -35,14 +35,14 @@ class Halting(TorchCopier):
         self._producer, self._error, self._calls = producer, error, 0
 
     def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
+        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
     ) -> list[str]:
         self._calls += 1
         if self._calls == 3:
             until(lambda: self._producer.stats()["transfers"]["leased"] == 1, "it was begun")
             if self._error is not None:
                 raise self._error
-        return super().gather(sources, manifest, region)
+        return super().gather(sources, manifest, region, **options)
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -118,7 +118,9 @@ def test_producer_returns_at_its_address(field: Field, start: Start) -> None:
     again.call("put", recipe=sized("new", 1 << 20, seed=9).to_dict())
     assert waiting.result(PATIENCE) == fingerprint(sized("new", 1 << 20, seed=9).make())
     expect(
-        TransferTimeout, lambda: reader.call("get", key="lost", timeout=0.1), mentions=("never",)
+        TransferTimeout,
+        lambda: reader.call("get", key="lost", timeout=0.1),
+        mentions=("not announced",),
     )
     assert reader.call("stats")["sessions"] == 2
 

@@ -77,8 +77,8 @@ def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts.update(kinds)
             counts["both"] += {"Get", "Release"} <= kinds
 
-    def receiving(channel: ShmChannel) -> Iterator[Any]:
-        for messages, fd in receive(channel):
+    def receiving(channel: ShmChannel, turn: float = float("inf")) -> Iterator[Any]:
+        for messages, fd in receive(channel, turn):
             count(messages)
             yield messages, fd
 

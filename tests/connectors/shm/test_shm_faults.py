@@ -103,7 +103,9 @@ def test_producer_returns_under_its_name(pooled: Field, start: Start) -> None:
     again.call("put", recipe=Recipe("new", seed=9).to_dict())
     assert waiting.result(PATIENCE) == fingerprint(Recipe("new", seed=9).make())
     expect(
-        TransferTimeout, lambda: reader.call("get", key="lost", timeout=0.1), mentions=("never",)
+        TransferTimeout,
+        lambda: reader.call("get", key="lost", timeout=0.1),
+        mentions=("not announced",),
     )
     assert reader.call("stats")["sessions"] == 2
 
@@ -178,7 +180,9 @@ def test_both_killed(pooled: Field, start: Start) -> None:
     kill(one)
     kill(two)
     again, here = pooled.serve(), pooled.connect()
-    expect(TransferTimeout, lambda: here.call("get", key="k", timeout=0.1), mentions=("never",))
+    expect(
+        TransferTimeout, lambda: here.call("get", key="k", timeout=0.1), mentions=("not announced",)
+    )
     receipt = again.put(Recipe("k", seed=4).make())
     assert here.call("get", key="k", timeout=60) == fingerprint(Recipe("k", seed=4).make())
     receipt.wait(timeout=60)

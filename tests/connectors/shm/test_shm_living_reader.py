@@ -87,6 +87,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
             first.wait(timeout=60)
         second = producer.put(cache("c", 9))
         assert producer.stats()["transfers"]["pinned"] == 1
+        assert producer.stats()["detached"] == {f"pid {os.getpid()}": first.ledger.nbytes}
         assert producer.stats()["memory"]["blocks"] == 2
         assert int(seen.min()) == int(seen.max()) == 1
         with KVLink.connect(url, timeout=60) as other, other.get("c", timeout=60) as data:

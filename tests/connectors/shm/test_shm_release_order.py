@@ -32,10 +32,10 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
         channel, sent = session._channel, session._channel.send_all
         received = channel.receive
 
-        def receive() -> Iterator[tuple[list[Message], int]]:
+        def receive(turn: float) -> Iterator[tuple[list[Message], int]]:
             entered.set()
             opened.wait()
-            yield from received()
+            yield from received(turn)
 
         def send_all(messages: Sequence[Message]) -> None:
             if any(isinstance(message, Release) for message in messages):
@@ -45,7 +45,7 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
         held = consumer.begin_get("first", timeout=60).wait(timeout=60)
         session._loop.call(idle.set)
         assert idle.wait(60)  # it receives nothing
-        channel.receive, channel.send_all = receive, send_all  # type: ignore[method-assign]
+        channel.receive, channel.send_all = receive, send_all  # type: ignore[method-assign, assignment]
         following = consumer.begin_get("second", timeout=60)
         following.future.add_done_callback(lambda _: order.append("offer"))
         assert entered.wait(60)

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink, KVProducer
+from omni_kvlink import BusyError, ClosedError, ConnectorError, KVLink, KVProducer, SchemaError
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.rendezvous import NamedListener, socket_path
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -30,7 +30,7 @@ def path(sockets: str) -> str:
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", ".hidden", "x" * 49, "a b", "a\n", "ü"])
 def test_names_are_plain_file_names(sockets: str, name: str) -> None:
-    with pytest.raises(ValueError, match="a name is"):
+    with pytest.raises(SchemaError, match="a name is"):
         KVLink.serve(f"shm://{name}", directory=sockets)
 
 
@@ -55,9 +55,9 @@ def test_directory_of_another_user(tmp_path: os.PathLike[str]) -> None:
 
 
 def test_too_long_a_path(sockets: str) -> None:
-    with pytest.raises(ValueError, match="too long"):
+    with pytest.raises(SchemaError, match="too long"):
         socket_path("n", os.path.join(sockets, "d" * 90))
-    os.rmdir(os.path.join(sockets, "d" * 90))
+    assert os.listdir(sockets) == []
 
 
 def test_live_name_is_busy(sockets: str, path: str) -> None:

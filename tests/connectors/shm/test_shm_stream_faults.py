@@ -215,7 +215,9 @@ def test_both_killed_amid_a_stream(field: Field, start: Start) -> None:
     kill(one)
     again, here = field.serve(), field.connect()
     expect(
-        TransferTimeout, lambda: here.call("stream_get", key="s", timeout=0.1), mentions=("never",)
+        TransferTimeout,
+        lambda: here.call("stream_get", key="s", timeout=0.1),
+        mentions=("not announced",),
     )
     receipt = again.put(RECIPE.make())
     assert here.call("get", key="s", timeout=60) == fingerprint(RECIPE.make())

@@ -196,7 +196,8 @@ def test_kv_larger_than_announced_is_released(fixture: ManagerFixture) -> None:
     receipt = fixture.producer.put(bundle("r"))
     with pytest.raises(CapacityError, match=r"raise kv\.budget"):
         manager.receive_from_connector(fixture.consumer, request("r", kv_nbytes=10))
-    receipt.wait(timeout=WAIT)
+    with pytest.raises(TransferFailed, match="its request failed"):
+        receipt.wait(timeout=WAIT)
     assert manager.stats()["charged"] == 0
     manager.close()
 

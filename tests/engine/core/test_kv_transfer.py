@@ -177,9 +177,9 @@ def test_weights_that_others_use_are_not_dropped(sockets: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"kv_role": "kv_both"}, "kv_role 'kv_both': kv_producer or kv_consumer"),
-        ({"peers": ()}, "without peers"),
-        ({"timeout": 0.0}, "timeout 0.0: above 0"),
+        ({"kv_role": "kv_both"}, "kv_role='kv_both': wanted 'kv_producer' or 'kv_consumer'"),
+        ({"peers": ()}, r"peers=\(\): the URLs of stages"),
+        ({"timeout": 0.0}, "timeout=0.0: wanted a number of seconds above 0"),
     ],
 )
 def test_a_wrong_kv_transfer(fields: dict[str, Any], word: str) -> None:

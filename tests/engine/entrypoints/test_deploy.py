@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from keyless import is_let_in
 
-from omni_kvlink import SchemaError
+from omni_kvlink import KVLink, SchemaError
 from omni_kvlink.engine import (
     DeployConfig,
     DiffusionParallelConfig,
@@ -183,12 +184,13 @@ def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> N
 @pytest.mark.parametrize(
     ("stage", "fields"),
     [
-        ({"max_num_seqs": "many"}, "stage 1: Expected `int`"),
-        ({"max_num_seqs": 0}, "max_num_seqs 0"),
-        ({"dtype": "int4"}, "dtype 'int4'"),
-        ({"vae_dtype": "int8"}, "vae_dtype 'int8'; there are bfloat16, float16, float32, auto"),
+        ({"max_num_seqs": "many"}, "stage 1: max_num_seqs='many': wanted a whole number from 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"dtype": "int4"}, "dtype='int4'"),
+        ({"vae_dtype": "int8"}, "vae_dtype='int8': wanted 'auto' or 'bfloat16'"),
         ({"step_execution": True, "cache_backend": "tea_cache"}, "cache_backend 'tea_cache' with"),
-        ({"step_execution": 1}, "stage 1: Expected `bool`"),
+        ({"step_execution": 1}, "stage 1: step_execution=1: wanted true or false"),
+        ({"step_execution": "false"}, "stage 1: step_execution='false': wanted true or false"),
     ],
 )
 def test_a_setting_of_another_kind_is_an_error(stage: dict[str, Any], fields: str) -> None:
@@ -207,6 +209,28 @@ def test_a_stage_runs_step_by_step_if_its_file_says_so(tmp_path: Path) -> None:
     assert isinstance(dit, OmniDiffusionConfig)
     assert (dit.step_execution, dit.max_num_seqs) == (True, 8)
     assert not hasattr(ar, "step_execution")
+
+
+@pytest.mark.parametrize("message", ['"false"', "'no'", "0", "false", "true"])
+def test_a_protective_flag_in_quotes(tmp_path: Path, message: str) -> None:
+    """What a stage serves with `insecure: "false"` is refused; false keeps keyless peers out."""
+    file = written(
+        tmp_path,
+        "pipeline: bagel\nstages:\n"
+        "  - {stage_id: 0}\n"
+        "  - {stage_id: 1, input_connectors: {from_stage_0: net}}\n"
+        "connectors:\n"
+        "  net: {name: KVLinkConnector, extra: {url: 'zmq+tcp://127.0.0.1:0', "
+        f"quota: 8MB, insecure: {message}}}}}\n",
+    )
+    if message not in ("false", "true"):
+        with pytest.raises(SchemaError, match=r"^KVLinkConnector: extra.insecure=.*: wanted true"):
+            stage_configs(DeployConfig.load(file), "model")
+        return
+    kv = stage_configs(DeployConfig.load(file), "model")[0].kv
+    assert kv.sink_options == {"quota": 8_000_000, "insecure": message == "true"}
+    with KVLink.serve(kv.sinks[0], **kv.sink_options) as link:
+        assert is_let_in(link.url) == (message == "true")
 
 
 def test_an_unknown_connector_is_an_error() -> None:
@@ -279,11 +303,15 @@ def test_the_tiles_of_an_image_are_divided(nested: bool) -> None:
 @pytest.mark.parametrize(
     ("ar", "dit", "text"),
     [
-        ({}, {"vae_patch_parallel_size": 0}, "vae_patch_parallel_size 0: 1 or more"),
+        (
+            {},
+            {"vae_patch_parallel_size": 0},
+            "vae_patch_parallel_size=0: wanted a whole number",
+        ),
         (
             {},
             {"vae_patch_parallel_size": 3, "cfg_parallel_size": 2, "data_parallel_size": 2},
-            "stage 1: vae_patch_parallel_size 3: at most .* compute a request together, here 2:",
+            "stage 1: parallel_config.vae_patch_parallel_size 3: at most .* together, here 2:",
         ),
         (
             {},
@@ -357,7 +385,11 @@ def test_a_reader_has_keys_of_its_own() -> None:
         ({"ray": {"num_cpus": 1}}, "", "is for own_process: ray"),
         ({}, "zmq+tcp://{node}:0", "is for stages on Ray"),
         ({"own_process": "ray", "ray": {"strategy": "NEAR"}}, "", "stage 0: .*STRICT_SPREAD"),
-        ({"own_process": "ray", "ray": {"num_cpus": "many"}}, "", "stage 0: .*float"),
+        (
+            {"own_process": "ray", "ray": {"num_cpus": "many"}},
+            "",
+            "ray.num_cpus='many': wanted a num",
+        ),
     ],
 )
 def test_what_cannot_be_on_ray(first: dict[str, Any], url: str, word: str) -> None:
@@ -533,8 +565,8 @@ def test_adapters_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("stage", "word"),
     [
-        ({"max_loras": 0}, "max_loras 0: 1 or more"),
-        ({"max_lora_rank": "big"}, "stage 1: Expected `int`"),
+        ({"max_loras": 0}, "max_loras=0: wanted a whole number from 1"),
+        ({"max_lora_rank": "big"}, "lora_config.max_lora_rank='big': wanted a whole number"),
         ({"lora_path": ["a", "b"]}, "lora_path .*one adapter a stage"),
         ({"lora_path": "a", "lora_scale": 1.0, "static_lora_scale": 0.5}, "say it once"),
         ({"lora_path": "a", "enable_lora": False}, "with enable_lora: false"),
@@ -543,7 +575,10 @@ def test_adapters_of_a_stage() -> None:
         ({"fully_sharded_loras": True}, "fully_sharded_loras True: only False"),
         ({"lora_config": {"max_loras": 1}}, "lora_config"),
         ({"default_sampling_params": {"lora_request": {"lora_name": "x"}}}, "lora_int_id"),
-        ({"default_sampling_params": {"lora_scale": float("nan")}}, "lora_scale nan"),
+        (
+            {"default_sampling_params": {"lora_scale": float("nan")}},
+            "lora_scale=nan: wanted a number",
+        ),
     ],
 )
 def test_what_a_stage_may_not_say_of_adapters(stage: dict[str, Any], word: str) -> None:
@@ -562,58 +597,70 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
     [
         ({"num_replicas": 2}, "num_replicas 2: only 1 is supported"),
         ({"hf_overrides": {"rope": 1}}, "hf_overrides"),
-        ({"quantization": "fp8"}, "quantization 'fp8'"),
+        ({"quantization": "fp8"}, "quantization='fp8'"),
         ({"model": "other"}, "model 'other'"),
         ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "kv_transfer_config"),
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
-        ({"vae_use_tiling": "some"}, "stage 0: Expected `bool`"),
+        ({"vae_use_tiling": "some"}, "stage 0: vae_use_tiling='some': wanted true or false"),
         ({"attention_backend": "STA"}, "attention_backend 'STA'; there are SDPA, SDPA_MATH, "),
         ({"vae_patch_parallel_size": 2}, "vae_patch_parallel_size 2: at most .* here 1:"),
         ({"vae_parallel_mode": "batch"}, "vae_parallel_mode 'batch': only 'tile'"),
         ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "worker_cls 'vllm"),
-        ({"attention_backend": ["SDPA"]}, "stage 0: Expected `str`"),
-        ({"profiler_config": {"profiler": "cuda"}}, "profiler 'cuda'; only 'torch'"),
-        ({"profiler_config": {"proton_mode": "x"}}, "profiler_config has no proton_mode"),
-        ({"profiler_config": "torch"}, "profiler_config is a map"),
-        ({"kv": {"budgett": 1}}, "kv has no budgett to set; there are budget, connect_timeout"),
-        ({"kv": {"sinks": ["shm://x"]}}, "kv has no sinks"),
-        ({"own_process": "ray", "ray": {"gpus": 1}}, "ray has no gpus"),
-        ({"enforce_eager": "no"}, "stage 0: Expected `bool`"),
-        ({"compilation_config": {"level": 3}}, "has no level here; it has backend, dynamic, mode"),
+        ({"attention_backend": ["SDPA"]}, "stage 0: attention_backend=.*: wanted a text"),
+        (
+            {"profiler_config": {"profiler": "cuda"}},
+            "_config.profiler='cuda': wanted 'torch'",
+        ),
+        ({"profiler_config": {"proton_mode": "x"}}, "profiler_config.proton_mode: no such setting"),
+        ({"profiler_config": "torch"}, "profiler_config='torch': wanted a map"),
+        (
+            {"kv": {"budgett": 1}},
+            r"stage 0: kv.budgett: no .*; did you mean budget\? There",
+        ),
+        ({"kv": {"sinks": ["shm://x"]}}, "kv.sinks: no such setting; "),
+        (
+            {"own_process": "ray", "ray": {"gpus": 1}},
+            r"ray.gpus: no .*; did you mean num_gpus\?",
+        ),
+        ({"enforce_eager": "no"}, "stage 0: enforce_eager='no': wanted true or false"),
+        (
+            {"compilation_config": {"level": 3}},
+            "n_config.level: no such setting; there are backend",
+        ),
         ({"compilation_config": {"cudagraph_mode": "FULL"}}, "cudagraph_mode 'FULL': no graph is"),
-        ({"compilation_config": 3}, "compilation_config is a map"),
+        ({"compilation_config": 3}, "compilation_config=3: wanted a map"),
         ({"compilation_config": {"dynamic": False}}, "no effect unless enforce_eager is false"),
         (
             {"enforce_eager": False, "compilation_config": {"backend": "tvm"}},
-            "backend 'tvm'; there",
+            "backend='tvm': wanted 'inductor'",
         ),
         (
             {"enforce_eager": False, "compilation_config": {"mode": "fast"}},
-            "mode 'fast'; there are",
+            "mode='fast': wanted 'default'",
         ),
-        ({"enforce_eager": False, "compilation_config": {"mode": 3}}, "stage 0: Expected `str`"),
+        ({"enforce_eager": False, "compilation_config": {"mode": 3}}, "mode=3: wanted 'default'"),
         (
             {
                 "enforce_eager": False,
                 "compilation_config": {"backend": "eager", "mode": "reduce-overhead"},
             },
-            "'reduce-overhead' is for the backend inductor",
+            "compilation_config.mode='reduce-overhead': it is for the backend inductor",
         ),
         ({"pin_cpu_memory": False}, "pin_cpu_memory false: it is for enable_cpu_offload"),
         ({"enable_distributed_layerwise_offload": True}, "enable_distributed_layerwise_offload"),
-        ({"enable_layerwise_offload": 2}, "stage 0: Expected `bool`"),
-        ({"warmup_sizes": [[16]]}, "stage 0: Expected `array` of length 2"),
+        ({"enable_layerwise_offload": 2}, "enable_layerwise_offload=2: wanted true or false"),
+        ({"warmup_sizes": [[16]]}, r"stage 0: warmup_sizes\[0\]=.*: wanted a list of 2 elements"),
         ({"enable_chunked_prefill": "yes"}, "enable_chunked_prefill"),
         ({"kv_transfer": {"kv_role": "kv_consumer"}}, "kv_transfer .*: it is not supported"),
         ({"max_num_batched_tokens": 2, "max_num_seqs": 3}, "max_num_batched_tokens 2 for max_num"),
-        ({"num_gpu_blocks_override": "all"}, "Expected `int`"),
+        ({"num_gpu_blocks_override": "all"}, "num_blocks='all': wanted a whole number from 1"),
         ({"attention_config": {"backend": "STA"}}, "attention_config"),
         ({"parallel_config": 2}, "parallel_config is a map"),
         ({"an_unknown_field": 1}, "an_unknown_field"),
         ({"default_sampling_params": {"min_tokens": 3}}, "min_tokens 3"),
         ({"default_sampling_params": {"extra_args": {"a": 1}}}, "extra_args"),
-        ({"default_sampling_params": {"top_k": "many"}}, "top_k 'many'"),
+        ({"default_sampling_params": {"top_k": "many"}}, "top_k='many': wanted a whole number"),
         ({"default_sampling_params": {"top_p": 1.5}}, "top_p 1.5"),
         ({"default_sampling_params": {"repetition_penalty": 0}}, "repetition_penalty 0"),
         ({"default_sampling_params": [1]}, "default_sampling_params is a map"),
@@ -621,10 +668,10 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"devices": "0,0"}, "devices '0,0'"),
         ({"devices": "gpu"}, "devices 'gpu'"),
         ({"devices": "0", "device": "cuda:1"}, "one of them"),
-        ({"env": "A=1"}, "env is a map"),
+        ({"env": "A=1"}, "stage 0: env='A=1': wanted a map"),
         ({"input_connectors": {"from_stage_0": "x"}}, "no such stage"),
         ({"output_connectors": {"to_stage_2": "x"}}, "only to_stage_1"),
-        ({"start_timeout": 0}, "start_timeout 0"),
+        ({"start_timeout": 0}, "start_timeout=0: wanted a number of seconds above 0"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "for 2 ranks"),
     ],
 )
@@ -689,7 +736,7 @@ def test_both_ends_name_one_connector() -> None:
     [
         ({"protocol": "efa"}, "protocol 'efa'"),
         ({"memory_pool_device": "cuda"}, "memory_pool_device 'cuda'"),
-        ({"master": "10.0.0.1:1"}, "no use is known for master"),
+        ({"master": "10.0.0.1:1"}, "extra.master: no such setting; there are "),
     ],
 )
 def test_what_a_mooncake_connector_may_not_say(extra: dict[str, Any], word: str) -> None:
@@ -803,8 +850,12 @@ def test_a_pipeline_of_diffusers_by_its_name(name: str, made: str) -> None:
         ("QwenImagePipeline", {"model_arch": "WanPipeline"}, "model_arch 'WanPipeline' with"),
         ("QwenImagePipeline", {"distributed_executor_backend": "ray"}, "own_process: ray"),
         ("QwenImagePipeline", {"ulysses_degree": 2}, "no use for parallel_config"),
-        ("QwenImagePipeline", {"quantization": "fp8"}, "quantization 'fp8'"),
-        ("QwenImagePipeline", {"default_sampling_params": {"latents": 5}}, "latents: a tensor"),
+        ("QwenImagePipeline", {"quantization": "fp8"}, "quantization='fp8'"),
+        (
+            "QwenImagePipeline",
+            {"default_sampling_params": {"latents": 5}},
+            "latents=5: wanted a Tensor",
+        ),
         ("QwenImagePipeline", {"enable_layerwise_offload": True}, "enable_layerwise_offload"),
         (None, {"model_class_name": "DreamZeroPipeline"}, "no pipeline is named"),
         ("DreamZeroPipeline", {}, "pipeline 'DreamZeroPipeline'; this engine runs bagel"),

@@ -140,7 +140,7 @@ def test_prompts_as_vllm_omni_has_them(omni: OmniDiffusion) -> None:
         ("a", {"modalities": ("text", "image"), "think": False}, ValueError, "leave think"),
         ("a", {"modalities": "text", "transfer_hidden_states": True}, ValueError, "no other stage"),
         ("a", {"logprobs": -2}, ValueError, "logprobs -2: a number of tokens"),
-        ("a", {"return_hidden_states": "some"}, ValueError, "'some'; all or last"),
+        ("a", {"return_hidden_states": "some"}, ValueError, "'some': wanted 'all' or 'last'"),
         ([3, 999], {"modalities": "text"}, SchemaError, "number 1 is 999"),
         (7, {}, SchemaError, "texts, token ids and images, not of ints"),
     ],

@@ -193,7 +193,10 @@ def test_an_executor_that_runs_one_batch_refuses_more() -> None:
     with pytest.raises(EngineError, match=r"max_concurrent_batches 2: Uniproc.*'mp' or 'ray'"):
         Executor.get_class(two)(two)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"max_concurrent_batches": 0}, "max_concurrent_batches 0: 1 or more"),
+        (
+            {"max_concurrent_batches": 0},
+            "max_concurrent_batches=0: wanted a whole number from 1 on",
+        ),
         ({"max_concurrent_batches": 2, "step_execution": True}, "2 with step_execution"),
     ]
     for fields, text in wrong:

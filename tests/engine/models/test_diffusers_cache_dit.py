@@ -183,7 +183,7 @@ def test_after_sleep_it_is_enabled_again(checkpoint: str) -> None:
         ({"Fn_compute_blocks": 0}, "Fn_compute_blocks 0: a whole number, 1 or more"),
         ({"max_warmup_steps": True}, "max_warmup_steps True"),
         ({"residual_diff_threshold": "0.1"}, "residual_diff_threshold '0.1'"),
-        ({"residual_diff_threshold": float("nan")}, "residual_diff_threshold nan"),
+        ({"residual_diff_threshold": float("nan")}, "residual_diff_threshold=nan"),
         ({"enable_taylorseer": 1}, "enable_taylorseer 1: False or True"),
         ({"scm_steps_mask_policy": "quick"}, "scm_steps_mask_policy 'quick': None or 'slow'"),
         ({"scm_steps_policy": None}, "scm_steps_policy None: 'dynamic' or 'static'"),

@@ -118,7 +118,7 @@ def test_another_number_of_frames_than_requested_is_an_error(model: Any) -> None
 def test_numbers_of_frames_do_not_share_a_batch() -> None:
     keys = {request("a", num_frames=frames).key for frames in (1, 5, None)}
     assert len(keys) == 3
-    with pytest.raises(ValueError, match="num_frames 0"):
+    with pytest.raises(ValueError, match="num_frames=0"):
         request("a", num_frames=0)
 
 

@@ -143,8 +143,8 @@ def listening() -> list[tuple[str, int]]:
         ({"strategy": "NEAR"}, "STRICT_SPREAD"),
         ({"address": "ray://x:1"}, "host:port"),
         ({"num_cpus": 0}, "needs something"),
-        ({"num_gpus": -1}, "below 0"),
-        ({"resources": {"x": -1}}, "below 0"),
+        ({"num_gpus": -1}, "num_gpus=-1: wanted a number from 0"),
+        ({"resources": {"x": -1}}, "resources.x=-1: wanted a number from 0"),
     ],
 )
 def test_an_invalid_ray_config_is_refused(fields: dict[str, Any], word: str) -> None:

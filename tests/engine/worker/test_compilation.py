@@ -131,7 +131,7 @@ def test_compiled_latents_are_those_of_eager_layers(backend: str) -> None:
     """In float32, up to rounding; the contexts are read by eager layers."""
     eager = BagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
     compiled = BagelPipeline.from_pretrained(checkpoint(), dtype=torch.float32)
-    compiled.model.compile_layers(**CompilationConfig(backend=backend).options())
+    compiled.model.compile_layers(**CompilationConfig.read({"backend": backend}).options())
     contexts: BagelContexts = eager.prefill("a fox", image_shape=SHAPE)
     noise = eager.initial_noise(SHAPE, torch.Generator().manual_seed(1))
     how = DenoiseParams(num_timesteps=4)

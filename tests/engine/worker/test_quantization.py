@@ -143,7 +143,7 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"quantization": "int8"}, "quantization 'int8'; there is 'int8_weight_only'"),
+        ({"quantization": "int8"}, "quantization='int8': wanted '' or 'int8_weight_only'"),
         ({**INT8, "enable_cpu_offload": True}, "choose one of them"),
     ],
 )

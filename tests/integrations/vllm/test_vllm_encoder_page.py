@@ -23,7 +23,7 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
     assert [config.ec_role for config in configs] == ["ec_producer", "ec_consumer"]
     for config in configs:
         assert config.ec_connector == "OmniKVLinkECConnector"
-        assert EncoderSettings.read(
+        assert EncoderSettings.of(
             config.ec_connector_extra_config,
             produces=config.is_ec_producer,
             consumes=config.is_ec_consumer,

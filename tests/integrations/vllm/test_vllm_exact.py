@@ -120,6 +120,26 @@ def test_many_at_once(producer: EngineProcess, consumer: Any) -> None:
     assert consumer.call("forget")
 
 
+def test_a_prompt_of_embeddings(start: Any) -> None:
+    """Its cache is loaded for these embeddings, and refused for others of the same number."""
+    producer = start("ep", "producer", enable_prompt_embeds=True)
+    peers = {"peers": ["shm://ep"]}
+    consumer = start("ed", "consumer", extra=peers, enable_prompt_embeds=True)
+    try:
+        length = [0] * (3 * BLOCK + 7)
+        expected = consumer.generate(length, embeds=1)
+        assert consumer.call("forget")
+        got = consumer.generate(length, producer.prefill(length, inputs={"embeds": 1}), embeds=1)
+        assert (got["cached"], got["tokens"]) == (len(length), expected["tokens"])
+        other = consumer.generate(length, producer.prefill(length, inputs={"embeds": 1}), embeds=2)
+        assert other["reason"] == "error"
+        assert "from another prompt: other embeds" in consumer.output()
+        assert consumer.count("received") == 1
+    finally:
+        producer.close()
+        consumer.close()
+
+
 def test_over_another_link(start: Any, model: Path, directory: Path) -> None:
     """ZMQ, prompts in chunks, and engines whose core is a process of its own."""
     url, apart = f"zmq+ipc://{directory}/z", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -64,13 +64,21 @@ def consumer(request: pytest.FixtureRequest, start: Any, producer: Any, gemma3: 
 
 def check_alike(
     got: dict[str, Any], expected: dict[str, Any], load: str, *, most: float = 1e-4
-) -> None:
-    """Synchronous: bit for bit. Asynchronous: the tokens, and nearly the same values."""
-    assert (got["reason"], got["tokens"]) == ("length", expected["tokens"])
+) -> int:
+    """Synchronous: bit for bit. Asynchronous: the tokens, and nearly the same values.
+
+    Up to the first token that was chosen by less than `most`: rounding may decide it, and what
+    follows it. Returns how many tokens come before it.
+    """
+    assert got["reason"] == "length"
+    close = (number for number, margin in enumerate(expected["margins"]) if margin < most)
+    sure = next(close, len(expected["tokens"]))
+    assert got["tokens"][:sure] == expected["tokens"][:sure]
     if load == "sync":
-        assert got["logprobs"] == expected["logprobs"]
-    apart = [abs(a - b) for a, b in zip(got["logprobs"], expected["logprobs"], strict=True)]
-    assert max(apart) < most
+        assert (got["tokens"], got["logprobs"]) == (expected["tokens"], expected["logprobs"])
+    pairs = zip(got["logprobs"][:sure], expected["logprobs"][:sure], strict=True)
+    assert all(abs(a - b) < most for a, b in pairs)
+    return sure
 
 
 def test_full_and_sliding_attention(producer: EngineProcess, consumer: Any) -> None:
@@ -175,15 +183,17 @@ def test_recurrent_states(
     producer = start("q", "producer", **options)
     consumer = start("d", "consumer", extra=PEERS, **options)
     try:
+        compared = 0
         for length in [1, *LENGTHS]:
             tokens = prompt(length, seed=length)
             expected = consumer.generate(tokens)
             if caching:
                 assert consumer.call("forget")
             got = consumer.generate(tokens, producer.prefill(tokens))
-            check_alike(got, expected, "async", most=ROUNDING)
+            compared += check_alike(got, expected, "async", most=ROUNDING)
             assert got["cached"] == length - 1
             producer.call("settle")
+        assert compared >= len(LENGTHS)
         assert consumer.count("load_failed") == 0
         assert consumer.count("received") == len(LENGTHS) + 1
     finally:

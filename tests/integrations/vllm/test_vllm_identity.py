@@ -38,16 +38,12 @@ def media(identifier: str = "cat", offset: int = 3, length: int = 4) -> list[Mul
     return [MultiModalFeatureSpec(None, "image", identifier, position)]
 
 
-INPUTS: dict[str, Any] = {"cache_salt": "a", "lora_request": LoRARequest("l", 1, "/l")}
-"""Of a scheduled request; media would need an encoder."""
+INPUTS: dict[str, Any] = {"cache_salt": "a"}
+"""Of a scheduled request; media would need an encoder. For adapters: `test_vllm_adapters.py`."""
 
 CHANGED: dict[str, dict[str, Any]] = {
     "salt": {"cache_salt": "b"},
     "no salt": {"cache_salt": None},
-    "adapter's name": {"lora_request": LoRARequest("m", 1, "/l")},
-    "adapter's path": {"lora_request": LoRARequest("l", 1, "/m")},
-    "adapter's number": {"lora_request": LoRARequest("l", 2, "/l")},
-    "no adapter": {"lora_request": None},
 }
 MEDIA: dict[str, dict[str, Any]] = {
     "media's content": {"mm_features": media("dog")},
@@ -65,16 +61,44 @@ def request(tokens: list[int] = TOKENS, **inputs: Any) -> Request:
     return Request("r", tokens, SamplingParams(max_tokens=1), None, **inputs)
 
 
-@pytest.mark.parametrize("change", [*CHANGED, *MEDIA, "tokens"])
+@pytest.mark.parametrize("change", [*CHANGED, *MEDIA, "tokens", "adapter", "no adapter"])
 def test_each_input_counts(change: str) -> None:
     """In a field of its own, beside vLLM's keys, which have only some of them."""
     inputs = {**INPUTS, "mm_features": media()}
     tokens = OTHER if change == "tokens" else TOKENS
+    adapter = {"adapter": "other", "no adapter": ""}.get(change, "a")
     other = request(tokens, **{**inputs, **{**CHANGED, **MEDIA}.get(change, {})})
-    here, there = prompt_identity(request(**inputs)), prompt_identity(other)
+    here, there = prompt_identity(request(**inputs), "a"), prompt_identity(other, adapter)
     changed = {name for name in here if here[name] != there[name]}
     assert changed - {"extra"} == {field_of(change)}
-    assert prompt_identity(request(**inputs)) == here
+    assert prompt_identity(request(**inputs), "a") == here
+
+
+@pytest.mark.parametrize("change", ["values", "dtype", "shape", "none"])
+def test_each_embedding_of_a_prompt_counts(change: str) -> None:
+    rows = torch.randn(40, 8)
+    others: dict[str, Any] = {
+        "values": torch.cat([rows[:-1], rows[-1:] + 1]),
+        "dtype": rows.view(torch.int32),
+        "shape": rows.view(40, 4, 2),
+        "none": None,
+    }
+    tokens: Any = None
+    here = prompt_identity(request(tokens, prompt_embeds=rows))
+    theirs = request([0] * 40 if change == "none" else tokens, prompt_embeds=others[change])
+    there = prompt_identity(theirs)
+    assert {name for name in here if here[name] != there.get(name)} == {"embeds"}
+    assert prompt_identity(request(tokens, prompt_embeds=rows.clone())) == here
+    assert prompt_identity(request(tokens, prompt_embeds=others["values"]), tokens=39) == (
+        prompt_identity(request(tokens, prompt_embeds=rows), tokens=39)
+    )
+
+
+@pytest.mark.parametrize("adapter", [LoRARequest("m", 1, "/l"), LoRARequest("l", 2, "/m"), None])
+def test_what_is_local_to_a_process_does_not_count(adapter: LoRARequest | None) -> None:
+    """The name, number and path of an adapter whose weights are the same."""
+    here = request(lora_request=LoRARequest("l", 1, "/l"))
+    assert prompt_identity(request(lora_request=adapter), "a") == prompt_identity(here, "a")
 
 
 def test_what_a_version_of_vllm_adds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +199,7 @@ def test_each_field_of_the_positions_counts(field: str) -> None:
             model_config=SimpleNamespace(
                 model="m", revision="", quantization="", dtype=torch.half, hf_text_config=text
             ),
+            speculative_config=None,
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )

@@ -28,4 +28,4 @@ def test_vllm_takes_the_configurations_of_the_page() -> None:
         assert (config.kv_connector, config.kv_role) == ("OmniKVLinkConnector", role)
         is_producer, is_consumer = config.is_kv_producer, config.is_kv_consumer
         extra = config.kv_connector_extra_config
-        assert VllmSettings.read(extra, produces=is_producer, consumes=is_consumer)
+        assert VllmSettings.of(extra, produces=is_producer, consumes=is_consumer)

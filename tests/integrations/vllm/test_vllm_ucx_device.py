@@ -96,7 +96,7 @@ def test_without_a_cuda_transport_it_goes_by_the_host(
 def test_a_device_needs_a_quota(device: Any) -> None:
     extra = {"url": "shm://p", "serve": {"device": "auto"}}
     with pytest.raises(SchemaError, match=r"serve\.device needs serve\.quota"):
-        VllmSettings.read(extra, produces=True, consumes=False)
+        VllmSettings.of(extra, produces=True, consumes=False)
 
 
 @pytest.mark.parametrize("device", ["fake"], indirect=True)

@@ -228,20 +228,32 @@ def test_pools_that_are_not_known() -> None:
 @pytest.mark.parametrize(
     ("extra", "word"),
     [
-        ({"urls": []}, "has no urls; there are url, peers"),
-        ({"peers": "shm://p"}, "peers is a list"),
-        ({"compatible_with": "0.30.0"}, "compatible_with is a list"),
-        ({"url": "shm://p", "peers": ["shm://p"], "peer_tp": "2"}, "peer_tp '2'"),
-        ({"url": "shm://p", "peers": ["shm://p"], "peer_tp": -1}, "peer_tp -1"),
+        ({"urls": []}, r"urls: no such setting; did you mean url\? There are url, peers"),
+        ({"peers": "shm://p"}, "peers='shm://p': wanted a list"),
+        ({"compatible_with": "0.30.0"}, "compatible_with='0.30.0': wanted a list"),
+        (
+            {"url": "shm://p", "peers": ["shm://p"], "peer_tp": "2"},
+            "peer_tp='2': wanted a whole number",
+        ),
+        (
+            {"url": "shm://p", "peers": ["shm://p"], "peer_tp": -1},
+            "peer_tp=-1: wanted a whole number from 0",
+        ),
         ({"peers": ["shm://p"]}, "url is missing"),
         ({"url": "shm://p"}, "peers is missing"),
-        ({"url": "shm://p", "peers": ["shm://p"], "load": "soon"}, "load 'soon'"),
-        ({"url": "shm://p", "peers": ["shm://p"], "ttl": 0}, "more than 0 s"),
+        (
+            {"url": "shm://p", "peers": ["shm://p"], "load": "soon"},
+            "load='soon': wanted 'async' or",
+        ),
+        (
+            {"url": "shm://p", "peers": ["shm://p"], "ttl": 0},
+            "ttl=0: wanted a number of seconds above 0",
+        ),
     ],
 )
 def test_a_wrong_setting(extra: dict[str, Any], word: str) -> None:
     with pytest.raises(SchemaError, match=word):
-        VllmSettings.read(extra, produces=True, consumes=True)
+        VllmSettings.of(extra, produces=True, consumes=True)
 
 
 def test_stats_add_up() -> None:

@@ -52,18 +52,37 @@ class Engine:
         self.over: dict[str, dict[str, Any]] = {}
 
     def add(
-        self, name: str, prompt: list[int], tokens: int = 8, params: dict[str, Any] | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        tokens: int = 8,
+        params: dict[str, Any] | None = None,
+        adapter: list[Any] | None = None,
+        embeds: int | None = None,
     ) -> None:
-        from vllm import SamplingParams, TokensPrompt
+        """Add a request; with an adapter's name, number and path.
+
+        `embeds`: its prompt are embeddings drawn with this seed, as many as `prompt` has tokens.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import EmbedsPrompt, TokensPrompt
+        from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(
             max_tokens=tokens,
             temperature=0,
-            logprobs=1,
+            logprobs=2,
             ignore_eos=True,
             extra_args={"kv_transfer_params": params} if params else None,
         )
-        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+        given: Any = TokensPrompt(prompt_token_ids=prompt)
+        if embeds is not None:
+            generator = torch.Generator().manual_seed(embeds)
+            size = self.llm.model_config.get_hidden_size()
+            rows = torch.randn(len(prompt), size, generator=generator)
+            given = EmbedsPrompt(prompt_embeds=rows)
+        lora = LoRARequest(*adapter) if adapter else None
+        self.engine.add_request(name, given, sampling, lora_request=lora)
 
     def run(self, names: list[str], limit: int = STEPS) -> dict[str, Any]:
         """Step until all of these have ended; what each ended with."""
@@ -85,6 +104,7 @@ class Engine:
                             entry[token].logprob
                             for token, entry in zip(done.token_ids, done.logprobs, strict=True)
                         ],
+                        "margins": [margin(entry) for entry in done.logprobs],
                         "cached": output.num_cached_tokens,
                         "reason": done.finish_reason,
                         "params": given(output.kv_transfer_params or output.ec_transfer_params),
@@ -127,8 +147,11 @@ class Engine:
     def metrics(self) -> dict[str, Any]:
         found = {}
         for metric in self.llm.get_metrics():
-            value = getattr(metric, "value", None)
-            found[metric.name] = metric.count if value is None else value
+            (found[metric.name],) = (
+                getattr(metric, name)
+                for name in ("value", "values", "count")
+                if hasattr(metric, name)
+            )
         return found
 
     @property
@@ -146,6 +169,12 @@ def waiting(worker: Any) -> int:
 
     link = get_kv_transfer_group()._saver._link
     return int(link.stats()["transfers"]["waiting"])
+
+
+def margin(entry: Any) -> float:
+    """By how much the log-probability of the most probable token exceeds that of the second."""
+    first, second, *_ = sorted((one.logprob for one in entry.values()), reverse=True)
+    return float(first - second)
 
 
 def save_time(worker: Any) -> None:

@@ -74,16 +74,24 @@ class EngineProcess:
             return self._answer()
 
     def generate(
-        self, prompt: list[int], params: Answer | None = None, *, name: str = "", tokens: int = 8
+        self,
+        prompt: list[int],
+        params: Answer | None = None,
+        *,
+        name: str = "",
+        tokens: int = 8,
+        **inputs: Any,
     ) -> Answer:
         name = name or f"request-{os.urandom(4).hex()}"
-        self.call("add", name=name, prompt=prompt, params=params, tokens=tokens)
+        self.call("add", name=name, prompt=prompt, params=params, tokens=tokens, **inputs)
         answer: Answer = self.call("run", names=[name])[name]
         return answer
 
-    def prefill(self, prompt: list[int], **params: Any) -> Answer:
+    def prefill(
+        self, prompt: list[int], *, inputs: Mapping[str, Any] = {}, **params: Any
+    ) -> Answer:
         """Compute a prompt and send its cache; what the consumer's request needs."""
-        answer = self.generate(prompt, {**SEND, **params}, tokens=1)
+        answer = self.generate(prompt, {**SEND, **params}, tokens=1, **inputs)
         assert answer["params"], "the producer returned no kv_transfer_params"
         params = answer["params"]
         return params

@@ -67,7 +67,7 @@ class AttentionLayer:
     """Writes each token's number into its slot, another one for each head."""
 
     def __init__(self, spec: Any, blocks: int, layout: str = "LBHNC", first_head: int = 0):
-        self._size: int = spec.block_size
+        self.size: int = spec.block_size
         self._window: int = getattr(spec, "sliding_window", None) or 0
         self._chunk: int = getattr(spec, "attention_chunk_size", None) or 0
         row = spec.state_content_size_bytes // 4
@@ -83,7 +83,7 @@ class AttentionLayer:
         positions, table = torch.arange(first, len(tokens)), torch.tensor(blocks)
         numbers = torch.tensor([1.0 + token for token in tokens[first:]])[:, None, None]
         numbers = numbers + self._heads
-        slots = table[positions // self._size], positions % self._size
+        slots = table[positions // self.size], positions % self.size
         seen = slice(0, start - first)
         found = self.pool[slots[0][seen], :, slots[1][seen]]
         self.pool[slots[0][start - first :], :, slots[1][start - first :]] = numbers[
@@ -101,13 +101,13 @@ class StateLayer:
     """Keeps a number that depends on all tokens so far, in their order."""
 
     def __init__(self, spec: Any, blocks: int):
-        self._size = spec.block_size
+        self.size = spec.block_size
         self.pool = torch.zeros(blocks, 1, 1, 3)
 
     def forward(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> bool:
         """Compute the tokens from `start` on; whether the state before them was there."""
-        before = int(self.pool[blocks[(start - 1) // self._size]].max()) if start else 0
-        self.pool[blocks[(len(tokens) - 1) // self._size]] = _fold(tokens[start:], before)
+        before = int(self.pool[blocks[(start - 1) // self.size]].max()) if start else 0
+        self.pool[blocks[(len(tokens) - 1) // self.size]] = _fold(tokens[start:], before)
         return before == _fold(tokens[:start], 0)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    import torch
 
 COMMON = {
     "vocab_size": 512,
@@ -81,6 +85,73 @@ def make_deepseek(path: Path, tokenizer: Path) -> None:
         v_head_dim=128,
     )
     _save(DeepseekV2ForCausalLM, config, path, tokenizer)
+
+
+def make_qwen2(path: Path, tokenizer: Path) -> None:
+    """One layer, for drafts that another model mostly rejects."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    _save(Qwen2ForCausalLM, Qwen2Config(**COMMON, num_hidden_layers=1), path, tokenizer)
+
+
+def make_llama(path: Path, tokenizer: Path) -> None:
+    """Two layers, and below `eagle` an EAGLE head for them, of one more."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _save(LlamaForCausalLM, LlamaConfig(**COMMON, num_hidden_layers=2), path, tokenizer)
+    _save(LlamaForCausalLM, LlamaConfig(**COMMON, num_hidden_layers=1), path / "eagle", tokenizer)
+
+    def head(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        layers = {
+            name.removeprefix("model."): each
+            for name, each in weights.items()
+            if ".layers." in name and ".input_layernorm." not in name
+        }
+        return {**layers, "fc.weight": _projection()}
+
+    _change_weights(path / "eagle", head)
+
+
+def make_mimo(path: Path, tokenizer: Path) -> None:
+    """Two layers of a Qwen2, and one that predicts a further token (MTP)."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    _save(Qwen2ForCausalLM, Qwen2Config(**COMMON, num_hidden_layers=2), path, tokenizer)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+
+    def with_head(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        head = {
+            name.replace("model.layers.1.", "model.mtp_layers.0."): each.clone()
+            for name, each in weights.items()
+            if name.startswith("model.layers.1.")
+        }
+        norm = weights["model.norm.weight"]
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            head[f"model.mtp_layers.0.{name}.weight"] = norm.clone()
+        head["model.mtp_layers.0.input_proj.weight"] = _projection()
+        return {**weights, **head}
+
+    _change_weights(path, with_head)
+
+
+def _projection() -> torch.Tensor:
+    """Of a token and a hidden state, one behind the other, to a hidden state."""
+    import torch
+
+    size = COMMON["hidden_size"]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 2 * size, generator=generator) * 0.05
+
+
+def _change_weights(
+    path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
 
 
 def _save(kind: Any, config: Any, path: Path, tokenizer: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm_layers import AttentionLayer, layers_of
@@ -17,15 +18,28 @@ from omni_kvlink.topology import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from vllm.config import VllmConfig
 
 
+DRAFT = "mtp"
+"""What the names of a draft model's layers begin with; they are behind the target's."""
+
+
 class SteppedRank:
-    """A rank's part of the layers and of their KV heads; it computes when it is told to."""
+    """A rank's part of the layers and of their KV heads; it computes when it is told to.
+
+    With `drafts`, an engine that drafts so many tokens in each step, by the layers named `DRAFT`.
+    """
 
     def __init__(
-        self, config: VllmConfig, groups: Sequence[KVCacheGroupSpec], index: int, blocks: int
+        self,
+        config: VllmConfig,
+        groups: Sequence[KVCacheGroupSpec],
+        index: int,
+        blocks: int,
+        drafts: int = 0,
     ):
         config = copy.copy(config)
         config.parallel_config = copy.copy(config.parallel_config)
@@ -44,6 +58,9 @@ class SteppedRank:
         config.compilation_config.static_forward_context = dict(self._layers)
         self.connector.register_kv_caches({name: self._layers[name].pool for name in self._tables})
         self.wrong: set[str] = set()  # requests that read other than they or theirs had written
+        self._config, self._drafts = config, drafts
+        self._is_last = index // tp_size == pp_size - 1  # the stage that drafts
+        self.passes_of_layer = 1  # how often the model computes a layer in a pass
 
     def execute(self, plan: Any, requests: Any, block_ids: Callable[[str], Any]) -> Any:
         """One pass, in the order of vLLM's model runner; what the connector reports of it."""
@@ -51,14 +68,15 @@ class SteppedRank:
             if isinstance(layer, AttentionLayer):
                 layer.pool[plan.new_block_ids_to_zero or []] = 0.0
         self.connector.handle_preemptions(plan.kv_connector_metadata)
-        self.connector.bind_connector_metadata(plan.kv_connector_metadata)
-        if plan.has_sync_kv_loads:
-            self.connector.start_load_kv(None)
-        wrong = self._forward(plan, requests, block_ids)
-        if not plan.has_sync_kv_loads:
-            self.connector.start_load_kv(None)
-        if plan.num_scheduled_tokens:
-            self.connector.wait_for_save()
+        with self._forward_context():
+            self.connector.bind_connector_metadata(plan.kv_connector_metadata)
+            if plan.has_sync_kv_loads:
+                self.connector.start_load_kv(None)
+            wrong = self._forward(plan, requests, block_ids)
+            if not plan.has_sync_kv_loads:
+                self.connector.start_load_kv(None)
+            if plan.num_scheduled_tokens and not self._drafts:
+                self.connector.wait_for_save()
         results = self.connector.get_transfer_results(plan.finished_req_ids)
         invalid = self.connector.get_block_ids_with_load_errors()
         output = KVConnectorOutput(
@@ -69,25 +87,51 @@ class SteppedRank:
             invalid_block_ids=invalid,
             failed_recving=results.failed_recving,
         )
-        self.connector.clear_connector_metadata()
+        if self._drafts and self._is_last:
+            for token in range(self._drafts):
+                with self._forward_context():
+                    wrong |= self._forward(plan, requests, block_ids, drafted=token)
+            self.connector.wait_for_save()
+        if self._is_last or not self._drafts:  # as vLLM's runner, which forgets the other stages
+            self.connector.clear_connector_metadata()
         self.wrong |= {name for name in wrong if invalid.isdisjoint(chain(*block_ids(name)))}
         return output
 
-    def _forward(self, plan: Any, requests: Any, block_ids: Callable[[str], Any]) -> set[str]:
-        """Compute all layers; the requests that did not find what the tokens before them wrote."""
+    def _forward_context(self) -> AbstractContextManager[None]:
+        context: Any = override_forward_context(create_forward_context(None, self._config))
+        return context  # type: ignore[no-any-return]
+
+    def _forward(
+        self,
+        plan: Any,
+        requests: Any,
+        block_ids: Callable[[str], Any],
+        drafted: int | None = None,
+    ) -> set[str]:
+        """Compute the model's layers; the requests that did not find what earlier tokens wrote.
+
+        `drafted`: those of the draft model instead, which has drafted so many tokens before.
+        """
         wrong: set[str] = set()
         scheduled = plan.num_scheduled_tokens
         for name, layer in self._layers.items() if scheduled else ():
+            if name.startswith(DRAFT) == (drafted is None):
+                continue
             is_reported = isinstance(layer, AttentionLayer)  # as in vLLM
             if is_reported:
                 self.connector.wait_for_layer_load(name)
             for request_id, count in scheduled.items():
-                request = requests[request_id]
-                stop = request.num_computed_tokens  # of the whole step
+                tokens = requests[request_id].all_token_ids
+                stop = requests[request_id].num_computed_tokens  # of the whole step
                 table = block_ids(request_id)[self._tables[name]]
-                if not layer.forward(request.all_token_ids[:stop], stop - count, table):
+                seen, start = [*tokens[:stop]], stop - count
+                if drafted:
+                    seen, start = [*seen, *[0] * drafted], stop + drafted - 1
+                    if start >= len(table) * layer.size:
+                        continue
+                if not layer.forward(seen, start, table):
                     wrong.add(request_id)
-            if is_reported:
+            for _ in range(self.passes_of_layer if is_reported else 0):
                 self.connector.save_kv_layer(name, layer.pool, None)
         return wrong
 

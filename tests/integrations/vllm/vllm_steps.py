@@ -51,6 +51,7 @@ class SteppedEngine:
         batch: the most tokens of one forward pass.
         tensor, pipeline: the number of ranks by heads and by layers; they run one after the other.
         layout: vLLM's name of the pools' layout.
+        drafts: tokens that a draft model drafts in each step; see `SteppedRank`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SteppedEngine:
         tensor: int = 1,
         pipeline: int = 1,
         layout: str = "LBHNC",
+        drafts: int = 0,
     ):
         config = VllmConfig(
             model_config=ModelConfig(model=model, max_model_len=512, dtype="float32"),
@@ -103,7 +105,7 @@ class SteppedEngine:
             hash_block_size=sizes[1],
             log_stats=True,
         )
-        self.ranks = [SteppedRank(config, groups, each, BLOCKS) for each in world]
+        self.ranks = [SteppedRank(config, groups, each, BLOCKS, drafts) for each in world]
         self._aggregator = KVOutputAggregator(len(world))
         self.ended: dict[str, tuple[str, Any]] = {}  # the reason, and the kv_transfer_params
         self.cached: dict[str, int] = {}  # tokens that were not computed

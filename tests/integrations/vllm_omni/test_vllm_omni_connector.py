@@ -14,13 +14,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from omni_stage import NAME
 
-from omni_kvlink import ClosedError, DuplicateKeyError, IntegrityError, SchemaError, TransferFailed
+from omni_kvlink import (
+    ClosedError,
+    DuplicateKeyError,
+    IntegrityError,
+    SchemaError,
+    TransferFailed,
+    UnavailableError,
+)
 from omni_kvlink.integrations.vllm_omni import register
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
@@ -232,6 +240,70 @@ def test_what_is_taken_back_is_not_waited_for(ends: tuple[Any, Any]) -> None:
     reader.get(*EDGE, CACHE)[0].release()
 
 
+def test_what_a_request_has_sent_is_taken_back(ends: tuple[Any, Any]) -> None:
+    """All of its chunks, also those of several ranks, and its cache; nothing of another request."""
+    sender, reader = ends
+    sender.put(*EDGE, "first_0_0", 1)
+    assert polled(reader, "first_0_0") == 1  # connected
+    until(lambda: sender.health()["unread"] == 0, "it was released")
+    mine = ["r_0_0", "r_0_1", "r_0_12", "r_0_0_1_0", CACHE]
+    others = ["r_0_0x", "rr_0_0", "r_1_0", "a_r_0_0", f"{CACHE}_0_1"]
+    for key in mine + others:
+        sender.put(*EDGE, key, packed())
+    assert reader.get(*EDGE, "r_0_99") is None
+    assert reader.get(*EDGE, "rr_0_99") is None
+    before = sender.health()["unread"], len(reader._pending)
+    for end in ends:
+        end.cleanup("r")
+    assert before == (len(mine + others), 2)
+    assert (sender.health()["unread"], len(reader._pending)) == (len(others), 1)
+    for key in mine:
+        with pytest.raises(TransferFailed, match="cleaned up"):
+            polled(reader, key)
+    for key in others:
+        polled(reader, key).release()
+
+
+@pytest.mark.parametrize("request_id", ["r", "r_0", "0_0", "ä b\n", "a_1_2"])
+def test_the_request_of_a_key(request_id: str) -> None:
+    """As vLLM-Omni makes keys: of caches, of chunks, and of chunks between ranks."""
+    edge = StageEdge("0", "1", "data")
+    forms = ("omni_0_to_1_kv_cache_{}", "{}_0_0", "{}_0_17", "{}_0_3_1_0")
+    assert {edge.request_of(form.format(request_id)) for form in forms} == {request_id}
+    assert edge.request_of(request_id) == request_id
+
+
+def test_a_further_replica_does_not_send(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused at its start, or, where it receives, too, with its first put."""
+    section = {"kvlink": {"name": "replicas", "options": {"directory": sockets}}, "stage_id": 0}
+    with VllmOmniConnector({**section, "role": "sender"}) as first:
+        first.put(*EDGE, "r_0_0", 1)
+        monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", "1")
+        with pytest.raises(UnavailableError, match=r"replica 1 of stage 0 .* set num_replicas: 1"):
+            VllmOmniConnector({**section, "role": "sender"})
+        with VllmOmniConnector({**section, "role": "receiver"}) as second:
+            assert polled(second, "r_0_0") == 1
+            with pytest.raises(UnavailableError, match="set num_replicas: 1"):
+                second.put("1", "2", "r_1_0", 1)
+
+
+def test_a_stage_with_a_further_sending_replica_does_not_start(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM-Omni's model runner makes its connector, from the edge's configuration."""
+    from vllm_omni.worker.omni_connector_model_runner_mixin import OmniConnectorModelRunnerMixin
+
+    register()
+    create = OmniConnectorModelRunnerMixin._create_connector
+    extra = {"kvlink": {"options": {"directory": sockets}}, "role": "sender"}
+    config = SimpleNamespace(stage_id=0, stage_connector_config={"name": NAME, "extra": extra})
+    create(config).close()
+    monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", "1")
+    with pytest.raises(RuntimeError, match="Failed to create connector") as raised:
+        create(config)
+    assert "set num_replicas: 1" in str(raised.value.__cause__)
+
+
 def test_a_key_is_not_put_twice(ends: tuple[Any, Any]) -> None:
     sender, reader = ends
     sender.put(*EDGE, CACHE, packed(3))
@@ -269,7 +341,7 @@ def test_closed_is_closed(ends: tuple[Any, Any]) -> None:
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_half_built_ones_close() -> None:
     VllmOmniConnector.__new__(VllmOmniConnector).close()
-    with pytest.raises(ValueError, match="no trasnport"):
+    with pytest.raises(ValueError, match="trasnport: no such setting; did you mean transport"):
         VllmOmniConnector({"kvlink": {"trasnport": "shm"}})
     gc.collect()
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from absent import run
+from keyless import is_let_in
 
 from omni_kvlink import (
     BusyError,
@@ -333,22 +334,47 @@ def test_a_receiver_follows_its_sender_to_another_port(sockets: str) -> None:
 @pytest.mark.parametrize(
     ("section", "fields"),
     [
-        ({"transport": "tcp"}, "expected one of shm"),
-        ({"trasnport": "shm"}, "no trasnport; there are transport"),
+        ({"transport": "tcp"}, "transport='tcp': wanted 'shm' or"),
+        ({"trasnport": "shm"}, r"trasnport: no such setting; did you mean transport\?"),
         ({"addresses": {"kv0": "h:1"}}, "not for shm"),
-        ({"readers": 0}, "readers 0"),
-        ({"readers": 1.5}, "whole"),
-        ({"wait": "5"}, "wait '5'"),
-        ({"ttl": -1}, "ttl -1"),
-        ({"verify": "some"}, "verify 'some'"),
-        ({"options": {"quotum": 1}}, "quotum"),
-        ({"sender": {"kees": "x"}}, "kees"),
-        ("shm", "expected a mapping"),
+        ({"readers": 0}, "readers=0: wanted a whole number from 1"),
+        ({"readers": 1.5}, "readers=1.5: wanted a whole number"),
+        ({"wait": "5"}, "wait='5': wanted a number of seconds"),
+        ({"ttl": -1}, "ttl=-1: wanted a number of seconds above 0"),
+        ({"verify": "some"}, "verify='some': wanted 'auto'"),
+        ({"options": {"quotum": 1}}, r"options.quotum: no such setting; did you mean quota\?"),
+        ({"sender": {"kees": "x"}}, r"sender.kees: no such setting; did you mean keys\?"),
+        ("shm", "kvlink='shm': wanted a map"),
+        ({"options": {"insecure": "false"}}, "options.insecure='false': wanted true or false"),
+        ({"receiver": {"trusted_network": "false"}}, "receiver.trusted_network='false'"),
+        ({"options": {"quota": 5}, "sender": {"prefault": 6}}, "sender.prefault=6: not within"),
+        ({"addresses": {"kv0": 7000}, "transport": "zmq+tcp"}, "addresses.kv0=7000: wanted a text"),
+        ({"name": None}, "name=None: wanted a text"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name(section: Any, fields: str) -> None:
     with pytest.raises(ValueError, match=fields):
         OmniSettings.of({"stage_id": 0, "kvlink": section})
+
+
+@pytest.mark.parametrize("message", ["false", False, True])
+@pytest.mark.parametrize("side", ["options", "sender"])
+def test_a_keyless_peer(side: str, message: Any) -> None:
+    """A sender with insecure="false" is refused; with false it keeps peers without keys out."""
+    section = {
+        "transport": "zmq+tcp",
+        "addresses": {"kv0": "127.0.0.1:0"},
+        side: {"insecure": message},
+    }
+    if message == "false":
+        with pytest.raises(SchemaError, match=rf"^kvlink: {side}\.insecure='false': wanted true"):
+            OmniSettings.of({"kvlink": section})
+        return
+    links = Links(OmniSettings.of({"kvlink": section}))
+    try:
+        assert is_let_in(links.sender(StageEdge("0", "1", "kv0")).url) == message
+    finally:
+        links.close()
 
 
 def test_what_vllm_omni_puts_beside_is_its_own() -> None:

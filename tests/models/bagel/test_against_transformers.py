@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from omni_kvlink.adapters import make_cache
+
 from .conftest import stored
 
 if TYPE_CHECKING:
@@ -50,14 +52,15 @@ def test_the_und_expert_is_a_qwen3_with_biases(exact: BagelPipeline) -> None:
 
     ids = exact.encode_prompt("a fox in the snow")
     context = exact.append_text(exact.append_text(exact.empty_context(), ids[:5]), ids[5:])
+    cache = make_cache(config)
     with torch.no_grad():
-        out = model(torch.tensor([ids]), use_cache=True)
+        model(torch.tensor([ids]), None, None, cache)
         row = exact.model.embed([exact.special_tokens.bos])
         _, hidden = exact.model.extend(context, row, mode="und", causal=True)
         logits = exact.model.language_model.lm_head(hidden)[0]
         longer = model(torch.tensor([[*ids, exact.special_tokens.bos]])).logits[0, -1]
     assert torch.allclose(logits, longer, atol=1e-3)
-    for i, layer in enumerate(out.past_key_values.layers):
+    for i, layer in enumerate(cache.layers):
         keys, values = stored(context, i)
         assert torch.allclose(layer.keys[0].transpose(0, 1), keys, atol=1e-4)
         assert torch.allclose(layer.values[0].transpose(0, 1), values, atol=1e-4)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.cli.main import main
-from omni_kvlink.errors import SchemaError
+from omni_kvlink.cli.commands import run
+from omni_kvlink.errors import MissingFileError, SchemaError
 from omni_kvlink.models.bagel import BagelConfig, CheckpointError, check_checkpoint
 from omni_kvlink.models.bagel.model import BagelModel
 from omni_kvlink.models.bagel.vae import Autoencoder
@@ -198,7 +198,7 @@ def test_a_complete_checkpoint(published: Path, capsys: pytest.CaptureFixture[st
     report = check_checkpoint(published)
     assert (report.errors, report.unread, report.tensors) == ([], [], 1223 + 244)
     assert report.nbytes == 2 * 14_607_260_128 + 4 * 83_819_683
-    assert main(["check-checkpoint", str(published)]) == 0
+    assert run(["check-checkpoint", str(published)]) == 0
     assert capsys.readouterr().out == "1467 tensors, 29.5 GB: complete\n"
 
 
@@ -234,7 +234,7 @@ def test_every_tensor_that_does_not_fit_is_named(
     report = check_checkpoint(published)
     unread = [f"{line}: nothing reads it" for line in report.unread]
     assert report.errors + unread == lines
-    assert main(["check-checkpoint", str(published)]) == (2 if report.errors else 0)
+    assert run(["check-checkpoint", str(published)]) == (1 if report.errors else 0)
     assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
 
 
@@ -243,6 +243,24 @@ def test_a_dtype_that_needs_scales_is_an_error(published: Path) -> None:
     errors = check_checkpoint(published).errors
     assert len(errors) == 244
     assert "decoder.conv_in.bias has dtype F8_E4M3; there are F32, F16, BF16" in errors[0]
+
+
+def test_the_directory_is_looked_at_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for wrong, why in ((tmp_path / "nowhere", "does not exist"), (file, "is no directory")):
+        with pytest.raises(MissingFileError, match=f"{wrong} {why}: give the directory of"):
+            check_checkpoint(wrong)
+        with pytest.raises(SystemExit, match="2"):
+            run(["check-checkpoint", str(wrong)])
+        shown = capsys.readouterr().err
+        assert f"argument DIRECTORY: wanted a directory, got '{wrong}'" in shown
+    (tmp_path / "config.json").write_text("{}")
+    assert run(["check-checkpoint", str(tmp_path)]) == 2
+    shown, missing = capsys.readouterr().err, "llm_config.json, vit_config.json, tokenizer.json"
+    assert f"{tmp_path} lacks {missing}, ema.safetensors, ae.safetensors: fetch it" in shown
 
 
 def test_files_that_are_not_whole(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,8 +272,9 @@ def test_files_that_are_not_whole(published: Path, capsys: pytest.CaptureFixture
     with pytest.raises(CheckpointError, match=r"ema\.safetensors is no safetensors file"):
         check_checkpoint(published)
     path.unlink()
-    assert main(["check-checkpoint", str(published)]) == 2
-    assert "no ema.safetensors in" in capsys.readouterr().err
+    assert run(["check-checkpoint", str(published)]) == 2
+    assert f"{published} lacks ema.safetensors: fetch it: hf download" in capsys.readouterr().err
+    path.write_bytes(b"\xff" * 64)
     (published / "llm_config.json").write_text("{}")
     with pytest.raises(SchemaError, match=r"llm_config\.json"):
         check_checkpoint(published)

@@ -52,7 +52,7 @@ class OmniKVLinkECConnector(ECConnectorBase):
                 f"{model.model} is {kind}: vLLM has no encoder cache for it; leave out "
                 "--ec-transfer-config"
             )
-        self._settings = EncoderSettings.read(
+        self._settings = EncoderSettings.of(
             vllm_config.ec_transfer_config.ec_connector_extra_config,
             produces=self.is_producer,
             consumes=self.is_consumer,

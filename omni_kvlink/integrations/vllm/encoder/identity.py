@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
+
 OUTPUT = "output"
 """The name of the payload's tensor."""
 
@@ -55,12 +57,15 @@ def encoder_identity(vllm_config: VllmConfig, name: str) -> dict[str, str]:
     }
 
 
-def tower_adapter(request: Request, vllm_config: VllmConfig) -> str:
-    """The adapter that the encoder of a request runs with; "" if there is none."""
-    adapter, lora = request.lora_request, vllm_config.lora_config
-    if adapter is None or lora is None or not lora.enable_tower_connector_lora:
-        return ""
-    return f"{adapter.lora_name} {adapter.lora_path}"
+def tower_adapter(request: Request, vllm_config: VllmConfig, identities: AdapterIdentities) -> str:
+    """The identity of the adapter that a request's encoder runs with; "" if there is none.
+
+    Raises:
+        SchemaError: it is unknown; see `AdapterIdentities`.
+    """
+    lora = vllm_config.lora_config
+    has_adapter = lora is not None and lora.enable_tower_connector_lora
+    return identities.of(request.lora_request if has_adapter else None)
 
 
 def check_output(

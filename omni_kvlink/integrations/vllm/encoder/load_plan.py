@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput
 from omni_kvlink.integrations.vllm.encoder.params import Source, other_items, read_sources
 
@@ -140,9 +141,13 @@ class LoadPlan:
 
     def _begin(self, request: Request, index: int, named: NamedSource) -> OutputLoad:
         item = request.mm_features[index].identifier
-        embeds, adapter = request.get_num_encoder_embeds(index), self._adapter(request)
+        embeds, adapter, error = request.get_num_encoder_embeds(index), "", ""
+        try:
+            adapter = self._adapter(request)
+        except SchemaError as unknown:
+            error = str(unknown)
         named.is_used = True
-        load = self._loader.load(named.source, ExpectedOutput(item, embeds, adapter))
+        load = self._loader.load(named.source, ExpectedOutput(item, embeds, adapter), error)
         self._loads[item] = load
         return load
 

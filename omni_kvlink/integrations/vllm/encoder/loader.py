@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout
+from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout, format_seconds
 from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput, check_output
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
@@ -87,7 +87,7 @@ class OutputLoad:
             self._is_claimed = self._is_claimed or is_connecting
         if is_connecting:  # `request` finds the claim, and cancels its get
             url, waited = self.source.url or self._loader.default_url, self._loader.timeout
-            text = f"the producer {url} was not reached within {waited:g} s"
+            text = f"the producer {url} was not reached within {format_seconds(waited)}"
             self.fail(TransferTimeout(text, key=self.source.key, waited=waited))
         else:
             self._begin_copy()
@@ -112,15 +112,14 @@ class OutputLoad:
         try:
             delivery, started = self._pending.wait(timeout=0.0), time.perf_counter()
             received = open_delivery(self._link, delivery, started=started)
-            try:
+            with received as data:
                 identity, peer = self._loader.identity, self._link.url
-                found = check_output(received.data, self.expected, identity, peer=peer)
+                found = check_output(data, self.expected, identity, peer=peer)
                 tensor = torch.empty(found.shape, dtype=found.dtype)
                 received.scatter([tensor])  # the same pass checks each byte against its digest
-            finally:
-                received.release()
         except Exception as error:
             self.fail(error)
+            self._loader.decline(self.source)  # it will not be loaded again
             return
         self.tensor = tensor
         self._done.set()
@@ -135,10 +134,13 @@ class EncoderLoader:
         self.default_url = settings.peers[0]
         self._pools = {url: ThreadPoolExecutor(THREADS, "kvlink-ec") for url in settings.peers}
 
-    def load(self, source: Source, expected: ExpectedOutput) -> OutputLoad:
-        """Begin a load, which ends within the settings' `timeout`; never raises."""
+    def load(self, source: Source, expected: ExpectedOutput, error: str = "") -> OutputLoad:
+        """Begin a load, which ends within the settings' `timeout`; never raises.
+
+        With an `error`, a reason not to attempt it, it has ended.
+        """
         load, url = OutputLoad(self, source, expected), source.url or self.default_url
-        error = source.error
+        error = error or source.error
         if not error and url not in self._pools:
             known = ", ".join(self._pools)
             error = f"url is {url!r:.200}, which is not one of this engine's peers: {known}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
+from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
 from omni_kvlink.integrations.vllm.encoder.identity import tower_adapter
 from omni_kvlink.integrations.vllm.encoder.load_plan import LoadPlan
 from omni_kvlink.integrations.vllm.encoder.loader import EncoderLoader
@@ -35,7 +36,8 @@ class EncoderScheduling:
         self, vllm_config: VllmConfig, settings: EncoderSettings, identity: Mapping[str, str]
     ):
         transfer = vllm_config.ec_transfer_config
-        adapter = partial(tower_adapter, vllm_config=vllm_config)
+        identities = AdapterIdentities(settings.adapters, vllm_config)
+        adapter = partial(tower_adapter, vllm_config=vllm_config, identities=identities)
         self._fields = PlaceholderMetadataResolver(vllm_config.model_config)
         self._cached: set[str] = set()
         self._loaded: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
 from vllm.v1.request import Request
 
+from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.encoder.params import KEY, READERS, URL, read_readers
 from omni_kvlink.integrations.vllm.encoder.step import Save
 
@@ -27,6 +28,7 @@ class _SendingRequest:
 
     request: Request
     readers: int
+    adapter: str  # that the encoder runs with
     saves: dict[str, Save] = dataclasses.field(default_factory=dict)  # planned, by item
 
 
@@ -56,18 +58,22 @@ class SendPlan:
         if request.request_id in self._sending:
             return
         readers, error = read_readers(request.ec_transfer_params, self._readers)
+        adapter = ""
+        try:
+            adapter = self._adapter(request) if readers and _items(request) else ""
+        except SchemaError as unknown:
+            readers, error = 0, str(unknown)
         if error:
             log.error("encoder outputs of %.200r are not sent: %s", request.request_id, error)
-        self._sending[request.request_id] = _SendingRequest(request, readers)
+        self._sending[request.request_id] = _SendingRequest(request, readers, adapter)
 
     def plan(self, scheduled: Iterable[str]) -> list[Save]:
         """The puts of a step that runs these requests."""
         saves = []
         for sending in (self._sending[name] for name in scheduled if name in self._sending):
-            adapter = self._adapter(sending.request)
             for item in _items(sending.request) if sending.readers else ():
                 if item in self._cached and item not in sending.saves:
-                    save = Save(uuid.uuid4().hex, item, sending.readers, adapter)
+                    save = Save(uuid.uuid4().hex, item, sending.readers, sending.adapter)
                     sending.saves[item] = save
                     saves.append(save)
         return saves

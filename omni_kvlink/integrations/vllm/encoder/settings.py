@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.allowed_peers import PeerPattern
+from omni_kvlink.integrations.vllm.allowed_peers import PeerEntry, PeerPattern
+from omni_kvlink.lowlevel import ConnectOptions, LinkUrl, ServeOptions
+from omni_kvlink.settings import ListOf, MapOf, Seconds, Settings, SomeOf, Text
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+EXTRA = "ec_connector_extra_config: "
+"""What errors have before a setting's name."""
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderSettings:
+class EncoderSettings(Settings):
     """The settings of one engine; docs/vllm_encoder.md describes each."""
 
-    url: str = ""  # what a producer serves, such as shm://encoder-0
-    peers: tuple[str, ...] = ()  # URLs that a consumer may read from; the first is the default
-    load_failure_policy: str = "encode"  # or "fail": what becomes of a request whose load failed
+    url: Annotated[str, LinkUrl()] = ""  # what a producer serves, such as shm://encoder-0
+    # URLs that a consumer may read from; the first is the default
+    peers: Annotated[tuple[str, ...], ListOf(PeerEntry())] = ()
+    # what becomes of a request whose load failed
+    load_failure_policy: Literal["encode", "fail"] = "encode"
     model: str = ""  # a name of the weights, equal on both sides; the engine's `model` if empty
-    timeout: float = 10.0  # seconds within which an encoder output must be loaded
-    ttl: float = 60.0  # seconds for which one stays available to its readers
-    serve: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `KVLink.serve`
-    connect: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of `KVLink.connect`
+    # identities of adapters by their names; see AdapterIdentities
+    adapters: Annotated[dict[str, str], MapOf(Text("sql-v3", filled=True))] = dataclasses.field(
+        default_factory=dict
+    )
+    timeout: Annotated[float, Seconds(above=0)] = 10.0  # within which an output must be loaded
+    ttl: Annotated[float, Seconds(above=0)] = 60.0  # for which one stays available to its readers
+    serve: Annotated[dict[str, Any], SomeOf(ServeOptions)] = dataclasses.field(default_factory=dict)
+    connect: Annotated[dict[str, Any], SomeOf(ConnectOptions)] = dataclasses.field(
+        default_factory=dict
+    )
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], *, produces: bool, consumes: bool) -> EncoderSettings:
+    def of(cls, extra: object, *, produces: bool, consumes: bool) -> EncoderSettings:
         """Validate the mapping that vLLM passes, for an engine of these roles.
 
         Raises:
             SchemaError: a setting is unknown or wrong, or one that a role needs is missing.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        given = {name: value for name, value in extra.items() if name in known}
-        problems = [
-            f"{name} is unknown; there are {', '.join(known)}"
-            for name in extra
-            if name not in known
-        ]
-        if isinstance(given.get("peers", ()), (list, tuple)):
-            given["peers"] = tuple(given.get("peers", ()))
-            if wild := [entry for entry in given["peers"] if PeerPattern(entry).is_wild]:
-                text = "names no producer; wanted URLs without *"
-                problems.append(f"peers: {', '.join(wild)} {text}")
-        else:
-            problems.append('peers must be a list of URLs, such as ["shm://encoder-0"]')
-        settings = cls(**given)
-        if settings.load_failure_policy not in ("encode", "fail"):
-            policy = settings.load_failure_policy
-            problems.append(f"load_failure_policy must be 'encode' or 'fail', not {policy!r}")
-        if not (settings.timeout > 0 and settings.ttl > 0):
-            problems.append(f"timeout {settings.timeout}, ttl {settings.ttl}: more than 0 s")
-        if produces and not settings.url:
-            problems.append('url is missing: what this producer serves, such as "shm://encoder-0"')
-        if consumes and not settings.peers:
-            problems.append('peers is missing: the producers to read from, ["shm://encoder-0"]')
-        if problems:
-            raise SchemaError(f"ec_connector_extra_config: {'; '.join(problems)}")
+        settings = cls.read(extra, EXTRA)
+        problem = ""
+        if wild := [entry for entry in settings.peers if PeerPattern(entry).is_wild]:
+            problem = f"peers: {', '.join(wild)} names no producer; wanted URLs without *"
+        elif produces and not settings.url:
+            problem = 'url is missing: what this producer serves, such as "shm://encoder-0"'
+        elif consumes and not settings.peers:
+            problem = 'peers is missing: the producers to read from, ["shm://encoder-0"]'
+        if problem:
+            raise SchemaError(f"{EXTRA}{problem}")
         return settings

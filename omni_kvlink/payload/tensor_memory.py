@@ -1,0 +1,185 @@
+"""Where the bytes of a tensor are, checked when a payload is made and when an address is taken.
+
+Between the two a tensor may be given another storage, and its storage may be cut or freed. No other
+file asks torch for an address.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from omni_kvlink.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Where: TypeAlias = "str | Callable[[], str]"
+"""Names a tensor in an error, or returns its name."""
+
+# torch before 2.13 has no `const_data_ptr`, and copies a copy-on-write storage when it is asked.
+_const_data_ptr: Callable[[torch.Tensor], int]
+_const_data_ptr = getattr(torch.Tensor, "const_data_ptr", torch.Tensor.data_ptr)
+_is_cow: Callable[[torch.Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
+_storage_of, _nbytes_of = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+
+_TORCH_FUNCTIONS = (
+    torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch._C._disabled_torch_function_impl,
+)
+"""What a class has as `__torch_function__` that does not replace torch's functions."""
+
+_CURES = {
+    "to_local": "give its part of this rank, .to_local()",
+    "wait": "give what .wait() returns",
+    "get_data": "give .get_data() and .get_mask()",
+    "dequantize": "give .dequantize(), or the tensors in it",
+    "to_dense": "give .to_dense(), or the tensors in it",
+}
+"""What to send instead of a tensor of a class that has such a method."""
+
+
+def check_strided(tensor: object, where: str) -> torch.Tensor:
+    """Return a tensor in plain, strided memory of its own; SchemaError for anything else.
+
+    A tensor of a class that replaces torch's functions is returned as the plain tensor that it is.
+    """
+    plain = plain_tensor(tensor, where)
+    if plain.layout is not torch.strided:
+        raise SchemaError(f"{where} is a {plain.layout} on {plain.device}, not dense memory")
+    if plain.is_nested:
+        raise SchemaError(f"{where} is a nested tensor: send the tensors in it, or pad it")
+    address_of(plain, where)
+    return plain
+
+
+def address_of(tensor: torch.Tensor, where: Where, *, writing: bool = False) -> int:
+    """The address of a tensor's first element; its storage holds that and all others.
+
+    For `writing`, what a copy-on-write storage shares is copied first. The address of a tensor
+    without elements means nothing. SchemaError if the tensor has no memory of its own, or its
+    storage was freed or cut.
+    """
+    try:
+        nbytes = _nbytes_of(_storage_of(tensor))
+        address = tensor.data_ptr() if writing else _const_data_ptr(tensor)
+    except RuntimeError:  # NotImplementedError, too
+        nbytes = address = 0
+    extent = extent_of(tensor)
+    if extent and not address:
+        raise SchemaError(f"{_name(where)} has no memory of its own: {_reason(tensor, nbytes)}")
+    needed = int(tensor.storage_offset()) * tensor.dtype.itemsize + extent
+    if extent and needed > nbytes:
+        raise SchemaError(
+            f"{_name(where)}: its storage was cut to {nbytes} bytes, it needs {needed}"
+        )
+    return address
+
+
+def extent_of(tensor: torch.Tensor) -> int:
+    """Bytes from the first byte of a tensor to behind its last one; 0 if it has no elements."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum([(size - 1) * stride for size, stride in sides])) * tensor.dtype.itemsize
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor in checked memory begins."""
+    return _const_data_ptr(tensor) - int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors in checked memory are the same elements, read in the same way."""
+    one, other = (
+        (_const_data_ptr(view), view.stride(), view.shape, view.dtype, view.device, view.is_neg())
+        for view in (a, b)
+    )
+    return one == other
+
+
+def readable(tensor: torch.Tensor, where: Where) -> torch.Tensor:
+    """The tensor for torch to read: without a graph, all of its elements there.
+
+    SchemaError as of `address_of`; also for a negated tensor of a dtype that torch does not negate.
+    """
+    address_of(tensor, where)
+    if tensor.is_neg() and not _can_negate(tensor.dtype):
+        raise SchemaError(f"{_name(where)}: {tensor.dtype} cannot be negated, give resolve_neg()")
+    return tensor.detach()
+
+
+def writable(tensor: torch.Tensor, where: Where) -> torch.Tensor:
+    """The tensor for torch to write to: without a graph, all of its elements there."""
+    address_of(tensor, where, writing=True)
+    return tensor.detach()
+
+
+def are_whole(
+    tensors: Sequence[torch.Tensor], itemsizes: Sequence[int], sizes: Sequence[int]
+) -> bool:
+    """Whether contiguous tensors of these bytes lie within their storages, and are read as stored.
+
+    Also False for what only a closer look tells; RuntimeError for a tensor without storage. Four
+    calls a tensor, for small payloads, that are made without a step of Python between them.
+    """
+    if _is_cow is None or any(map(_is_cow, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+        return False
+    offsets = map(operator.mul, map(torch.Tensor.storage_offset, tensors), itemsizes)
+    needed = map(operator.add, offsets, sizes)
+    return all(map(operator.ge, map(_nbytes_of, map(_storage_of, tensors)), needed))
+
+
+def plain_tensor(tensor: object, where: str) -> torch.Tensor:
+    """Return a tensor as of `check_strided`, perhaps without memory; SchemaError if it is none."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise SchemaError(f"{where} is a {type(tensor).__name__}, wanted a torch.Tensor")
+    kind = type(tensor)
+    if is_lazy(tensor):
+        raise SchemaError(f"{where} is a {kind.__name__}, which has no shape: run its module first")
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_nested:
+            return tensor
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            cures = [cure for name, cure in _CURES.items() if _has_own(kind, name)]
+            raise SchemaError(
+                f"{where} has no memory of its own: it is a {kind.__name__}, whose values other "
+                f"tensors hold, or none (a fake tensor); {(*cures, 'give a plain tensor')[0]}"
+            )
+        function = kind.__torch_function__
+        is_torchs = getattr(function, "__func__", function) in _TORCH_FUNCTIONS
+        return tensor if is_torchs else tensor.detach()
+
+
+def _has_own(kind: type[torch.Tensor], name: str) -> bool:
+    return getattr(kind, name, None) is not getattr(torch.Tensor, name, None)
+
+
+def _reason(tensor: torch.Tensor, nbytes: int) -> str:
+    """Why a tensor with elements has no address, and what to send instead."""
+    if tensor.is_meta:
+        return "it is on torch's meta device; give one on a device with memory"
+    if tensor._is_zerotensor():
+        return "it is a zero tensor of torch's autograd; give its clone()"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "it is a value inside torch.func (vmap, grad, jvp); give a tensor from outside"
+    if nbytes:
+        return "its values are not there yet, or in another tensor; give a plain tensor"
+    return "its storage was freed (as FSDP or an engine that sleeps do); give it memory again first"
+
+
+def _can_negate(dtype: torch.dtype) -> bool:
+    try:
+        torch.neg(torch.zeros(1, dtype=dtype))
+    except RuntimeError:  # NotImplementedError, too
+        return False
+    return True
+
+
+def _name(where: Where) -> str:
+    return where if isinstance(where, str) else where()

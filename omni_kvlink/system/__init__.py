@@ -1,0 +1,1 @@
+"""What the operating system refuses, in the errors of the library."""

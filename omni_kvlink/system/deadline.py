@@ -1,0 +1,67 @@
+"""`Deadline`: when a call that its caller gave `timeout` seconds must have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import TYPE_CHECKING
+
+from omni_kvlink.errors import TransferTimeout, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEVER = math.inf
+"""A deadline (`time.monotonic`) that does not pass."""
+
+
+class Deadline:
+    """The end of a call with a timeout of so many seconds, counted from now.
+
+    With a timeout of 0 the call waits for nobody, and its own work takes as long as it takes.
+
+    Attributes:
+        timeout: in seconds.
+        at: when it waits no longer (`time.monotonic`).
+        work: when its own work, such as copying, ends unfinished: `at`, or `NEVER`.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout, self.at = timeout, time.monotonic() + timeout
+        self.work = self.at if timeout else NEVER
+
+    def left(self, key: str) -> float:
+        """Seconds that the call may still wait; TransferTimeout if there are none."""
+        left = self.at - time.monotonic()
+        if left <= 0 and self.timeout:
+            raise self._passed(key, "reserving memory")
+        return max(0.0, left)
+
+    @contextlib.contextmanager
+    def naming(self, key: str) -> Iterator[None]:
+        """Name payload and timeout in a TransferTimeout of `check_deadline` in this block."""
+        try:
+            yield
+        except TransferTimeout as error:
+            raise self._passed(key, error.phase) from None
+
+    def _passed(self, key: str, phase: str) -> TransferTimeout:
+        text = f"{format_seconds(self.timeout)} have passed while {phase}: raise timeout="
+        return TransferTimeout(
+            f"payload {key!r}: {text}", key=key, waited=self.timeout, phase=phase
+        )
+
+
+def check_deadline(deadline: float, phase: str) -> None:
+    """Raise TransferTimeout if a deadline (`time.monotonic`) has passed in this phase of the work.
+
+    For loops over large pieces of work: the caller knows for what, and names it.
+    """
+    if time.monotonic() >= deadline:
+        raise deadline_passed(phase)
+
+
+def deadline_passed(phase: str) -> TransferTimeout:
+    """The error of `check_deadline`."""
+    return TransferTimeout(f"the deadline passed while {phase}: raise timeout=", phase=phase)

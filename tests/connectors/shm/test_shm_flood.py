@@ -1,0 +1,207 @@
+"""A peer that sends without a pause has its turns: no other peer, call or deadline waits longer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from unauthorized import Raw, dialled, greeted
+
+from omni_kvlink import ClosedError, KVLink, TensorTransferData
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_BATCH,
+    Cancel,
+    Failed,
+    Get,
+    Message,
+    encode_all,
+    own_hello,
+)
+from omni_kvlink.connectors.runtime.turns import TURN
+from omni_kvlink.connectors.shm.rendezvous import NamedListener
+from omni_kvlink.lowlevel import begin_get
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+PATIENCE = 60.0
+MOST = TURN + MAX_BATCH
+"""Messages of the longest turn."""
+
+
+def fill(peer: Raw, messages: Sequence[Message]) -> int:
+    """Send batches until the socket takes no more; return how many messages that were."""
+    (data,), sent = encode_all(messages), 0
+    peer.sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            peer.send(data)
+            sent += len(messages)
+    return sent
+
+
+@contextlib.contextmanager
+def paused(loop: EventLoop) -> Iterator[None]:
+    """Hold the loop within a call until the block ends."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        go_on.wait(PATIENCE)
+
+    loop.call(hold)
+    assert began.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def count_by_peer(monkeypatch: pytest.MonkeyPatch, end: Any) -> list[tuple[object, int]]:
+    """Record the peer of each call of the producer's `handle_all`, and how many messages it has."""
+    handled, handle_all = list[tuple[object, int]](), end.handle_all
+
+    def record(peer: object, messages: Sequence[Message]) -> None:
+        handled.append((peer, len(messages)))
+        handle_all(peer, messages)
+
+    monkeypatch.setattr(end, "handle_all", record)
+    return handled
+
+
+def test_an_honest_get_waits_for_one_turn_of_each_flooder(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = range(MAX_BATCH // 2)
+    void: list[Message] = [*(Get(i, f"g{i}") for i in half), *map(Cancel, half)]
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(KVLink.serve("shm://flood", directory=sockets))
+        end: Any = producer._end
+        path = producer.stats()["socket"]
+        flooders = [stack.enter_context(greeted(path)) for _ in range(3)]
+        reader = stack.enter_context(
+            KVLink.connect("shm://flood", directory=sockets, timeout=PATIENCE)
+        )
+        handled = count_by_peer(monkeypatch, end)
+        producer.put(TensorTransferData("k", {"ids": torch.arange(5)}))
+        with paused(end.loop):
+            sent = sum(fill(flooder, void) for flooder in flooders)
+            assert sent > 9 * MOST, "the sockets hold more than the turns"
+            pending = begin_get(reader, "k", timeout=PATIENCE)
+        pending.wait(timeout=PATIENCE).release()
+        until(lambda: sum(count for _, count in handled) >= sent + 1, "all is handled")
+        first_of_honest = next(at for at, (_, count) in enumerate(handled) if count == 1)
+        before = Counter[object]()
+        for peer, count in handled[:first_of_honest]:
+            before[peer] += count
+        assert max(before.values(), default=0) <= 2 * MOST
+        assert set(producer.stats()["throttled"]) == {f"pid {os.getpid()}"}
+        assert producer.stats()["throttled"][f"pid {os.getpid()}"] > 3
+
+
+def test_close_waits_for_one_turn_of_each_flooder(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(KVLink.serve("shm://flood", directory=sockets))
+        end: Any = producer._end
+        path = producer.stats()["socket"]
+        flooders = [stack.enter_context(greeted(path)) for _ in range(3)]
+        handled = count_by_peer(monkeypatch, end)
+        closing = threading.Thread(target=producer.close)
+        with paused(end.loop):
+            sent = sum(fill(flooder, [Cancel(1)] * MAX_BATCH) for flooder in flooders)
+            closing.start()
+            until(lambda: len(end.loop._calls) >= 2, "close is called")
+        closing.join()
+        assert sent > 9 * MOST
+        assert sum(count for _, count in handled) <= 4 * MOST
+
+
+def test_a_reader_of_a_flooding_producer_closes(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = NamedListener(os.path.join(sockets, "flood.sock"))
+    listener.sock.settimeout(PATIENCE)
+    connected = list[Any]()
+
+    def connect() -> None:
+        connected.append(KVLink.connect("shm://flood", directory=sockets, timeout=PATIENCE))
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    sock, _ = listener.sock.accept()
+    with sock, contextlib.closing(listener):
+        peer = Raw(sock)
+        peer.receive()
+        peer.send(own_hello())
+        connecting.join()
+        (reader,) = connected
+        session = reader._end._session
+        handled, on_messages = list[int](), session._on_messages
+
+        def record(messages: Sequence[Message], fd: int) -> None:
+            handled.append(len(messages))
+            on_messages(messages, fd)
+
+        monkeypatch.setattr(session, "_on_messages", record)
+        pending = begin_get(reader, "k", timeout=PATIENCE)
+        closing = threading.Thread(target=reader.close)
+        with paused(session._loop):
+            sent = fill(peer, [Failed(7, "none", "failed")] * MAX_BATCH)
+            closing.start()
+            until(lambda: len(session._loop._calls) >= 1, "close is called")
+        closing.join()
+        with pytest.raises(ClosedError):
+            pending.wait(timeout=PATIENCE)
+        assert sent > 3 * MOST
+        assert sum(handled) <= 2 * MOST
+
+
+def test_what_a_producer_sent_without_a_pause_is_all_received(sockets: str) -> None:
+    """The rest of a turn wakes nobody: the reader goes on by itself, and counts it."""
+    with (
+        KVLink.serve("shm://many", directory=sockets) as producer,
+        KVLink.connect("shm://many", directory=sockets, timeout=PATIENCE) as reader,
+    ):
+        pending = [begin_get(reader, f"k{i}", timeout=PATIENCE) for i in range(20 * TURN)]
+        until(lambda: producer.stats()["transfers"]["waiting"] == len(pending), "all wait")
+        session: Any = reader._end
+        with paused(session._session._loop):
+            for i in range(len(pending)):
+                producer.fail(f"k{i}", "failed by the test")
+        for each in pending:
+            assert each.future.exception(PATIENCE) is not None
+        until(lambda: reader.stats()["throttled"] > 0, "it was throttled")
+
+
+def test_a_child_of_a_reader_that_ended_holds_nobody_up(sockets: str) -> None:
+    """The socket's copy in a child that sends without a pause outlives the reader's process."""
+    with KVLink.serve("shm://flood", directory=sockets) as producer:
+        path = producer.stats()["socket"]
+        flooding, flooder = os.pipe()
+        reader = os.fork()
+        if reader == 0:
+            with contextlib.suppress(BaseException), dialled(path) as peer:
+                peer.send(own_hello())
+                peer.receive()
+                if os.fork() == 0:
+                    (void,) = encode_all([Cancel(1)] * MAX_BATCH)
+                    while True:
+                        peer.send(void)
+            os._exit(0)
+        os.close(flooder)
+        os.waitpid(reader, 0)
+        assert os.read(flooding, 1) == b"", "the child's sends fail, and it ends"
+        os.close(flooding)
+        until(lambda: producer.stats()["readers"] == 0, "the reader is gone")

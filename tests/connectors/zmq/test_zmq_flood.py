@@ -1,0 +1,211 @@
+"""Peers share the socket of a listener: one that sends without a pause has its turns, and a limit.
+
+Bare sockets send here. A ZMTP PING behind the messages is answered by ZMQ's own thread: after its
+PONG the messages are in the listener's queue, whatever the listener does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from test_zmq_raw_bytes import connect, frame, greeting, ready
+from zmq_fixtures import fresh_url
+
+from omni_kvlink import KVLink, KVProducer, TensorTransferData
+from omni_kvlink.connectors.control import listener as listener_module
+from omni_kvlink.connectors.protocol.messages import (
+    Cancel,
+    Get,
+    Message,
+    Offer,
+    Release,
+    decode,
+    encode,
+    own_hello,
+)
+from omni_kvlink.connectors.runtime.turns import TURN
+from omni_kvlink.testing.rig import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
+
+pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
+PATIENCE = 60.0
+MANY = 4000
+PING, PONG = b"\x04\x07\x04PING\0\0", b"\x04\x05\x04PONG"
+
+
+class BarePeer:
+    """A greeted reader without ZMQ."""
+
+    def __init__(self, url: str):
+        self.sock = connect(url)
+        self._received = b""
+        self.sock.sendall(greeting(b"NULL", minor=1))
+        self._take_until(b"READY")
+        self.sock.sendall(ready() + frame(encode(own_hello())) + PING)
+        self._take_until(PONG)
+        while b"Hello" not in self._received:
+            self._receive()
+
+    def send(self, *messages: Message) -> None:
+        """Return when the messages are in the listener's queue."""
+        self._received = b""
+        self.sock.sendall(b"".join(frame(encode(message)) for message in messages) + PING)
+        self._take_until(PONG)
+
+    def take_offer(self, get: Get) -> Offer:
+        self._received = b""
+        self.sock.sendall(frame(encode(get)))
+        while b"Offer" not in (data := self._next_frame()):
+            pass  # ZMQ's heartbeat
+        offer = decode(data)
+        assert isinstance(offer, Offer)
+        return offer
+
+    def is_disconnected(self) -> bool:
+        try:
+            while self.sock.recv(65536):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    @property
+    def name(self) -> str:
+        if self.sock.family == socket.AF_UNIX:
+            return f"pid {os.getpid()}"
+        host, port = self.sock.getsockname()
+        return f"{host}:{port}"
+
+    def _receive(self) -> None:
+        data = self.sock.recv(65536)
+        assert data
+        self._received += data
+
+    def _next_frame(self) -> bytes:
+        while len(self._received) < 2 or len(self._received) < 2 + self._received[1]:
+            self._receive()
+        end = 2 + self._received[1]
+        data, self._received = self._received[2:end], self._received[end:]
+        return data
+
+    def _take_until(self, text: bytes) -> None:
+        while text not in self._received:
+            self._receive()
+        self._received = self._received.replace(text, b"", 1)
+
+
+@contextlib.contextmanager
+def greeted(url: str) -> Iterator[BarePeer]:
+    peer = BarePeer(url)
+    with peer.sock:
+        yield peer
+
+
+@contextlib.contextmanager
+def paused(loop: EventLoop) -> Iterator[None]:
+    """Hold the loop within a call until the block ends."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        go_on.wait(PATIENCE)
+
+    loop.call(hold)
+    assert began.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVProducer]:
+    with KVLink.serve(fresh_url(request.param, sockets), insecure=request.param == "tcp") as link:
+        yield link
+
+
+@pytest.fixture
+def handled(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Any, int]]:
+    """How many messages of each peer were handled in each round of reads."""
+    counts = Counter[tuple[Any, int]]()
+    end: Any = producer._end
+    (listener,) = end.listeners
+    on_message = listener._on_message
+
+    def record(peer: Any, message: Message) -> None:
+        counts[peer, listener._socket.rounds] += 1
+        on_message(peer, message)
+
+    monkeypatch.setattr(listener, "_on_message", record)
+    return counts
+
+
+def test_a_round_handles_one_turn_of_a_peer(
+    producer: KVProducer, handled: Counter[tuple[Any, int]]
+) -> None:
+    """The rest is read, so that it stands before nobody's messages, and handled in later turns."""
+    end: Any = producer._end
+    with greeted(producer.url) as flooder:
+        with paused(end.loop):
+            flooder.send(*map(Cancel, range(MANY)))
+        until(lambda: handled.total() == MANY, "all were handled")
+        assert max(handled.values()) <= 2 * TURN  # what is read, and what was kept
+        assert set(producer.stats()["throttled"]) == {flooder.name}
+        assert producer.stats()["refused"] == {}
+
+
+def test_close_comes_before_a_backlog(
+    producer: KVProducer, handled: Counter[tuple[Any, int]]
+) -> None:
+    end: Any = producer._end
+    closing = threading.Thread(target=producer.close)
+    with contextlib.ExitStack() as stack:
+        flooders = [stack.enter_context(greeted(producer.url)) for _ in range(3)]
+        with paused(end.loop):
+            for flooder in flooders:
+                flooder.send(*map(Cancel, range(MANY)))
+            closing.start()
+            until(lambda: len(end.loop._calls) >= 2, "close is called")
+        closing.join()
+    assert handled.total() <= 2 * 3 * TURN
+
+
+@pytest.mark.parametrize("limit", ["MAX_INBOX", "MAX_INBOX_NBYTES"])
+def test_what_is_kept_of_a_peer_has_a_limit(
+    producer: KVProducer, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, limit, 1000)
+    end: Any = producer._end
+    with greeted(producer.url) as flooder, greeted(producer.url) as honest:
+        with paused(end.loop):
+            flooder.send(*(Get(number, "void") for number in range(MANY)))
+        assert flooder.is_disconnected()
+        until(lambda: producer.stats()["readers"] == 1, "it is removed")
+        assert producer.stats()["refused"] == {"flood": 1}
+        assert producer.stats()["transfers"]["waiting"] == 0
+        producer.put(TensorTransferData("k", {"ids": torch.arange(3)}))
+        assert honest.take_offer(Get(1, "k")).get_id == 1
+
+
+def test_a_peer_that_ended_is_removed_after_its_last_message(producer: KVProducer) -> None:
+    end: Any = producer._end
+    with greeted(producer.url) as reader:
+        receipt = producer.put(TensorTransferData("k", {"ids": torch.arange(3)}))
+        offer = reader.take_offer(Get(1, "k"))
+        with paused(end.loop):
+            release = Release(offer.get_id, offer.epoch, "read")
+            reader.send(*map(Cancel, range(2, MANY)), release)
+            reader.sock.close()
+        receipt.wait(timeout=PATIENCE)
+        assert producer.stats()["transfers"]["redelivered"] == 0

@@ -1,0 +1,224 @@
+"""Every setting of every layer, by its declaration, with values of every kind."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import omni_kvlink
+from omni_kvlink import KVLink, KVLinkError, LinkOptions, SchemaError
+from omni_kvlink.connectors.base import Options
+from omni_kvlink.engine import config as engine
+from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+from omni_kvlink.engine.tokens.sampling import TextSamplingParams
+from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
+from omni_kvlink.integrations.vllm.settings import (
+    PoolConnectOptions,
+    PoolServeOptions,
+    VllmSettings,
+)
+from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
+from omni_kvlink.link import ConnectOptions, ServeOptions
+from omni_kvlink.settings import Settings, SomeOf, rules
+
+ROOT = Path(omni_kvlink.__file__).parent
+KINDS: dict[type[Settings], dict[str, Any]] = {
+    Options: {},
+    ConnectOptions: {},
+    ServeOptions: {},
+    PoolServeOptions: {},
+    PoolConnectOptions: {},
+    VllmSettings: {},
+    EncoderSettings: {},
+    OmniSettings: {},
+    engine.DiffusionParallelConfig: {},
+    engine.KVConfig: {},
+    engine.CompilationConfig: {},
+    engine.LoRAConfig: {},
+    engine.KVTransferConfig: {"kv_role": "kv_producer", "url": "shm://p", "peers": ["shm://d"]},
+    engine.RayConfig: {},
+    engine.ProfilerConfig: {},
+    engine.OmniDiffusionConfig: {"model": "x"},
+    engine.OmniARConfig: {"model": "x"},
+    OmniDiffusionSamplingParams: {},
+}
+"""Every class of settings, and the settings that have no default."""
+
+DECLARED = re.compile(
+    r"^@dataclasses\.dataclass.*\nclass (\w*(?:Settings|Options|Config|SamplingParams))\b", re.M
+)
+NOT_READ = {
+    "engine.entrypoints.deploy.DeployConfig": "made of a file, whose stages become settings",
+    "engine.config.StageConfig": "a base",
+    "engine.tokens.sampling.TextSamplingParams": "a base",
+}
+"""Dataclasses with such a name that nobody configures."""
+
+
+def test_the_list_is_complete() -> None:
+    """No class of settings is missing, and none checks its fields in another way."""
+    listed = {f"{kind.__module__.partition('.')[2]}.{kind.__name__}" for kind in KINDS}
+    found = set[str]()
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found |= {f"{module}.{name}" for name in DECLARED.findall(path.read_text())}
+    assert found - NOT_READ.keys() == listed
+    assert NOT_READ.keys() <= found
+    made = {kind for kind in _below(Settings) if kind.__module__.startswith("omni_kvlink.")}
+    assert made - {engine.StageConfig, TextSamplingParams} == set(KINDS)
+
+
+def _below(kind: type[Settings]) -> set[type[Settings]]:
+    return set(kind.__subclasses__()).union(*map(_below, kind.__subclasses__()))
+
+
+def test_keywords_are_the_options() -> None:
+    assert set(LinkOptions.__annotations__) == set(rules(Options))
+
+
+TEXTS = ["", "false", "true", "0", "1", "no", "yes", "auto", "8GB", "cuda:0", "shm://x", "pooled"]
+PLAIN: list[Any] = [
+    *(None, False, True, -1, 0, 1, 2, 3, 7, 10**9, 2**63, 10**30),
+    *(-1.0, 0.0, 0.5, 1.0, 1.5e9, math.inf, -math.inf, math.nan),
+    *(*TEXTS, "a\0b", "\udcff", "inproc", "kv_consumer"),
+    *(b"false", object(), {1}, 1j, Path("/x"), Settings),
+]
+VALUES = st.recursive(
+    st.sampled_from(PLAIN),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.tuples(inner, inner)
+        | st.dictionaries(
+            st.sampled_from([*TEXTS, 1, "insecure", "quota", "depth"]), inner, max_size=2
+        )
+    ),
+    max_leaves=4,
+)
+
+
+def hints_of(kind: type[Settings]) -> dict[str, Any]:
+    if kind not in HINTS:
+        HINTS[kind] = typing.get_type_hints(kind, include_extras=True)
+    return HINTS[kind]
+
+
+HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def means(hint: Any, given: Any, found: Any) -> bool:
+    """Whether a value that was found means what was given, by the declared type alone."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        some = next((each for each in inner[1:] if isinstance(each, SomeOf)), None)
+        if some is None:
+            return means(inner[0], given, found)
+        hints = hints_of(some.kind)
+        return set(found) == set(given) and all(
+            means(hints[name], given[name], found[name]) for name in given
+        )
+    if hint is bool:
+        return given is found and type(given) is bool
+    if hint is int:
+        is_size = isinstance(given, str) and (given.endswith("GB") or given == str(found))
+        return type(found) is int and (is_size or (type(given) is int and given == found))
+    if hint is float:
+        return type(found) is float and type(given) in (int, float) and float(given) == found
+    if hint is str:
+        return type(found) is str and (
+            given == found or (isinstance(given, Path) and str(given) == found)
+        )
+    if origin is Literal:
+        return found in inner and type(given) is type(found) and given == found
+    if origin in (Union, types.UnionType):
+        return given is None or any(
+            means(each, given, found) for each in inner if each is not type(None)
+        )
+    if origin is tuple:
+        return len(given) == len(found) and all(
+            map(lambda *both: means(inner[0], *both), given, found)
+        )
+    if origin is dict:
+        return given.keys() == found.keys() and all(
+            means(inner[1], given[name], found[name]) for name in given
+        )
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        hints = hints_of(hint)
+        return given is found or all(means(hints[n], given[n], getattr(found, n)) for n in given)
+    return hint is Any and str(given).replace("(", "[").replace(")", "]").replace(",]", "]") == str(
+        found
+    )
+
+
+def is_taken(kind: type[Settings], name: str, value: Any) -> bool:
+    """Whether a setting takes a value; it then means what was given. No other error leaves."""
+    try:
+        found = kind.read({**KINDS[kind], name: value})
+    except SchemaError as error:
+        return not str(error)
+    hint = hints_of(kind)[name]
+    assert means(hint, value, getattr(found, name)), (name, value, found)
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_value_is_taken_for_what_it_is_or_refused(kind: type[Settings]) -> None:
+    """Nothing raises a bare error, and no value is taken for its opposite."""
+    some = PLAIN[::4]
+    inner: list[Any] = [[], {}, *([each] for each in some), *({"x": each} for each in some)]
+    for name in rules(kind):
+        assert [is_taken(kind, name, value) for value in (*PLAIN, *inner)].count(False)
+
+
+FIELDS = [(kind, name) for kind in KINDS for name in rules(kind)]
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.sampled_from(FIELDS), VALUES)
+def test_any_value(field: tuple[type[Settings], str], value: Any) -> None:
+    is_taken(*field, value)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_words_nulls_and_misspellings(kind: type[Settings]) -> None:
+    """A flag takes two values, None is taken where it is declared, and a name in one spelling."""
+    hints = hints_of(kind)
+    for name in rules(kind):
+        needed, hint = KINDS[kind], hints[name]
+        if hint is bool:
+            word: Any
+            for word in ("false", "true", "no", "off", "0", "1", "", 0, 1, 0.0, None, [], {}):
+                with pytest.raises(SchemaError, match=f"^{name}=.*: wanted true or false"):
+                    kind.read({**needed, name: word})
+        if type(None) not in typing.get_args(hint):
+            with pytest.raises(SchemaError, match=f"^{name}=None: wanted "):
+                kind.read({**needed, name: None})
+        for wrong in (f"{name}s_", name.upper(), name[:-1] + "_"):
+            with pytest.raises(
+                SchemaError, match=f"^{wrong}: no such setting.*there are |There are"
+            ):
+                kind.read({**needed, wrong: None})
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.sampled_from(list(rules(Options))), VALUES, st.booleans())
+def test_a_link_is_opened_with_what_was_said_or_not_at_all(
+    name: str, value: Any, in_url: bool
+) -> None:
+    """Only errors of the library leave `KVLink.serve`, as a keyword and as a word of the URL."""
+    given: dict[str, Any] = {} if in_url else {name: value}
+    url = f"inproc://every-setting?{name}={value}" if in_url else "inproc://every-setting"
+    try:
+        KVLink.serve(url, **given).close()
+    except KVLinkError:
+        return
+    text = str(value).lower()
+    if rules(Options)[name].allowed.startswith("true"):
+        assert text in (("true", "false", "0", "1") if in_url else ("true", "false"))
