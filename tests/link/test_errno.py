@@ -43,16 +43,18 @@ def run(shim: str, directory: str, *plans: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 def test_some_calls_fail(shim: str, sockets: str) -> None:
-    """Some by chance, and each look at a file, start of a thread, and connect of a ZMQ socket."""
+    """Some by chance; each look at a file, start of a thread, connect and monitor of ZMQ sockets."""
     chosen = "shm:12", "ipc:8", "tcp:4", "files:25"
-    plans = *chosen, "shm:0:fstat", "ipc:0:zmq_connect", "ipc:0:pthread_create"
+    zmq = "ipc:0:zmq_connect", "ipc:0:zmq_socket_monitor"
+    plans = *chosen, "shm:0:fstat", *zmq, "ipc:0:pthread_create"
     totals = run(shim, f"{sockets}/d", *plans)
     shutil.rmtree(f"{sockets}/d")
-    shm, ipc, tcp, files, fstat, connects, threads = totals
+    shm, ipc, tcp, files, fstat, connects, monitors, threads = totals
     assert [total["of"] for total in (shm, ipc, tcp, files)] == [12, 8, 4, 25]
     assert all(total["cases"] > total["of"] / 2 for total in totals)
     assert fstat["cases"] == fstat["of"] >= 2
     assert connects["cases"] == connects["of"] >= 9
+    assert monitors["cases"] == monitors["of"] >= 4
     assert threads["cases"] == threads["of"] >= 3
     assert shm["calls"]["memfd_create"]
     assert ipc["calls"]["zmq_bind"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 MAIN = threading.main_thread()
+handled = threading.Event()
 
 
 class HandlerError(Exception):
@@ -31,15 +32,25 @@ class HandlerError(Exception):
 @pytest.fixture
 def handler() -> Iterator[None]:
     def raise_error(number: int, frame: FrameType | None) -> None:
-        raise HandlerError
+        if not handled.is_set():
+            handled.set()
+            raise HandlerError
 
+    handled.clear()
     before = signal.signal(signal.SIGUSR1, raise_error)
     yield
     signal.signal(signal.SIGUSR1, before)
 
 
 def interrupt() -> None:
-    signal.pthread_kill(MAIN.ident or 0, signal.SIGUSR1)
+    """Have the handler raise in the main thread, once.
+
+    A signal that comes just before that thread waits for a lock does not end its wait: the next
+    one does.
+    """
+    while not handled.is_set():
+        signal.pthread_kill(MAIN.ident or 0, signal.SIGUSR1)
+        handled.wait(0.1)
 
 
 def test_a_call_runs_in_another_thread_than_the_main_one() -> None:

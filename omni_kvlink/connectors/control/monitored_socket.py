@@ -273,7 +273,8 @@ class MonitoredSocket:
             for fd in (self.fd, self._monitor.FD):
                 self._loop.unwatch(fd)
             self._frames = []
-            self.socket.disable_monitor()
+            with contextlib.suppress(zmq.ZMQError):  # the socket's close ends the monitor, too
+                self.socket.disable_monitor()
             self._monitor.close(0)
             self.socket.close(LINGER_MS)
             # Break the reference cycle with the owner.

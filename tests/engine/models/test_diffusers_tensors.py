@@ -184,7 +184,7 @@ def test_what_the_pipeline_does_not_take(plain: Any) -> None:
     ("wrong", "word"),
     [
         (torch.ones(1, 6, dtype=torch.int64), "floating-point numbers, not torch.int64"),
-        (1, "floating-point numbers, not int"),
+        (1, "latents=1: wanted a Tensor"),
         (latents(1, 2), "for num_outputs_per_prompt 1"),
     ],
 )

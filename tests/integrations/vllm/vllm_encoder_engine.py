@@ -47,7 +47,7 @@ class EncoderEngine(vllm_engine.Engine):
         sampling = SamplingParams(
             max_tokens=tokens,
             temperature=0,
-            logprobs=1,
+            logprobs=2,
             ignore_eos=True,
             extra_args={"ec_transfer_params": params, "kv_transfer_params": kv},
         )
