@@ -43,7 +43,7 @@ def run(shim: str, directory: str, *plans: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 def test_some_calls_fail(shim: str, sockets: str) -> None:
-    """Some by chance; each look at a file, start of a thread, connect and monitor of ZMQ sockets."""
+    """Some by chance, and all of a few functions."""
     chosen = "shm:12", "ipc:8", "tcp:4", "files:25"
     zmq = "ipc:0:zmq_connect", "ipc:0:zmq_socket_monitor"
     plans = *chosen, "shm:0:fstat", *zmq, "ipc:0:pthread_create"

@@ -40,7 +40,7 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
-from omni_kvlink.connectors.runtime.turns import TURN, TurnCounts
+from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, RecentNames, TurnCounts
 from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
 if TYPE_CHECKING:
@@ -56,11 +56,15 @@ if TYPE_CHECKING:
 MAX_PEERS = 1024
 MAX_UNGREETED = 128
 """Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
-MAX_INBOX, MAX_INBOX_NBYTES = 1 << 16, 64 << 20
+MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
 """Messages of one peer, and their bytes, that may be read and not handled; then it is disconnected.
 
 The socket itself has no limit: ZMQ would stop reading from a peer, see `MonitoredSocket`.
 """
+MAX_INBOX_AGAIN = 256
+"""The same, in the minute after a peer of the same process or host had too many."""
+ROUND, SHARE = 2 * TURN, 8
+"""Messages that one round of reads handles; and those of each peer that it handles nevertheless."""
 MAX_PENDING = 4096
 """Ranges that one peer may have requested and not been sent."""
 _REFUSAL_RETRY = 1.0
@@ -137,10 +141,16 @@ class PeerConnection(PeerHandle):
         self.name = _address_of(duplicate)
         self.inbox: deque[bytes] = deque()
         self.inbox_nbytes = 0
-        self.round, self.turn = -1, 0  # of reads, the last; what is left of the turn in it
+        self.round, self.handled = -1, 0  # of reads, the last; messages that were handled in it
+        self.turns = 0  # in a row after which the inbox was not empty
         self.sender = listener.find_sender(needs_address=False)
         self.pending: deque[FetchRange] = deque()
         self.in_flight = 0  # bytes handed to the sender that have not left yet
+
+    @property
+    def host(self) -> str:
+        """The host of the peer, or its process over a Unix socket."""
+        return self.name.rpartition(":")[0] or self.name
 
     @property
     def pending_nbytes(self) -> int:
@@ -206,6 +216,8 @@ class ControlListener(Listener):
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
         self._refused: Counter[str] = Counter()
         self._throttled = TurnCounts()
+        self._floods = RecentNames()
+        self._round, self._handled = -1, 0  # of reads, the last; messages that were handled in it
         self._flooders: set[bytes] = set()  # disconnected, while messages of them may be here
         self._context: zmq.Context[Any] = zmq.Context()
         self._senders: list[RangeSender] = []
@@ -346,16 +358,24 @@ class ControlListener(Listener):
                 self._on_stranger(identity, parts)
         elif len(parts) != 1:
             self._on_bad_message(peer)
+        elif peer.inbox or not self._has_turn(peer):
+            self._keep(peer, parts[0])
         else:
-            if peer.round != self._socket.rounds:
-                peer.round, peer.turn = self._socket.rounds, TURN
-            if peer.inbox or not peer.turn:
-                self._keep(peer, parts[0])
-            else:
-                peer.turn -= 1
-                self._handle_data(peer, parts[0])
+            self._handle_data(peer, parts[0])
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
             self._send_queued()
+
+    def _has_turn(self, peer: PeerConnection) -> bool:
+        """Count a message of a peer; whether it is handled in this round of reads."""
+        if self._round != self._socket.rounds:
+            self._round, self._handled = self._socket.rounds, 0
+        if peer.round != self._round:
+            peer.round, peer.handled = self._round, 0
+        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
+            return False
+        peer.handled += 1
+        self._handled += 1
+        return True
 
     def _on_stranger(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         try:
@@ -379,18 +399,24 @@ class ControlListener(Listener):
     def _keep(self, peer: PeerConnection, data: bytes) -> None:
         """Keep a message until a turn of its peer; a peer with too many is disconnected."""
         if not peer.inbox:
+            peer.turns = 0
             self._throttle(peer)
         peer.inbox.append(data)
         peer.inbox_nbytes += len(data)
-        if len(peer.inbox) > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
+        count = len(peer.inbox)
+        if count > MAX_INBOX_AGAIN and peer.host in self._floods:
+            count += MAX_INBOX
+        if count > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
+            self._floods.add(peer.host)
             self._count("flood")
             self.refuse(peer, "it sent more than can be kept")
             self._flooders.add(peer.identity)
             self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
 
     def _throttle(self, peer: PeerConnection) -> None:
+        peer.turns += 1
         self._throttled.add(peer.name)
-        self.loop.defer(partial(self._take_turn, peer))
+        self.loop.defer(partial(self._take_turn, peer), paused=peer.turns > MANY_TURNS)
 
     def _take_turn(self, peer: PeerConnection) -> None:
         """Handle messages that were kept."""
@@ -540,12 +566,12 @@ class ControlListener(Listener):
     def _on_idle(self) -> None:
         """Remove disconnected peers, when their last messages have been read and handled."""
         with self.lock:
-            self._flooders.clear()
             ended, self._disconnected = self._disconnected, []
             for peer in ended:
                 if peer.inbox:
                     self._disconnected.append(peer)  # until its turns have come
                 else:
+                    self._flooders.discard(peer.identity)
                     self._remove(peer)
         self._flush()
 

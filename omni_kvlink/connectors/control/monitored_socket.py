@@ -8,6 +8,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,8 +29,8 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 4000
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
 """How often a consumer tries to connect while no producer serves."""
-_MAX_READS = 256
-"""Messages that are read before the loop comes to other work."""
+_BREAK = 5e-5
+"""Seconds in which other threads may take the interpreter's lock, before work that is left."""
 _CURVE_OVERHEAD = 256
 """Bytes by which encryption makes a frame longer, rounded up."""
 # Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 reports that event before it reads errno, and the
@@ -56,9 +57,11 @@ class MonitoredSocket:
     `on_message` is given the frames of each message, `on_event` each event of the monitor and its
     value (mostly a descriptor); `on_idle` is called whenever all were read. They run with `lock`
     held, which every thread that uses the socket must hold. A frame of more than `max_frame` bytes
-    ends the connection. `rounds` counts how often the socket was read, and `throttled` how often
-    more was there than is read without a pause.
+    ends the connection. `max_reads` messages are read before the loop comes to other work. `rounds`
+    counts how often the socket was read, and `throttled` how often more was there than that.
     """
+
+    max_reads = 256
 
     def __init__(
         self,
@@ -165,12 +168,13 @@ class MonitoredSocket:
         self._frames = []
 
     def drain(self, events: int = 0) -> None:
-        """Read all messages and events; after 256 let the loop do its other work in between."""
+        """Read all messages and events; let the loop do its other work in between."""
         with self.lock:
             if not self._draining and not self._has_turn:
                 self._drain()
 
     def _take_turn(self) -> None:
+        time.sleep(_BREAK)
         self._has_turn = False
         self.drain()
 
@@ -178,10 +182,10 @@ class MonitoredSocket:
         self._draining = True
         self.rounds += 1
         try:
-            for _ in range(_MAX_READS):
+            for number in range(self.max_reads):
                 if self._closed:
                     return
-                if self._read_message():
+                if self._read_message(number):
                     continue
                 if not self.read_events():  # else messages sent before the event may be there
                     self._on_idle()
@@ -193,8 +197,8 @@ class MonitoredSocket:
         finally:
             self._draining = False
 
-    def _read_message(self) -> bool:
-        """Handle the next message; return whether there was one."""
+    def _read_message(self, number: int) -> bool:
+        """Handle the next message, after `number` in this round; return whether there was one."""
         if self._is_cut:
             self._is_cut, self._frames = False, []
             self._on_message([])

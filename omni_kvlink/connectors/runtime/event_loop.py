@@ -38,6 +38,8 @@ _AT_EXIT = 0.5
 _GIVE_WAY = 5e-3
 """Seconds that a loop is given way at most: after so long, the interpreter would switch itself."""
 _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
+_PAUSE = 1e-3
+"""Seconds from one paused function to the next: of 64 messages each, 64,000 a second."""
 _MAX_EVENTS = 64
 """Descriptors that one round handles; the kernel reports the others in the next rounds."""
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
@@ -55,8 +57,9 @@ class EventLoop:
     """A daemon thread around an epoll; handlers and `tick` run in it.
 
     It works in rounds: the calls that wait, `tick`, the handlers of at most `_MAX_EVENTS`
-    descriptors, and one deferred function. A handler that leaves the rest of its work to `defer`
-    delays no call, no deadline and no other descriptor for longer than one round.
+    descriptors, one deferred function, and one that is paused, if its time has come. A handler that
+    leaves the rest of its work to `defer` delays no call, no deadline and no other descriptor for
+    longer than one round.
 
     `call` may be used anywhere, also in a finalizer or with locks held: it appends to a deque and,
     if the thread sleeps, writes an eventfd. `tick` does what is due at the time it is given, and
@@ -75,6 +78,8 @@ class EventLoop:
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
         self._deferred: deque[Callable[[], None]] = deque()
+        self._paused: deque[Callable[[], None]] = deque()
+        self._paused_until = 0.0
         self._writers: deque[None] = deque()  # threads that write to `_wake` now
         self._sleeps_until = 0.0
         # Numbers: of the sleep that the thread is in, 0 while it runs; of its last sleep; of the
@@ -125,12 +130,13 @@ class EventLoop:
             self.call(handled.release)
             handled.acquire(timeout=_GIVE_WAY)
 
-    def defer(self, function: Callable[[], None]) -> None:
+    def defer(self, function: Callable[[], None], *, paused: bool = False) -> None:
         """Run `function` in a later round, after what is ready then; in the loop's thread only.
 
-        The deferred functions take turns, one a round. The loop's end drops them.
+        The deferred functions take turns, one a round; those that are `paused`, one a millisecond:
+        so that work which never ends leaves the processor to others. The loop's end drops them.
         """
-        self._deferred.append(function)
+        (self._paused if paused else self._deferred).append(function)
 
     def run_pending(self) -> None:
         """Run the calls that are pending now, not those that they make; in the loop's thread."""
@@ -216,10 +222,13 @@ class EventLoop:
                 self._sleeping = self._sleeps
                 if self._running:
                     is_busy = self._calls or self._deferred
-                    self._sleep(0.0 if is_busy else self._sleeps_until - now)
+                    until = self._sleeps_until
+                    if self._paused:
+                        until = min(until, self._paused_until)
+                    self._sleep(0.0 if is_busy else until - now)
                 self._sleeping = 0
-                if self._deferred and self._running:
-                    self._deferred.popleft()()
+                if self._running:
+                    self._run_deferred()
             while self._calls:  # what the last calls have called
                 self.run_pending()
         except BaseException as error:
@@ -231,9 +240,17 @@ class EventLoop:
             self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
             self._calls.clear()
             self._deferred.clear()
+            self._paused.clear()
             wake, self._wake = self._wake, -1  # for each `call` that begins now
             self._ended_wake.append(wake)
             self._close_wake()
+
+    def _run_deferred(self) -> None:
+        if self._deferred:
+            self._deferred.popleft()()
+        if self._paused and (now := time.monotonic()) >= self._paused_until:
+            self._paused_until = now + _PAUSE
+            self._paused.popleft()()
 
     def _close_wake(self) -> None:
         """Close the descriptor, unless a late `call` may write to it: its number could be reused.

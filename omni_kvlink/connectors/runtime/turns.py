@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 
 TURN = 64
 """Messages, those within a Batch counted singly, after which a peer's turn ends. The Batch that
 reaches the number is handled to its end."""
-_MAX_NAMES = 64
+MANY_TURNS = 256
+"""Turns in a row after which the next ones of a peer are paused, until all it sent is handled."""
+_MAX_NAMES, _KEPT_SECONDS = 64, 60.0
 
 
 class TurnCounts:
@@ -29,3 +32,20 @@ class TurnCounts:
     def stats(self) -> dict[str, int]:
         """Return the turns by the name of the peer; any thread."""
         return dict(self._counts)
+
+
+class RecentNames:
+    """The 64 names that were added last, each for a minute."""
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, name: str) -> None:
+        """Keep `name`, from now on."""
+        self._times[name] = time.monotonic()
+        self._times.move_to_end(name)
+        if len(self._times) > _MAX_NAMES:
+            self._times.popitem(last=False)
+
+    def __contains__(self, name: str) -> bool:
+        return self._times.get(name, -_KEPT_SECONDS) > time.monotonic() - _KEPT_SECONDS

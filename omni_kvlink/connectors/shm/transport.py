@@ -53,7 +53,7 @@ from omni_kvlink.connectors.runtime.event_loop import (
     readable_pidfd,
 )
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
-from omni_kvlink.connectors.runtime.turns import TURN, TurnCounts
+from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
 from omni_kvlink.connectors.runtime.wakeup import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.reader_arenas import ReaderArenas
@@ -312,7 +312,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 class ShmPeerConnection(PeerHandle):
     """A connected consumer. `pidfd` is readable when its process ends; -1 if there is none.
 
-    `is_throttled`: its last turn ended early, and the loop has deferred the next.
+    `turns`: how many of its turns in a row ended early; after each, the loop has deferred the next.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class ShmPeerConnection(PeerHandle):
     ):
         super().__init__(listener)
         self.channel, self.pidfd, self.name = channel, pidfd, f"pid {pid}"
-        self.is_throttled = False
+        self.turns = 0
         self.refusal = refusal  # why it will be refused; "" if it may stay
         self.arenas: set[int] = set()  # whose descriptors it was passed
         self.hello: Hello | None = None  # its first message, once the handshake is complete
@@ -489,24 +489,24 @@ class ShmListener(Listener):
 
     def _watch(self, peer: ShmPeerConnection) -> None:
         """Wait for what the peer sends, but for its next turn; and for space, if messages wait."""
-        reads = 0 if peer.is_throttled else READ
+        reads = 0 if peer.turns else READ
         events = reads | (WRITE if peer.channel.has_backlog else 0)
         self._loop.watch(peer.channel, events, partial(self._on_events, peer))
 
     def _on_events(self, peer: ShmPeerConnection, events: int) -> None:
         if events & WRITE:
             self._flush(peer)
-        if events & READ and not peer.is_throttled:
+        if events & READ and not peer.turns:
             self._take_turn(peer)
 
     def _take_turn(self, peer: ShmPeerConnection) -> None:
         """Receive what one turn takes; the rest stays in the socket, which holds up its sender."""
         self._receive(peer, TURN)
-        was_throttled, peer.is_throttled = peer.is_throttled, peer.channel.has_unread
-        if peer.is_throttled:
+        before, peer.turns = peer.turns, peer.turns + 1 if peer.channel.has_unread else 0
+        if peer.turns:
             self._throttled.add(peer.name)
-            self._loop.defer(partial(self._take_turn, peer))
-        if peer.is_throttled is not was_throttled:
+            self._loop.defer(partial(self._take_turn, peer), paused=peer.turns > MANY_TURNS)
+        if bool(peer.turns) is not bool(before):
             self._watch(peer)
 
     def _receive(self, peer: ShmPeerConnection, turn: float) -> None:
@@ -654,6 +654,7 @@ class ShmSession(MappedSession):
         self._leases = set[int]()  # gets whose offers are not released
         self._reads = READ  # 0 when nothing more is to be received
         self._has_turn = False  # the loop has deferred its next turn to receive
+        self._turns = 0  # in a row that ended early
         self._throttled = 0
         self._has_ended = False
         self._close_done = threading.Event()
@@ -912,9 +913,10 @@ class ShmSession(MappedSession):
             self._has_turn = bool(self._reads) and self._channel.has_unread
         finally:
             self._receiving.release()
+        self._turns = self._turns + 1 if self._has_turn else 0
         if self._has_turn:
             self._throttled += 1
-            self._loop.defer(self._take_turn)
+            self._loop.defer(self._take_turn, paused=self._turns > MANY_TURNS)
 
     def _receive(self, turn: float) -> None:
         if not self._reads or self._has_ended:

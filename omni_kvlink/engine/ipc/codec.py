@@ -98,6 +98,8 @@ def unpack(value: Any, read: ReadTensor | None = None) -> Any:
     """
     try:
         return _unpack(value, read or read_inline_tensor)
+    except SchemaError as error:  # of a class's constructor
+        raise WireError(f"a message holds what is not sent: {error}") from None
     except KVLinkError:
         raise
     except Exception as error:  # of a class's constructor, of torch: fields that do not fit

@@ -378,6 +378,41 @@ def test_a_tick_and_descriptors_come_between_deferred_functions(pipe: tuple[int,
     assert seen[first : first + 7] == ["work", "tick", "read", "work", "tick", "read", "work"]
 
 
+def test_paused_functions_wait_for_each_other_and_hold_up_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("omni_kvlink.connectors.runtime.event_loop._PAUSE", 3600.0)
+    loop, seen, done = EventLoop("t"), list[str](), threading.Event()
+
+    def work(left: int) -> None:
+        loop.call(partial(seen.append, "call"))
+        if left:
+            loop.defer(partial(work, left - 1))
+        else:
+            done.set()
+
+    for name in "ab":
+        loop.call(partial(loop.defer, partial(seen.append, name), paused=True))
+    loop.call(partial(work, 10))
+    assert done.wait(60)
+    loop.close()
+    assert sorted(seen) == ["a", *["call"] * 11]
+
+
+def test_a_sleeping_loop_wakes_for_a_paused_function() -> None:
+    loop, done = EventLoop("t"), threading.Event()
+
+    def work(left: int) -> None:
+        if left:
+            loop.defer(partial(work, left - 1), paused=True)
+        else:
+            done.set()
+
+    loop.call(partial(work, 3))
+    assert done.wait(60)
+    loop.close()
+
+
 def test_the_end_comes_before_deferred_functions() -> None:
     """A loop with work that never ends does end, and leaves it."""
     loop, began = EventLoop("t"), threading.Event()

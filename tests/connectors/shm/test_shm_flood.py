@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,12 +25,13 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
 )
 from omni_kvlink.connectors.runtime.turns import TURN
+from omni_kvlink.connectors.shm import transport
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
@@ -37,6 +40,9 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 PATIENCE = 60.0
 MOST = TURN + MAX_BATCH
 """Messages of the longest turn."""
+HALF = range(MAX_BATCH // 2)
+VOID: list[Message] = [*(Get(i, f"g{i}") for i in HALF), *map(Cancel, HALF)]
+"""A batch that takes longer to handle than to send."""
 
 
 def fill(peer: Raw, messages: Sequence[Message]) -> int:
@@ -79,11 +85,13 @@ def count_by_peer(monkeypatch: pytest.MonkeyPatch, end: Any) -> list[tuple[objec
     return handled
 
 
+def has_handled(handled: list[tuple[object, int]], count: int) -> bool:
+    return sum(each for _, each in handled) == count
+
+
 def test_an_honest_get_waits_for_one_turn_of_each_flooder(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = range(MAX_BATCH // 2)
-    void: list[Message] = [*(Get(i, f"g{i}") for i in half), *map(Cancel, half)]
     with contextlib.ExitStack() as stack:
         producer = stack.enter_context(KVLink.serve("shm://flood", directory=sockets))
         end: Any = producer._end
@@ -95,7 +103,7 @@ def test_an_honest_get_waits_for_one_turn_of_each_flooder(
         handled = count_by_peer(monkeypatch, end)
         producer.put(TensorTransferData("k", {"ids": torch.arange(5)}))
         with paused(end.loop):
-            sent = sum(fill(flooder, void) for flooder in flooders)
+            sent = sum(fill(flooder, VOID) for flooder in flooders)
             assert sent > 9 * MOST, "the sockets hold more than the turns"
             pending = begin_get(reader, "k", timeout=PATIENCE)
         pending.wait(timeout=PATIENCE).release()
@@ -107,6 +115,29 @@ def test_an_honest_get_waits_for_one_turn_of_each_flooder(
         assert max(before.values(), default=0) <= 2 * MOST
         assert set(producer.stats()["throttled"]) == {f"pid {os.getpid()}"}
         assert producer.stats()["throttled"][f"pid {os.getpid()}"] > 3
+
+
+def test_a_peer_that_never_pauses_is_paused(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After many turns in a row, until all that it sent is handled."""
+    monkeypatch.setattr(transport, "MANY_TURNS", 2)
+    with KVLink.serve("shm://flood", directory=sockets) as producer:
+        end: Any = producer._end
+        given, defer = list[bool](), end.loop.defer
+
+        def record(function: Callable[[], None], *, paused: bool = False) -> None:
+            given.append(paused)
+            defer(function, paused=paused)
+
+        monkeypatch.setattr(end.loop, "defer", record)
+        handled = count_by_peer(monkeypatch, end)
+        with greeted(producer.stats()["socket"]) as flooder:
+            for _ in range(2):
+                before = len(given)
+                with paused(end.loop):
+                    sent = fill(flooder, [Cancel(1)] * MAX_BATCH)
+                until(partial(has_handled, handled, sent), "all is handled")
+                assert given[before : before + 4] == [False, False, True, True]
+                handled.clear()
 
 
 def test_close_waits_for_one_turn_of_each_flooder(
@@ -185,23 +216,38 @@ def test_what_a_producer_sent_without_a_pause_is_all_received(sockets: str) -> N
         until(lambda: reader.stats()["throttled"] > 0, "it was throttled")
 
 
-def test_a_child_of_a_reader_that_ended_holds_nobody_up(sockets: str) -> None:
-    """The socket's copy in a child that sends without a pause outlives the reader's process."""
+def test_a_child_of_a_reader_that_ended_holds_nobody_up(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket's copy, here of this process, sends on as fast as is received."""
+    (void,) = encode_all([Cancel(1)] * MAX_BATCH)
     with KVLink.serve("shm://flood", directory=sockets) as producer:
+        end: Any = producer._end
         path = producer.stats()["socket"]
-        flooding, flooder = os.pipe()
-        reader = os.fork()
-        if reader == 0:
-            with contextlib.suppress(BaseException), dialled(path) as peer:
-                peer.send(own_hello())
-                peer.receive()
-                if os.fork() == 0:
-                    (void,) = encode_all([Cancel(1)] * MAX_BATCH)
-                    while True:
-                        peer.send(void)
-            os._exit(0)
-        os.close(flooder)
-        os.waitpid(reader, 0)
-        assert os.read(flooding, 1) == b"", "the child's sends fail, and it ends"
-        os.close(flooding)
-        until(lambda: producer.stats()["readers"] == 0, "the reader is gone")
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            reader = os.fork()
+            if reader == 0:
+                with contextlib.suppress(BaseException), dialled(path) as peer:
+                    peer.send(own_hello())
+                    peer.receive()
+                    socket.send_fds(theirs, [b"copy"], [peer.sock.fileno()])
+                    theirs.recv(1)
+                os._exit(0)
+            _, (copy,), _, _ = socket.recv_fds(ours, 4, 1)
+            with socket.socket(fileno=copy) as child:
+                handle_all = end.handle_all
+
+                def handle(peer: object, messages: Sequence[Message]) -> None:
+                    handle_all(peer, messages)
+                    with contextlib.suppress(OSError):
+                        child.send(void)
+
+                monkeypatch.setattr(end, "handle_all", handle)
+                with paused(end.loop):
+                    child.send(void)
+                    ours.send(b"x")
+                    os.waitpid(reader, 0)
+                until(lambda: producer.stats()["readers"] == 0, "the reader is gone")
+                with pytest.raises(BrokenPipeError):
+                    child.send(void)

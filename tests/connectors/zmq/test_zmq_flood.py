@@ -20,6 +20,7 @@ from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, KVProducer, TensorTransferData
 from omni_kvlink.connectors.control import listener as listener_module
+from omni_kvlink.connectors.control.listener import MAX_INBOX_AGAIN, ROUND, SHARE
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Get,
@@ -30,6 +31,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
+from omni_kvlink.connectors.runtime import turns
 from omni_kvlink.connectors.runtime.turns import TURN
 from omni_kvlink.testing.rig import until
 
@@ -47,8 +49,8 @@ PING, PONG = b"\x04\x07\x04PING\0\0", b"\x04\x05\x04PONG"
 class BarePeer:
     """A greeted reader without ZMQ."""
 
-    def __init__(self, url: str):
-        self.sock = connect(url)
+    def __init__(self, url: str, source: str = ""):
+        self.sock = connect(url, source)
         self._received = b""
         self.sock.sendall(greeting(b"NULL", minor=1))
         self._take_until(b"READY")
@@ -80,6 +82,20 @@ class BarePeer:
             pass
         return True
 
+    def is_answered(self, key: str) -> bool:
+        """Whether it gets a payload, and is not disconnected before."""
+        received = b""
+        try:
+            self.sock.sendall(frame(encode(Get(1, key))))
+            while b"Offer" not in received:
+                data = self.sock.recv(65536)
+                if not data:
+                    return False
+                received += data
+        except ConnectionError:
+            return False
+        return True
+
     @property
     def name(self) -> str:
         if self.sock.family == socket.AF_UNIX:
@@ -106,8 +122,8 @@ class BarePeer:
 
 
 @contextlib.contextmanager
-def greeted(url: str) -> Iterator[BarePeer]:
-    peer = BarePeer(url)
+def greeted(url: str, source: str = "") -> Iterator[BarePeer]:
+    peer = BarePeer(url, source)
     with peer.sock:
         yield peer
 
@@ -165,6 +181,22 @@ def test_a_round_handles_one_turn_of_a_peer(
         assert producer.stats()["refused"] == {}
 
 
+def test_a_round_handles_a_share_of_many_peers(
+    producer: KVProducer, handled: Counter[tuple[Any, int]]
+) -> None:
+    end: Any = producer._end
+    with contextlib.ExitStack() as stack:
+        flooders = [stack.enter_context(greeted(producer.url)) for _ in range(12)]
+        with paused(end.loop):
+            for flooder in flooders:
+                flooder.send(*map(Cancel, range(TURN)))
+        until(lambda: handled.total() == 12 * TURN, "all were handled")
+        by_round = Counter[int]()
+        for (_, number), count in handled.items():
+            by_round[number] += count
+        assert max(by_round.values()) <= ROUND + 12 * SHARE + TURN  # and a turn of what was kept
+
+
 def test_close_comes_before_a_backlog(
     producer: KVProducer, handled: Counter[tuple[Any, int]]
 ) -> None:
@@ -196,6 +228,43 @@ def test_what_is_kept_of_a_peer_has_a_limit(
         assert producer.stats()["transfers"]["waiting"] == 0
         producer.put(TensorTransferData("k", {"ids": torch.arange(3)}))
         assert honest.take_offer(Get(1, "k")).get_id == 1
+
+
+def test_many_flooders_are_found_out(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if no round of reads has a turn of each."""
+    monkeypatch.setattr(listener_module, "MAX_INBOX", 1000)
+    end: Any = producer._end
+    with contextlib.ExitStack() as stack:
+        flooders = [stack.enter_context(greeted(producer.url)) for _ in range(8)]
+        with paused(end.loop):
+            for flooder in flooders:
+                flooder.send(*map(Cancel, range(MANY)))
+        for flooder in flooders:
+            assert flooder.is_disconnected()
+
+
+def test_after_a_flood_less_is_kept_of_its_host(
+    producer: KVProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "MAX_INBOX", 2000)
+    end: Any = producer._end
+
+    def takes(count: int, source: str = "") -> bool:
+        """Whether a peer is answered that has sent so many messages."""
+        with greeted(producer.url, source) as peer:
+            with paused(end.loop):
+                peer.send(*map(Cancel, range(count)))
+            return peer.is_answered("k")
+
+    producer.put(TensorTransferData("k", {"ids": torch.arange(3)}), readers=10)
+    assert takes(1000)
+    assert not takes(MANY)
+    assert not takes(1000)
+    assert takes(MAX_INBOX_AGAIN // 2)
+    if producer.url.startswith("zmq+tcp"):
+        assert takes(1000, "127.0.0.2")
+    monkeypatch.setattr(turns, "_KEPT_SECONDS", 0.0)
+    assert takes(1000)
 
 
 def test_a_peer_that_ended_is_removed_after_its_last_message(producer: KVProducer) -> None:

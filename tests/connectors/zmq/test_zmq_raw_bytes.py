@@ -82,7 +82,7 @@ def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
         yield producer, reader
 
 
-def connect(url: str) -> socket.socket:
+def connect(url: str, source: str = "") -> socket.socket:
     address = url.partition("://")[2]
     if url.startswith("zmq+ipc"):
         sock = socket.socket(socket.AF_UNIX)
@@ -90,7 +90,7 @@ def connect(url: str) -> socket.socket:
         sock.connect(address)
         return sock
     host, port = address.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), 60)
+    return socket.create_connection((host, int(port)), 60, (source, 0) if source else None)
 
 
 def test_a_frame_that_is_too_long(sockets: str) -> None:
