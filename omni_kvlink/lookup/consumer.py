@@ -36,6 +36,7 @@ from omni_kvlink.link import (
 from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
+from omni_kvlink.settings import Flag
 from omni_kvlink.system.threads import uninterrupted
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ class LookupConsumer:
                 namespace is none.
         """
         deadline = time.monotonic() + check_timeout(timeout)
+        Flag().read(wait, "wait")
         prompt = encode(tokens, roi, namespace)
         stores = list(self._stores)
         if not stores:

@@ -23,7 +23,8 @@ from omni_kvlink.link import check_timeout
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, check_reason
+from omni_kvlink.settings import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,7 @@ class PrefixStore:
         called for this prompt, TransferTimeout if not all tokens were inserted in time.
         """
         deadline = time.monotonic() + check_timeout(timeout)
+        Flag().read(wait, "wait")
         key = encode(tokens, roi, namespace)
         with self._changed:
             while wait and not self.covers(key):
@@ -162,6 +164,7 @@ class PrefixStore:
     def fail(self, tokens: TokenIds, reason: str, *, namespace: Namespace = "") -> None:
         """Make every `select` that waits for this prompt, now or later, raise TransferFailed."""
         key = encode(tokens, None, namespace)
+        check_reason(reason)
         with self._changed:
             self._failures[key] = reason
             if len(self._failures) > MAX_FAILURES:

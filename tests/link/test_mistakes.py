@@ -373,6 +373,7 @@ MISTAKES: list[Mistake] = [
     ("no scheme", lambda e: KVLink.connect("m", timeout=1), ValueError, ("'m'", "shm://name")),
     ("tcp", lambda e: KVLink.serve("tcp://127.0.0.1:1"), UnavailableError, ("'tcp'", "zmq+tcp")),
     ("no port", lambda e: KVLink.serve("zmq+tcp://127.0.0.1"), SchemaError, ("host:port",)),
+    ("no port of auto", lambda e: KVLink.serve("auto://a?tcp=h"), SchemaError, ("as in tcp=127",)),
     (
         "port 0",
         lambda e: KVLink.connect("zmq+tcp://127.0.0.1:0", timeout=1),

@@ -163,6 +163,15 @@ def test_decode_first(bed: LookupStages) -> None:
     timer.join()
 
 
+def test_what_is_no_argument_is_refused(bed: LookupStages) -> None:
+    lookup = bed.start()
+    for one in (lookup, bed.stores[0]):
+        with pytest.raises(SchemaError, match="wait='false': wanted true or false"):
+            one.select(TOKENS, wait="false", timeout=60)  # type: ignore[arg-type]
+    with pytest.raises(SchemaError, match="reason: a string, this is None"):
+        bed.stores[0].fail(TOKENS, None)  # type: ignore[arg-type]
+
+
 def test_a_failed_prefill_is_told_at_once(bed: LookupStages) -> None:
     lookup = bed.start()
     timer = once_asked(bed.producers, lambda: bed.stores[0].fail(TOKENS, "out of memory"))

@@ -47,8 +47,10 @@ class ControlAddress:
             return
         host, _, port = self.address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            scheme = self.url.partition(":")[0]
-            raise SchemaError(f"{self.url}: expected host:port, as in {scheme}://127.0.0.1:7000")
+            # of `auto`, the address is the option tcp
+            given = f"tcp={self.address}" if self.scheme == "auto" else self.url
+            start = given[: -len(self.address)] if self.address else given
+            raise SchemaError(f"{given}: expected host:port, as in {start}127.0.0.1:7000")
 
     @property
     def zmq_endpoint(self) -> str:

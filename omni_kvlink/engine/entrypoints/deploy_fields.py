@@ -128,14 +128,15 @@ def unused_fields(kind: str, fields: Mapping[str, Any], where: str) -> tuple[str
     """
     same = {**_SAME, **_SAME_BY_KIND.get(kind, {})}
     for name, value in sorted(fields.items()):
-        if name not in _UNUSED and not _says_nothing(value) and value not in same.get(name, ()):
+        is_known = name in _UNUSED or _says_nothing(value) or _is_one_of(value, same.get(name, ()))
+        if not is_known:
             raise _unsupported(f"{where}: {name} {value!r:.60}", same.get(name))
     return tuple(sorted(fields))
 
 
 def is_default(kind: str, name: str, value: Any) -> bool:
     """Whether a value of a setting says, in another engine's words, what is the default here."""
-    return value in {**_SAME, **_SAME_BY_KIND[kind]}.get(name, ())
+    return _is_one_of(value, {**_SAME, **_SAME_BY_KIND[kind]}.get(name, ()))
 
 
 def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[s
     for name, value in params.items():
         is_text = kind == "dit" and name in _TEXT_SAMPLING
         same = _SAME_SAMPLING.get(name)
-        if not (is_text or _says_nothing(value) or value in (same or ())):
+        if not (is_text or _says_nothing(value) or _is_one_of(value, same or ())):
             raise _unsupported(f"{where}: default_sampling_params {name} {value!r:.60}", same)
     return tuple(sorted(params))
 
@@ -157,6 +158,12 @@ def check_compilation(fields: Any, where: str) -> None:
                 "because K and V of each request are at other addresses; mode: reduce-overhead "
                 "lets torch capture what is between"
             )
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is among these; a number is no boolean."""
+    is_bool = isinstance(value, bool)
+    return any(value == one and isinstance(one, bool) is is_bool for one in values)
 
 
 def _says_nothing(value: Any) -> bool:

@@ -596,6 +596,8 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
     ("stage", "word"),
     [
         ({"num_replicas": 2}, "num_replicas 2: only 1 is supported"),
+        ({"num_replicas": True}, "num_replicas True: only 1 is supported"),
+        ({"skip_tokenizer_init": 0}, "skip_tokenizer_init 0: only False is supported"),
         ({"hf_overrides": {"rope": 1}}, "hf_overrides"),
         ({"quantization": "fp8"}, "quantization='fp8'"),
         ({"model": "other"}, "model 'other'"),
