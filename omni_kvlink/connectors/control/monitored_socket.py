@@ -8,7 +8,6 @@ import socket
 import stat
 import struct
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,8 +28,6 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 4000
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
 """How often a consumer tries to connect while no producer serves."""
-_BREAK = 5e-5
-"""Seconds in which other threads may take the interpreter's lock, before work that is left."""
 _CURVE_OVERHEAD = 256
 """Bytes by which encryption makes a frame longer, rounded up."""
 # Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 reports that event before it reads errno, and the
@@ -174,7 +171,6 @@ class MonitoredSocket:
                 self._drain()
 
     def _take_turn(self) -> None:
-        time.sleep(_BREAK)
         self._has_turn = False
         self.drain()
 
