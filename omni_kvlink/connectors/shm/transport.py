@@ -660,13 +660,14 @@ class ShmSession(MappedSession):
         self._close_done = threading.Event()
         self._pidfd = self._wake = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
+        dropped = list[CallAtEnd]()
         try:
             pid, uid = rendezvous.peer_identity(sock)
             if uid != os.geteuid():
                 raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             # Not in `close`: a thread that waits may still poll it.
-            CallAtEnd.of(self, closer(self._wake))
+            dropped.append(CallAtEnd.of(self, closer(self._wake)))
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
@@ -674,6 +675,8 @@ class ShmSession(MappedSession):
             self._channel.close()
             if self._pidfd >= 0:
                 os.close(self._pidfd)
+            for one in dropped:  # now: the session is in a reference cycle
+                one.run()
             if isinstance(error, Exception) and is_of_system(error):
                 raise system_error(error, f"{url}: the handshake failed") from None
             raise

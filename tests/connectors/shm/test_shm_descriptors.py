@@ -17,7 +17,7 @@ import pytest
 from fault_harness import Field, Start, kill
 from unauthorized import dialled, greeted
 
-from omni_kvlink import KVConsumer, KVLink
+from omni_kvlink import KVConsumer, KVLink, TransferTimeout
 from omni_kvlink.connectors.protocol.messages import Hello, own_hello
 from omni_kvlink.connectors.shm.rendezvous import NamedListener, dial
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -257,6 +257,31 @@ def test_sessions_of_dead_producers_keep_no_descriptor(
 
 
 @pytest.mark.usefixtures("no_collection")
+def test_handshakes_that_fail_keep_no_descriptor_until_a_collection(sockets: str) -> None:
+    listener, is_over = NamedListener(os.path.join(sockets, "name.sock")), threading.Event()
+
+    def hang_up() -> None:
+        listener.sock.settimeout(0.01)
+        while not is_over.is_set():
+            with contextlib.suppress(TimeoutError):
+                listener.sock.accept()[0].close()
+
+    hanging = threading.Thread(target=hang_up)
+    hanging.start()
+    try:
+        gc.collect()
+        gc.disable()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TransferTimeout, match="shaking hands"):
+            KVLink.connect(URL, directory=sockets, timeout=0.3)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1  # the link's own is in a traceback
+    finally:
+        gc.enable()
+        is_over.set()
+        hanging.join()
+        listener.close()
+
+
 def test_connections_of_dead_readers_keep_no_descriptor(pooled: Field, start: Start) -> None:
     start().close()  # the first start opens what is then kept
     producer = pooled.serve()
