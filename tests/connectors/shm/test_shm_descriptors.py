@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ import pytest
 from fault_harness import Field, Start, kill
 from unauthorized import dialled, greeted
 
-from omni_kvlink import KVConsumer, KVLink, TransferTimeout
+from omni_kvlink import KVConsumer, KVLink, KVLinkError
 from omni_kvlink.connectors.protocol.messages import Hello, own_hello
 from omni_kvlink.connectors.shm.rendezvous import NamedListener, dial
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -257,29 +258,30 @@ def test_sessions_of_dead_producers_keep_no_descriptor(
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_handshakes_that_fail_keep_no_descriptor_until_a_collection(sockets: str) -> None:
-    listener, is_over = NamedListener(os.path.join(sockets, "name.sock")), threading.Event()
-
-    def hang_up() -> None:
-        listener.sock.settimeout(0.01)
-        while not is_over.is_set():
-            with contextlib.suppress(TimeoutError):
-                listener.sock.accept()[0].close()
-
-    hanging = threading.Thread(target=hang_up)
-    hanging.start()
-    try:
-        gc.collect()
-        gc.disable()
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(TransferTimeout, match="shaking hands"):
-            KVLink.connect(URL, directory=sockets, timeout=0.3)
-        assert len(os.listdir("/proc/self/fd")) <= before + 1  # the link's own is in a traceback
-    finally:
-        gc.enable()
-        is_over.set()
-        hanging.join()
-        listener.close()
+def test_a_connection_that_could_not_be_made_keeps_no_descriptor(
+    process: Process, sockets: str
+) -> None:
+    """Though its error, which refers to all that had been made, is kept."""
+    kept = list[BaseException]()
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    process.call("serve", 3600.0)
+    before = len(os.listdir("/proc/self/fd"))
+    for free in range(12):
+        numbers = set(map(int, os.listdir("/proc/self/fd")))
+        unused = (number for number in itertools.count() if number not in numbers)
+        limit = next(itertools.islice(unused, free, None))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            KVLink.connect(URL, directory=sockets, timeout=60).close()
+        except KVLinkError as error:
+            kept.append(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    assert len(kept) > 3
+    own = len(kept)  # by which another thread interrupts the call
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + own, "all others are closed")
+    kept.clear()
+    process.call("close")
 
 
 def test_connections_of_dead_readers_keep_no_descriptor(pooled: Field, start: Start) -> None:
