@@ -223,7 +223,8 @@ class LookupConsumer:
             try:
                 return self._fetch(store, prompt, wait, deadline)
             except PeerLostError as error:
-                self._exclude(store, stores, error)
+                if not self._exclude(store, stores, error):
+                    raise
 
     def stats(self) -> dict[str, Any]:
         """Of each producer's link, by its URL."""
@@ -271,7 +272,8 @@ class LookupConsumer:
                     answer = store.send(question, prompt, deadline)
                     pending[answer.get.future] = answer
                 except PeerLostError as error:  # noqa: PERF203 - of each store
-                    self._exclude(store, stores, error)
+                    if not self._exclude(store, stores, error):
+                        raise
             while pending and best[0] < count(prompt) and not (wait and best[1]):
                 for future in _first_done(pending, deadline):
                     answer = pending.pop(future)
@@ -279,7 +281,8 @@ class LookupConsumer:
                         with answer.receive(deadline, "auto") as data:
                             found = messages.read_message(data, messages.Found).tokens
                     except PeerLostError as error:
-                        self._exclude(answer.store, stores, error)
+                        if not self._exclude(answer.store, stores, error):
+                            raise
                     else:
                         best = max(best, (found, answer.store), key=lambda pair: pair[0])
         finally:
@@ -287,8 +290,11 @@ class LookupConsumer:
                 answer.get.cancel()
         return best[1]
 
-    def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> None:
-        """Remove a store from those of this `select`; raise the error if it is the last one."""
+    def _exclude(self, store: _RemoteStore, stores: list[_RemoteStore], error: KVLinkError) -> bool:
+        """Remove a store from those of this `select`; return whether one is left.
+
+        Raised here, the error would refer to itself by its traceback.
+        """
         was_there, now = not store._retry_at, time.monotonic()
         if store._retry_at <= now:  # else nobody asked it: calls in between postpone nothing
             store._retry_at = now + RETRY_INTERVAL
@@ -300,8 +306,7 @@ class LookupConsumer:
                 stacklevel=2,
             )
         stores.remove(store)
-        if not stores:
-            raise error
+        return bool(stores)
 
 
 def _seconds_left(deadline: float) -> float:

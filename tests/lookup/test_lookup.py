@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -586,6 +587,20 @@ def test_the_only_producer_is_killed_while_a_consumer_waits(
                 with pytest.raises(PeerLostError, match="was gone a moment ago"):
                     lookup.select([7, 7], timeout=60)
             assert lookup._stores[0]._retry_at == asked_again_at
+            assert_freed(lambda: lookup.select([7, 7], timeout=60))
+
+
+def assert_freed(call: Callable[[], object]) -> None:
+    """No error refers to itself by its traceback: else all of that stays until a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(PeerLostError):
+            call()
+        kept = [one for one in gc.get_objects() if isinstance(one, PeerLostError)]
+        assert not [one for one in kept if one.__traceback__ is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_killed_consumer_gives_everything_back_and_may_return(

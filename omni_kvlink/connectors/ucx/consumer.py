@@ -122,15 +122,15 @@ class UcxSession(ControlSession):
         inbound = self._inbound_transfers.get(get_id)
         if inbound is None or self.is_closed:
             return
-        try:
-            if error is None:
+        if isinstance(error, WireError):
+            self.disconnect(error)
+        elif error is None:
+            try:
                 inbound.on_received(start, nbytes)
-            elif isinstance(error, WireError):
-                raise error
-            elif not isinstance(error, TimeoutError):
-                raise PeerLostError(f"{self._url}: {error}")
-        except KVLinkError as problem:
-            self.disconnect(problem)
+            except KVLinkError as problem:
+                self.disconnect(problem)
+        elif not isinstance(error, TimeoutError):
+            self.disconnect(PeerLostError(f"{self._url}: {error}"))
 
     def _on_release(self, message: Message) -> None:
         super()._on_release(message)
