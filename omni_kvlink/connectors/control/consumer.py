@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +11,7 @@ import zmq
 from omni_kvlink.connectors.control.inline_receiver import InlineReceiver
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.security import find_credentials
-from omni_kvlink.connectors.protocol.get_table import result_of
+from omni_kvlink.connectors.protocol.get_table import Answer
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Chunk,
@@ -83,11 +80,11 @@ class ControlConsumer(RemoteConsumer):
             raise closed_here(self._url)
         self._loop.call(session.connect)
         try:
-            result_of(session.ready, max(0.0, timeout))
-        except BaseException as error:
+            if not session.ready.wait(max(0.0, timeout)):
+                raise session.connect_timeout(timeout)
+            session.ready.result()
+        except BaseException:
             self._disconnect(session)
-            if isinstance(error, FutureTimeout) and not isinstance(error, TransferTimeout):
-                raise session.connect_timeout(timeout) from None
             raise
         return session
 
@@ -121,7 +118,7 @@ class ControlSession(RemoteSession):
         )
         self._address, self._credentials = consumer._address, consumer._credentials
         self._context = consumer._context
-        self.ready: Future[None] = Future()  # completes with the handshake, or with the error
+        self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
         self._hello = own_hello()
         self.no_wait = False  # fail if no producer serves, instead of trying again
@@ -135,18 +132,19 @@ class ControlSession(RemoteSession):
     def receive_inline(self, get: RemoteGet, deadline: float) -> None:
         """Receive a small payload in the calling thread; see `RemoteSession`."""
         socket, is_alone = self._socket, self.get_table.waiting == 1 and not self._fetching
-        if socket is None or not is_alone or not self.ready.done():
+        if socket is None or not is_alone or not self.ready.is_set():
             return  # what comes is mostly for others, so that the loop would be woken, too
         if not self._loop.is_own_thread:
             self._inline_receiver.receive(socket, get, deadline)
 
     def set_ready(self, error: KVLinkError | None = None) -> None:
-        """Complete `ready`; later calls change nothing."""
-        with contextlib.suppress(InvalidStateError):
-            if error is None:
-                self.ready.set_result(None)
-            else:
-                self.ready.set_exception(error)
+        """Set `ready`; later calls change nothing."""
+        if self.ready.is_set():
+            return
+        if error is None:
+            self.ready.set_result(None)
+        else:
+            self.ready.set_error(error)
 
     def connect_timeout(self, waited: float) -> TransferTimeout:
         """Return the error of a `connect` that waited so many seconds, with the likely reason."""
@@ -168,7 +166,7 @@ class ControlSession(RemoteSession):
 
     def connect(self) -> None:
         """Start connecting; `ready` tells the outcome."""
-        if self.ready.done() or self.is_closed:
+        if self.ready.is_set() or self.is_closed:
             return
         try:
             with translate_errors(self._url, self._address.other):
@@ -199,7 +197,7 @@ class ControlSession(RemoteSession):
             with self._socket.lock:  # a get may receive in its own thread
                 self._socket.send([encode(message)])
         except zmq.ZMQError:
-            if not self.ready.done():
+            if not self.ready.is_set():
                 return  # the connection is lost, and ZMQ makes another: `Hello` is sent again
             self._outbox.clear()
             self.disconnect(PeerLostError(f"{self._url}: the producer takes no more messages"))
@@ -226,13 +224,13 @@ class ControlSession(RemoteSession):
             self.set_ready(PeerLostError(f"{self._url}: nobody serves it"))
         elif event & BROKEN or (event == zmq.EVENT_DISCONNECTED and not self._is_handshaken):
             self._handshake_error = "another protocol, or the wrong key"
-        elif event == zmq.EVENT_DISCONNECTED and self.ready.done():
+        elif event == zmq.EVENT_DISCONNECTED and self.ready.is_set():
             self._is_lost = True
         elif event == zmq.EVENT_DISCONNECTED:  # ZMQ connects again
             self._forget_connection()
 
     def _send_hello(self) -> None:
-        if self._socket is not None and not self.ready.done():
+        if self._socket is not None and not self.ready.is_set():
             _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
             self._transmit(self._hello)
 
@@ -250,7 +248,7 @@ class ControlSession(RemoteSession):
             self.disconnect(PeerLostError(f"{self._url}: the producer is gone"))
 
     def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
-        if not self._is_handshaken and not self.ready.done():
+        if not self._is_handshaken and not self.ready.is_set():
             return  # from a connection that was lost
         try:
             if not frames:

@@ -93,11 +93,16 @@ class LazyEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake those who wait."""
+        """Set it, and wake those who wait; after an interrupt, the next call wakes the others."""
         self._is_set = True
-        while self._waiting:
-            with suppress(IndexError):  # another thread was faster
-                self._waiting.pop().release()
+        waiting = self._waiting
+        if not waiting:  # who comes later sees that it is set
+            return
+        for lock in tuple(waiting):
+            with suppress(RuntimeError):  # another thread was faster
+                lock.release()
+            with suppress(ValueError):
+                waiting.remove(lock)  # last: an interrupt loses none
 
     def clear(self) -> None:
         """Undo `set`."""
@@ -472,7 +477,7 @@ class GetState:
         self,
         get_id: int,
         key: str,
-        ready: Future[None] | None,
+        ready: Answer[None] | None,
         drop: Callable[[OwnedGet], None],
         *,
         streamed: bool,
@@ -506,7 +511,7 @@ class GetState:
         self.settle()
         self.answer.set_error(error)
         if self.ready is not None:
-            self.ready.set_exception(error)
+            self.ready.set_error(error)
 
     def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
@@ -558,7 +563,7 @@ class GetTable:
         streamed: bool = False,
         early: bool = False,
         verify: bool = True,
-        ready: Future[None] | None = None,
+        ready: Answer[None] | None = None,
         of: ChunkOf | None = None,
     ) -> GetState:
         """Request a payload; raises PeerLostError if the connection has ended.
@@ -584,9 +589,9 @@ class GetTable:
         *,
         early: bool = False,
         verify: bool = True,
-        ready: Callable[[], Future[None]] | None = None,
+        ready: Callable[[], Answer[None]] | None = None,
     ) -> list[GetState]:
-        """Request several payloads at once; `ready` makes a future for each. See `request`."""
+        """Request several payloads at once; `ready` makes an answer for each. See `request`."""
         with self._lock:
             get_states = [
                 self._add(key, None if ready is None else ready(), streamed=False, verify=verify)
@@ -723,7 +728,7 @@ class GetTable:
         self.coalesce = send_separately
 
     def _add(
-        self, key: str, ready: Future[None] | None, *, streamed: bool, verify: bool
+        self, key: str, ready: Answer[None] | None, *, streamed: bool, verify: bool
     ) -> GetState:
         if self._error is not None:
             raise type(self._error)(str(self._error))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.get_table import (
+    Answer,
     ChunkOf,
     Delivery,
     GetLease,
@@ -115,6 +116,25 @@ class SessionGet(PendingGet):
 
     session: Session
     _get_state: GetState
+    _done: Answer[Any]
+    """Set when it has ended. An interrupt leaves no lock of it held, as it may of a `Future`."""
+    _future: Future[Any] | None = None
+
+    @property
+    def future(self) -> Future[Any]:  # type: ignore[override]
+        """Made when it is asked for: a get that blocks needs none."""
+        if self._future is None:
+            self._future = self._done.future()
+        return self._future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the payload, its offer, or an error has come."""
+        return self._done.is_set()
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        """Call this once when it has; without a future."""
+        self._done.add_done_callback(callback)
 
     def request_chunk(self, number: int) -> PendingGet:
         """Request a chunk of the stream that this get has received."""
@@ -154,25 +174,8 @@ class MappedGet(SessionGet):
 
     def __init__(self, session: MappedSession, get_state: GetState):
         self.session = self.connection = session
-        self._get_state = get_state
-        self._future: Future[Offer] | None = None
+        self._get_state, self._done = get_state, get_state.answer
         self._pid = os.getpid()
-
-    @property
-    def future(self) -> Future[Offer]:  # type: ignore[override]
-        """Made when it is asked for: a get that blocks needs none."""
-        if self._future is None:
-            self._future = self._get_state.answer.future()
-        return self._future
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the offer, or an error, has come."""
-        return self._get_state.answer.is_set()
-
-    def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        """Call this once when it has; without a future."""
-        self._get_state.answer.add_done_callback(callback)
 
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""

@@ -222,7 +222,7 @@ class InboundTransfer:
             return False
         if isinstance(error, (PeerLostError, ClosedError)):
             error = type(error)(f"{error}; {self.key!r} was awaited: {self.phase}")
-        self.ready.set_exception(error)
+        self.ready.set_error(error)
         return True
 
     def close(self) -> None:

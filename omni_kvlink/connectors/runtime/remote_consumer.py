@@ -7,19 +7,17 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.get_table import (
     MAX_TIMEOUT,
+    Answer,
     GetLease,
     GetState,
     GetTable,
     check_timeout,
     get_error,
-    result_of,
 )
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -42,7 +40,7 @@ from omni_kvlink.connectors.runtime.consumer import (
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-from omni_kvlink.errors import KVLinkError, PeerLostError, TransferTimeout, WireError
+from omni_kvlink.errors import KVLinkError, PeerLostError, WireError
 from omni_kvlink.payload.format import MAX_HEADER
 
 if TYPE_CHECKING:
@@ -58,16 +56,15 @@ digests, and without; ranges that were fetched again; and payloads that were not
 
 
 class RemoteGet(SessionGet):
-    """A pending get; its future completes when the payload has arrived, or with the error."""
+    """A pending get; it is done when the payload has arrived, or with the error."""
 
     session: RemoteSession
     delivery: Delivery | None = None  # that `RemoteSession.receive_inline` has found, for `wait`
 
     def __init__(self, session: RemoteSession, get_state: GetState):
         self.session, self._get_table, self._get_state = session, session.get_table, get_state
-        self._pid = os.getpid()
         assert get_state.ready is not None
-        self.future = get_state.ready
+        self._done, self._pid = get_state.ready, os.getpid()
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
@@ -82,15 +79,12 @@ class RemoteGet(SessionGet):
         self._get_table.wait(self._get_state, timeout)
         inbound = self._inbound
         try:
-            result_of(inbound.ready, max(0.0, deadline - time.monotonic()))
-        except FutureTimeout as error:
-            if isinstance(error, TransferTimeout):  # the same class since Python 3.11
-                raise
-            self._get_state.phase = inbound.phase
-            if inbound.cancel():
-                self._get_state.settle()
-                raise self._get_state.timeout_error() from None
-            result_of(inbound.ready)
+            if not inbound.ready.wait(max(0.0, deadline - time.monotonic())):
+                self._get_state.phase = inbound.phase
+                if inbound.cancel():
+                    raise self._get_state.timeout_error()
+                inbound.ready.wait(MAX_TIMEOUT)  # it is being set
+            inbound.ready.result()
         except KVLinkError:
             self._get_state.settle()
             raise
@@ -115,8 +109,10 @@ class RemoteGet(SessionGet):
             self._get_table.drop(get_state)
             return
         inbound = self._inbound
-        if not inbound.cancel() and inbound.ready.exception() is None:
-            inbound.release_unread()
+        if not inbound.cancel():
+            inbound.ready.wait(MAX_TIMEOUT)  # it is being set
+            if inbound.ready.error is None:
+                inbound.release_unread()
         get_state.settle()
 
     @property
@@ -179,13 +175,13 @@ class RemoteSession(Session):
     ) -> PendingGet:
         """Ask for a payload; see `Session`."""
         get_state = self.get_table.request(
-            key, streamed=streamed, early=True, verify=verify, ready=_ready(), of=of
+            key, streamed=streamed, early=True, verify=verify, ready=Answer(), of=of
         )
         return RemoteGet(self, get_state)
 
     def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
         """Ask for several payloads at once; see `Session`."""
-        get_states = self.get_table.request_all(keys, early=True, verify=verify, ready=_ready)
+        get_states = self.get_table.request_all(keys, early=True, verify=verify, ready=Answer)
         return [RemoteGet(self, get_state) for get_state in get_states]
 
     def receive_inline(self, get: RemoteGet, deadline: float) -> None:
@@ -347,13 +343,6 @@ class RemoteSession(Session):
     def _send_queued(self) -> None:
         while self._outbox and not self.is_closed:
             self._transmit(self._outbox.popleft())
-
-
-def _ready() -> Future[None]:
-    """A future that only the session completes."""
-    ready: Future[None] = Future()
-    ready.set_running_or_notify_cancel()
-    return ready
 
 
 class RemoteConsumer(SessionConsumer):

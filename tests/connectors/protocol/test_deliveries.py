@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -265,6 +266,40 @@ def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(headers, "_decode", overwrite_first)
     assert Manifest.decode(memoryview(peer_memory), plan.nbytes) == plan
     assert looks
+
+
+class Interrupted(list[Any]):
+    """A list whose method `name` is interrupted, once, when it has done its work."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name != "_name" and name == self._name:
+
+            def interrupted(*arguments: Any) -> None:
+                self._name = ""
+                found(*arguments)
+                raise KeyboardInterrupt
+
+            return interrupted
+        return found
+
+
+@pytest.mark.parametrize("name", ["pop", "remove"])
+def test_an_interrupted_set_loses_nobody_who_waits(name: str) -> None:
+    event = LazyEvent()
+    event._waiting = Interrupted(name)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(event.wait, PATIENCE) for _ in range(2)]
+        until(lambda: len(event._waiting or ()) == 2, "they wait")
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                event.set()
+        for one in both:
+            assert one.result(PATIENCE)
 
 
 def test_a_late_set_ends_no_wait_that_began_after_it() -> None:

@@ -13,7 +13,7 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import ClosedError, KVLink, TensorTransferData
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
 from omni_kvlink.lowlevel import begin_get, open_delivery
-from omni_kvlink.testing.rig import until_freed, until_requested
+from omni_kvlink.testing.rig import until, until_freed, until_requested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,9 +85,11 @@ def test_a_get_that_is_cut_within_its_message(
     producer, consumer = pair
     producer.put(payload(9))
     consumer.get("k9", timeout=60).release()
+    session: Any = consumer._end._session  # type: ignore[attr-defined]
 
     def put_once_requested() -> None:
         until_requested(producer, 1)
+        until(lambda: session._socket.fd not in session._loop._watched, "the caller receives")
         producer.put(payload(0))
 
     timer = threading.Thread(target=put_once_requested)
