@@ -50,7 +50,7 @@ URLS = {
 DATA = Recipe("k", layers=2).make()
 WRAPPERS = ("with ", "try:", "finally:", "pass", "def ", "@")
 """Beginnings of lines that are traced, too, where Python itself looks for no signal: it enters and
-leaves blocks there. A trace that raises at the end of an `except` leaves its error in the thread."""
+leaves blocks there. A trace that raises where an `except` ends leaves its error in the thread."""
 
 
 @pytest.fixture(params=URLS)
