@@ -147,9 +147,17 @@ class KVConsumer(LinkEnd):
         SchemaError if `start` is negative.
         """
         limit = check_timeout(timeout)
-        deadline = time.monotonic() + limit
-        head = begin_chunks(self, request_id, timeout=limit, start=start, verify=verify)
-        delivery = head.wait(timeout=max(0.0, deadline - time.monotonic()))
+        attempts = GetAttempts(limit)
+        while True:
+            left = attempts.seconds_left()
+            head = begin_chunks(self, request_id, timeout=left, start=start, verify=verify)
+            try:
+                delivery = head.wait(timeout=attempts.seconds_left())
+                break
+            except PeerLostError:
+                left = attempts.seconds_left()
+                if not attempts.may_retry() or not can_retry(self, head, timeout=left):
+                    raise
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import zmq
 from zmq_fixtures import fresh_url
 
-from omni_kvlink import ClosedError, KVLink, TensorTransferData
+from omni_kvlink import ClosedError, KVLink, PeerLostError, TensorTransferData
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed, until_requested
@@ -106,6 +107,27 @@ def test_a_get_that_is_cut_within_its_message(
             assert torch.equal(*data.tensors(), *payload(number).tensors())  # type: ignore[arg-type]
         del data
     until_freed(producer)
+    assert consumer.stats()["sessions"] == 2
+
+
+def test_a_stream_is_requested_again_over_a_new_connection(
+    pair: tuple[KVProducer, KVConsumer],
+) -> None:
+    producer, consumer = pair
+    session: Any = consumer._end._session  # type: ignore[attr-defined]
+    chunk = {"h": torch.arange(3)}
+
+    def cut_and_write() -> None:
+        until_requested(producer, 1)
+        session._loop.call(partial(session.disconnect, PeerLostError("it was cut")))
+        with producer.open_stream("s", chunk) as stream:
+            stream.append(chunk)
+
+    writing = threading.Thread(target=cut_and_write)
+    writing.start()
+    with consumer.read_stream("s", timeout=60) as stream:
+        assert [one.data["h"].tolist() for one in stream] == [[0, 1, 2]]
+    writing.join()
     assert consumer.stats()["sessions"] == 2
 
 
