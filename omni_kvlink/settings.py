@@ -387,7 +387,7 @@ class Settings:
 
     @classmethod
     def read(cls: type[S], given: object, at: str = "") -> S:
-        """The settings of a mapping; `at` is what errors have before a setting's name.
+        """The settings of a mapping; `at` is the prefix of a setting's name in errors.
 
         Raises:
             SchemaError: it is no mapping, has an unknown key, lacks one that has no default, or a

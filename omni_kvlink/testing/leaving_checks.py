@@ -23,7 +23,7 @@ class ReaderError(Exception):
 
 
 def check_a_payload_whose_reader_raises(rig: Rig) -> None:
-    """It is left to another reader; one that kept it without a block and looked at it has it."""
+    """An exception in a reader's block gives the payload back; without a block, a look reads it."""
     producer, here = rig.serve(), rig.connect_here()
     data = Recipe("r").make()
     receipt = producer.put(data)

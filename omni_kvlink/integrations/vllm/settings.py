@@ -22,7 +22,7 @@ from omni_kvlink.settings import (
 )
 
 EXTRA = "kv_connector_extra_config: "
-"""What errors have before a setting's name."""
+"""The prefix of a setting's name in errors."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from loop_fixtures import paused
 from unauthorized import Raw, dialled, greeted
 
 from omni_kvlink import ClosedError, KVLink, TensorTransferData
@@ -31,9 +32,8 @@ from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -54,23 +54,6 @@ def fill(peer: Raw, messages: Sequence[Message]) -> int:
             peer.send(data)
             sent += len(messages)
     return sent
-
-
-@contextlib.contextmanager
-def paused(loop: EventLoop) -> Iterator[None]:
-    """Hold the loop within a call until the block ends."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        began.set()
-        go_on.wait(PATIENCE)
-
-    loop.call(hold)
-    assert began.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        go_on.set()
 
 
 def count_by_peer(monkeypatch: pytest.MonkeyPatch, end: Any) -> list[tuple[object, int]]:

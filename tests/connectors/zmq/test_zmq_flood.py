@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from loop_fixtures import paused
 from test_zmq_raw_bytes import connect, frame, greeting, ready
 from zmq_fixtures import fresh_url
 
@@ -38,7 +39,6 @@ from omni_kvlink.testing.rig import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 PATIENCE = 60.0
@@ -126,23 +126,6 @@ def greeted(url: str, source: str = "") -> Iterator[BarePeer]:
     peer = BarePeer(url, source)
     with peer.sock:
         yield peer
-
-
-@contextlib.contextmanager
-def paused(loop: EventLoop) -> Iterator[None]:
-    """Hold the loop within a call until the block ends."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        began.set()
-        go_on.wait(PATIENCE)
-
-    loop.call(hold)
-    assert began.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        go_on.set()
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -11,7 +11,7 @@ from omni_kvlink.lowlevel import ConnectOptions, LinkUrl, ServeOptions
 from omni_kvlink.settings import ListOf, MapOf, Seconds, Settings, SomeOf, Text
 
 EXTRA = "ec_connector_extra_config: "
-"""What errors have before a setting's name."""
+"""The prefix of a setting's name in errors."""
 
 
 @dataclasses.dataclass(frozen=True)
