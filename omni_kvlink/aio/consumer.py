@@ -50,7 +50,8 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         """`KVConsumer.get`; cancelling the task cancels the request."""
         check_verify(verify)
         started = time.perf_counter()
-        delivery = await self._receive(request_id, timeout, streamed=False, verify=verify)
+        begin = partial(begin_get, self.link, request_id, verify=verify)
+        _, delivery = await self._receive(begin, timeout)
         return await self._opened(delivery, started, verify)
 
     async def get_many(
@@ -77,7 +78,8 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     async def stream_get(self, request_id: str, *, timeout: float) -> AsyncReceivedStream:
         """`KVConsumer.stream_get`; cancelling the task cancels the request."""
         started = time.perf_counter()
-        delivery = await self._receive(request_id, timeout, streamed=True)
+        begin = partial(begin_get, self.link, request_id, streamed=True)
+        _, delivery = await self._receive(begin, timeout)
         stream = open_stream(self.link, delivery, started=started, timeout=timeout)
         return AsyncReceivedStream(stream)
 
@@ -87,8 +89,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         """`KVConsumer.read_stream`; cancelling the task cancels the request."""
         limit = check_timeout(timeout)
         begin = partial(begin_chunks, self.link, request_id, start=start, verify=verify)
-        head = await self._answered(_AsyncGet(begin, limit))
-        delivery = head.wait(timeout=0.0)
+        head, delivery = await self._receive(begin, limit)
         stream = open_chunks(self.link, head, delivery, start=start, timeout=limit, verify=verify)
         return AsyncChunkStream(stream)
 
@@ -122,20 +123,18 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
             retry = partial(can_retry, self.link, pending, timeout=attempts.seconds_left())
             if not await run_in_thread(retry):
                 raise
-        left = attempts.seconds_left()
-        return await self._receive(request_id, left, streamed=False, verify=verify)
+        begin = partial(begin_get, self.link, request_id, verify=verify)
+        return (await self._receive(begin, attempts.seconds_left()))[1]
 
     async def _receive(
-        self, request_id: str, timeout: float, *, streamed: bool, verify: Verify = "auto"
-    ) -> Delivery:
+        self, begin: Callable[..., PendingGet], timeout: float
+    ) -> tuple[PendingGet, Delivery]:
+        """What `begin` requests; if only the connection broke, it is requested again."""
         attempts = GetAttempts(check_timeout(timeout))
         while True:
-            left = attempts.seconds_left()
-            begin = partial(begin_get, self.link, request_id, streamed=streamed, verify=verify)
-            request = _AsyncGet(begin, left)
-            pending = await self._answered(request)
+            pending = await self._answered(_AsyncGet(begin, attempts.seconds_left()))
             try:
-                return pending.wait(timeout=0.0)  # answered or out of time: does not block
+                return pending, pending.wait(timeout=0.0)  # answered or out of time: no block
             except PeerLostError:
                 retry = partial(can_retry, self.link, pending, timeout=attempts.seconds_left())
                 if not attempts.may_retry() or not await run_in_thread(retry):

@@ -85,7 +85,8 @@ class KVConsumer(LinkEnd):
         layout = None if pending.is_done else repeated_layout(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
-        delivery = self._await(pending, request_id, attempts, streamed=False, verify=verify)
+        repeat = partial(begin_get, self, request_id, verify=verify)
+        delivery = self._await(pending, attempts, repeat)[1]
         return Received(delivery, self._copier, started=started, verify=verify, expected=expected)
 
     def get_many(
@@ -128,8 +129,8 @@ class KVConsumer(LinkEnd):
         as `get` does with `verify="auto"`, before their layer is there.
         """
         started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
-        pending = begin_get(self, request_id, timeout=attempts.seconds_left(), streamed=True)
-        delivery = self._await(pending, request_id, attempts, streamed=True, verify="auto")
+        begin = partial(begin_get, self, request_id, streamed=True)
+        _, delivery = self._await(begin(timeout=attempts.seconds_left()), attempts, begin)
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
 
     def read_stream(
@@ -148,16 +149,8 @@ class KVConsumer(LinkEnd):
         """
         limit = check_timeout(timeout)
         attempts = GetAttempts(limit)
-        while True:
-            left = attempts.seconds_left()
-            head = begin_chunks(self, request_id, timeout=left, start=start, verify=verify)
-            try:
-                delivery = head.wait(timeout=attempts.seconds_left())
-                break
-            except PeerLostError:
-                left = attempts.seconds_left()
-                if not attempts.may_retry() or not can_retry(self, head, timeout=left):
-                    raise
+        begin = partial(begin_chunks, self, request_id, start=start, verify=verify)
+        head, delivery = self._await(begin(timeout=attempts.seconds_left()), attempts, begin)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
@@ -171,25 +164,18 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
-        self,
-        pending: PendingGet,
-        request_id: str,
-        attempts: GetAttempts,
-        *,
-        streamed: bool,
-        verify: Verify,
-    ) -> Delivery:
-        """Wait for a get; if only the connection broke, request the payload again."""
+        self, pending: PendingGet, attempts: GetAttempts, begin: Callable[..., PendingGet]
+    ) -> tuple[PendingGet, Delivery]:
+        """Wait for a get; if only the connection broke, `begin` it again and wait for that one."""
         own: GetAttempts | None = None  # several gets may have the same deadline
         while True:
             try:
-                return pending.wait(timeout=attempts.seconds_left())
+                return pending, pending.wait(timeout=attempts.seconds_left())
             except PeerLostError:
                 own, left = own or attempts.again(), attempts.seconds_left()
                 if not own.may_retry() or not can_retry(self, pending, timeout=left):
                     raise
-            left = attempts.seconds_left()
-            pending = begin_get(self, request_id, timeout=left, streamed=streamed, verify=verify)
+            pending = begin(timeout=attempts.seconds_left())
 
 
 class GetAttempts:
@@ -515,7 +501,8 @@ class PendingBatch:
         received: list[Received] = []
         try:
             for request_id, get in zip(self._request_ids, pending, strict=True):
-                delivery = consumer._await(get, request_id, attempts, streamed=False, verify=verify)
+                repeat = partial(begin_get, consumer, request_id, verify=verify)
+                delivery = consumer._await(get, attempts, repeat)[1]
                 received.append(Received(delivery, copier, started=started, verify=verify))
             return ReceivedBatch(received)
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ import zmq
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import ClosedError, KVLink, PeerLostError, TensorTransferData
+from omni_kvlink.aio import AsyncKVConsumer
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from omni_kvlink import KVConsumer, KVProducer
 
@@ -110,8 +112,16 @@ def test_a_get_that_is_cut_within_its_message(
     assert consumer.stats()["sessions"] == 2
 
 
+def read_awaited(consumer: KVConsumer) -> Any:
+    """The same read of an asyncio consumer."""
+    return asyncio.run(AsyncKVConsumer(consumer).read_stream("s", timeout=60)).stream
+
+
+@pytest.mark.parametrize(
+    "read", [lambda consumer: consumer.read_stream("s", timeout=60), read_awaited]
+)
 def test_a_stream_is_requested_again_over_a_new_connection(
-    pair: tuple[KVProducer, KVConsumer],
+    pair: tuple[KVProducer, KVConsumer], read: Callable[[KVConsumer], Any]
 ) -> None:
     producer, consumer = pair
     session: Any = consumer._end._session  # type: ignore[attr-defined]
@@ -125,7 +135,7 @@ def test_a_stream_is_requested_again_over_a_new_connection(
 
     writing = threading.Thread(target=cut_and_write)
     writing.start()
-    with consumer.read_stream("s", timeout=60) as stream:
+    with read(consumer) as stream:
         assert [one.data["h"].tolist() for one in stream] == [[0, 1, 2]]
     writing.join()
     assert consumer.stats()["sessions"] == 2
