@@ -15,7 +15,6 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     ClosedError,
     IntegrityError,
-    KVLinkError,
     PeerLostError,
     SchemaError,
     WireError,
@@ -505,13 +504,12 @@ class PendingBatch:
                 delivery = consumer._await(get, attempts, repeat)[1]
                 received.append(Received(delivery, copier, started=started, verify=verify))
             return ReceivedBatch(received)
-        except BaseException as error:
-            for one in received:
-                one.release_unread()
-            if isinstance(error, KVLinkError):
-                for get in pending[len(received) + 1 :]:
-                    get.cancel()
-            pending.clear()  # after an interrupt their finalizers cancel them, without a lock
+        except BaseException:
+            for payload in received:
+                payload.release_unread()
+            for get in pending[len(received) + 1 :]:
+                get.cancel()
+            pending.clear()  # the finalizers cancel those that another interrupt has left
             raise
 
     def cancel(self) -> None:

@@ -20,6 +20,7 @@ from omni_kvlink import (
     KVLink,
     KVProducer,
     TensorTransferData,
+    TransferFailed,
 )
 from omni_kvlink.connectors.protocol.messages import (
     INLINE,
@@ -338,6 +339,23 @@ def test_a_batch_with_a_key_that_is_taken_puts_nothing(
         producer.put_many(payloads())
     assert producer.stats()["transfers"]["live"] == 1
     assert producer.stats()["memory"]["used"] == used
+
+
+def test_payloads_before_an_error_are_free_while_the_error_is_kept(
+    ends: tuple[KVProducer, KVConsumer],
+) -> None:
+    """The error's traceback keeps the frame that received them."""
+    producer, consumer = ends
+    receipts = producer.put_many(payloads()[:2])
+    producer.fail("missing", "it was not computed")
+    with pytest.raises(TransferFailed, match="not computed") as kept:
+        consumer.get_many([*KEYS[:2], "missing"], timeout=60)
+    with consumer.get_many(KEYS[:2], timeout=60) as received:
+        assert all(map(torch.equal, [data["hidden"] for data in received], ROWS))
+    del received
+    for receipt in receipts:
+        receipt.wait(timeout=60)
+    assert kept.tb is not None
 
 
 def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]) -> None:
