@@ -88,12 +88,10 @@ class _PlannedChunk(TensorTransferData):
     def tensors(self) -> list[TensorView]:
         return list(self._views)
 
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        if capacity is not None:
-            return super().plan(digests=digests, capacity=capacity)
+    def layout_or_plan(self, *, digests: bool) -> Manifest:
         plan = self._plans.get(digests)
         if plan is None:
-            plan = self._plans[digests] = super().plan(digests=digests)
+            plan = self._plans[digests] = self._lay_out(digests, None)
         return plan
 
 

@@ -31,6 +31,11 @@ class Deadline:
         self.timeout, self.at = timeout, time.monotonic() + timeout
         self.work = self.at if timeout else NEVER
 
+    @property
+    def remaining(self) -> float:
+        """Seconds for a call below this one; 0 only if this one waits for nobody."""
+        return max(1e-9, self.at - time.monotonic()) if self.timeout else 0.0
+
     def left(self, key: str) -> float:
         """Seconds that the call may still wait; TransferTimeout if there are none."""
         left = self.at - time.monotonic()

@@ -103,7 +103,9 @@ class FarProducer(Producer):
                 self.transfers.announce(transfer, layer, (b"",))
                 layer += 1
             elif transfer.is_sent:
-                self.transfers.commit(transfer, self._location(transfer), 0, self.clock.now + 1.0)
+                self.transfers.commit(
+                    [(transfer, self._location(transfer))], 0, self.clock.now + 1.0
+                )
                 owned.overwrite()
                 return
             elif self.clock.now > until:

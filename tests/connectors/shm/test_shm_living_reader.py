@@ -20,6 +20,7 @@ from omni_kvlink import (
     KVLink,
     KVProducer,
     PeerLostError,
+    TensorTransferData,
     TransferFailed,
 )
 from omni_kvlink.connectors.runtime.producer import PooledProducer
@@ -154,8 +155,9 @@ def test_a_reader_that_did_not_read_releases_what_it_holds(pooled: Field, start:
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     freeze(target.process.pid)
     assert isinstance(producer._end, PooledProducer)
+    plan = TensorTransferData("never", {"h": torch.empty(1)})
     while not producer.stats()["refused"]:
-        producer._end.reserve("never", 1, timeout=60).release()  # tells the reader so
+        producer.allocate(plan).release()  # tells the reader so
     assert producer.stats()["refused"] == {"too slow": 1}
     until(lambda: producer.stats()["transfers"]["pinned"] == 1, "its memory is kept")
     os.kill(target.process.pid, signal.SIGCONT)
