@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.errors import EngineError, RequestAborted
 from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest, never
+from omni_kvlink.engine.request import OmniDiffusionRequest, not_cancelled
 from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class Scheduler(ABC):
         """End requests that have run; an aborted one in RequestAborted, whatever its output."""
         for at, output in enumerate(outputs):
             state = self._running.pop(output.request_id)
-            state.request.is_cancelled = never
+            state.request.is_cancelled = not_cancelled
             self._release(state.request)
             if state.aborted and not isinstance(output.error, RequestAborted):
                 error = RequestAborted(f"request {state.request_id!r} was aborted while it ran")
