@@ -146,8 +146,8 @@ class RpcChannel:
         if flags & socket.MSG_CTRUNC:
             close_all(descriptors)
             raise WireError("a message came with more descriptors than this process may open")
-        rest = self._read(_LENGTH.size - len(head))
-        return _LENGTH.unpack(head + rest), descriptors
+        tail = self._read(_LENGTH.size - len(head))
+        return _LENGTH.unpack(head + tail), descriptors
 
     def _read(self, count: int) -> bytearray:
         buffer = bytearray(count)

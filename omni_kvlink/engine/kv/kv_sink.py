@@ -43,8 +43,8 @@ class KVSink:
         ttl, largest = self._config.ttl, 0
         deadline = time.monotonic() + self._config.put_timeout
         for part in self._parts:
-            left, piece = max(0.0, deadline - time.monotonic()), part.cut(payload)
-            receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=left)
+            timeout, piece = max(0.0, deadline - time.monotonic()), part.cut(payload)
+            receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=timeout)
             largest = max(largest, receipt.ledger.nbytes * self._parts_each)
         first = payload[next(iter(payload))] if isinstance(payload, KVCacheBundle) else payload
         return KVSent(largest, first.metadata.image_shape, first.metadata.seq_len)

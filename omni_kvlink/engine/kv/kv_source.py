@@ -67,7 +67,7 @@ class KVSource:
         self.link.abort(request_id, reason)
 
     def timeout_hint(self, request_id: str) -> str:
-        """What to add to the error of a KV that did not come."""
+        """Return what the error of a KV that did not come is to add."""
         return ""
 
     def close(self) -> None:

@@ -85,8 +85,8 @@ class BatchSync:
         try:
             errors = [error] if in_pass else []
             rows = self._gather(_Phase.STEP, [error is not None, *aborted], errors)
-        except (RankFailed, EngineDeadError) as others:
-            raise error or others from None
+        except (RankFailed, EngineDeadError) as failure:
+            raise error or failure from None
         if error is not None:
             raise error
         if any(row[0] for row in rows):
@@ -112,10 +112,10 @@ class BatchSync:
     def _synchronize(self, phase: _Phase, errors: Mapping[str, Exception]) -> dict[str, Exception]:
         if self._process_group.is_alone:
             return dict(errors)
-        own = [_severity(errors.get(request_id)) for request_id in self._running]
+        numbers = [_severity(errors.get(request_id)) for request_id in self._running]
         merged = {}
         try:
-            rows = self._gather(phase, [0, *own], errors.values())
+            rows = self._gather(phase, [0, *numbers], errors.values())
             for index, request_id in enumerate(self._running):
                 severities = [row[1 + index] for row in rows]
                 if any(severities):
@@ -125,11 +125,11 @@ class BatchSync:
             return {request_id: errors.get(request_id, error) for request_id in self._running}
         return merged
 
-    def _broadcast(self, own: Exception | None, sender: int) -> Exception:
+    def _broadcast(self, error: Exception | None, sender: int) -> Exception:
         """The sender's error; a rank that has an error of its own keeps that."""
-        message = self._process_group.broadcast_bytes(_encoded(own), sender)
-        if own is not None and not isinstance(own, RankFailed):
-            return own
+        message = self._process_group.broadcast_bytes(_encoded(error), sender)
+        if error is not None and not isinstance(error, RankFailed):
+            return error
         return unpack_error(msgspec.json.decode(message))
 
     def _gather(

@@ -1,4 +1,4 @@
-"""What an executor and a request's output say of tokens, named as in vLLM v1."""
+"""The tokens in the outputs of executors and requests, named as in vLLM v1."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TokenOutputs:
 
 @dataclasses.dataclass(kw_only=True)
 class TextResult:
-    """What is known of a request's text, apart from the text; None where there is none.
+    """The facts about a request's text, apart from the text; None where there is none.
 
     The last of `token_ids` is the end marker if the model wrote it: `finish_reason` is "stop" then,
     "length" at `max_tokens`. `logprobs` have a row for each token. `hidden_states` are [tokens,
