@@ -136,7 +136,7 @@ class BagelUtility(BagelPrefill):
         """The linear layers of the whole model, and this rank's part of each."""
         parts = lora_layers(self._pipeline.model)
         layers = {
-            name: LoRATarget(part.module, part.cut.whole, *part.cut.index)
+            name: LoRATarget(part.module, part.cut.full_shape, *part.cut.index)
             for name, part in parts.items()
         }
         return LoRATargets(layers, self.device, ROOTS)
@@ -162,7 +162,7 @@ class BagelUtility(BagelPrefill):
         params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
-            BagelContext(**loaded[name]) if name in branches else BagelContext.elsewhere(name)
+            BagelContext(**loaded[name]) if name in branches else BagelContext.placeholder(name)
             for name in BRANCHES
         )
         return BagelContexts(gen, cfg_text, cfg_img, shape, extra=metadata.extra)
@@ -193,9 +193,9 @@ class BagelUtility(BagelPrefill):
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""
-        if self._split.of == 1:
+        if self._split.degree == 1:
             return None
-        return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
+        return shard_of(self._split.rank, self._split.degree, heads=self.kv_heads())
 
     def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
         heads = self._pipeline.model.kv_heads
@@ -209,7 +209,7 @@ class BagelUtility(BagelPrefill):
                 )
 
     def _check_layers(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
-        layers, is_part = self._pipeline.model.kv_layers, self._split.pipeline.of > 1
+        layers, is_part = self._pipeline.model.kv_layers, self._split.pipeline.degree > 1
         expected = [layers.start, layers.stop] if is_part else None
         for name in payload:
             sent_layers = payload[name].metadata.extra.get("layers")

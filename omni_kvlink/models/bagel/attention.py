@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from omni_kvlink.models.bagel.cache import Layer
 
 _QUERIES_AT_ONCE = 512
-"""Of `PartialAttention`, which holds their scores."""
+"""The queries of `PartialAttention` whose scores are in memory at once."""
 
 
 class DenseAttention(Protocol):
-    """What computes as `attend` does."""
+    """A function that computes as `attend` does."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim]."""
@@ -95,7 +95,8 @@ class PartialAttention:
             log_sum = scores.logsumexp(-1)
             mean = torch.einsum("qhk,khd->qhd", (scores - log_sum[..., None]).exp(), v)
             total = torch.logaddexp(self._log_sum[part], log_sum)
-            old, new = ((one - total).exp()[..., None] for one in (self._log_sum[part], log_sum))
+            # neither exponent is above 0; before the first keys the old weight is exp(-inf), 0
+            old, new = ((log - total).exp()[..., None] for log in (self._log_sum[part], log_sum))
             self._mean[part] = self._mean[part] * old + mean * new
             self._log_sum[part] = total
 

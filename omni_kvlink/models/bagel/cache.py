@@ -57,7 +57,7 @@ class NaiveCache:
         keys = self.key_cache.get(0)
         return 0 if keys is None else keys.shape[0]
 
-    def after(self, rows: int) -> NaiveCache:
+    def extend(self, rows: int) -> NaiveCache:
         """Return the cache that this one and `rows` new rows are to be merged into."""
         return NaiveCache(self.num_layers)
 
@@ -109,7 +109,7 @@ class BagelContext:
         return cls([0], [0], NaiveCache(num_layers))
 
     @classmethod
-    def elsewhere(cls, branch: str) -> BagelContext:
+    def placeholder(cls, branch: str) -> BagelContext:
         """Return the placeholder of a context that is on another guidance rank."""
         return cls([0], [0], ElsewhereCache(branch))
 
@@ -121,7 +121,7 @@ class BagelContext:
 
     def moved(self, into: NaiveCache) -> BagelContext:
         """Copy the rows into another, empty cache and return the context with it."""
-        cache = into.after(self.kv_lens[0])
+        cache = into.extend(self.kv_lens[0])
         for layer in range(cache.num_layers):
             pair = layer_tensors(self.past_key_values, layer)
             if pair is not None:
@@ -131,7 +131,7 @@ class BagelContext:
 
 @dataclass
 class BagelContexts:
-    """What a request's image is made from: the AR stage sends it to the DiT stage.
+    """The contexts that a request's image is made from: the AR stage sends them to the DiT stage.
 
     Attributes:
         gen: the whole prompt.
@@ -155,11 +155,11 @@ class BagelContexts:
             self.image_shape = shape_pair(self.image_shape)
 
 
-def snapshot(of: LayerCache) -> NaiveCache:
+def snapshot(source: LayerCache) -> NaiveCache:
     """Return a cache with the same tensors."""
-    layers, cache = range(len(of.key_cache)), NaiveCache(0)
-    cache.key_cache = {layer: of.key_cache[layer] for layer in layers}
-    cache.value_cache = {layer: of.value_cache[layer] for layer in layers}
+    layers, cache = range(len(source.key_cache)), NaiveCache(0)
+    cache.key_cache = {layer: source.key_cache[layer] for layer in layers}
+    cache.value_cache = {layer: source.value_cache[layer] for layer in layers}
     return cache
 
 
