@@ -242,7 +242,7 @@ def _check_edges(edges: Any, stages: int) -> None:
 
 
 def _check_kv(entry: Mapping[str, Any], *, is_last: bool) -> None:
-    """Raises SchemaError if `omni_kv_config` or `engine_input_source` say something else."""
+    """Raise SchemaError if the KV's settings contradict that each stage hands on to the next."""
     number = entry["stage_id"]
     source = entry.get("engine_input_source")
     if source not in (None, [], [number - 1] if number else []):

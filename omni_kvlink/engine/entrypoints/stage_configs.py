@@ -109,7 +109,7 @@ def with_sources(
     config: OmniDiffusionConfig, urls: tuple[str, ...], sender_kv: KVConfig
 ) -> OmniDiffusionConfig:
     """A stage's configuration with the URLs that the ranks of the stage before serve."""
-    sink = sender_kv.sink_options  # of which both ends need these; keys are each end's own
+    sink = sender_kv.sink_options  # both ends need the two options below; keys are each end's own
     options: dict[str, Any] = {name: sink[name] for name in ("directory", "mode") if name in sink}
     options |= config.kv.source_options
     kv = dataclasses.replace(config.kv, sources=urls, source_options=options)

@@ -14,7 +14,12 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import pack, unpack
-from omni_kvlink.engine.ipc.shm_tensors import QUOTA, ShmTensorReader, ShmTensorWriter, close_all
+from omni_kvlink.engine.ipc.shm_tensors import (
+    QUOTA_NBYTES,
+    ShmTensorReader,
+    ShmTensorWriter,
+    close_all,
+)
 from omni_kvlink.errors import ClosedError, PeerLostError, SchemaError, WireError
 from omni_kvlink.lowlevel import Block, Mapping
 
@@ -36,7 +41,7 @@ class RpcChannel:
     travel in shared memory, at most `quota` bytes, reused once the receiver has copied them out.
     """
 
-    def __init__(self, sock: socket.socket, *, quota: int = QUOTA):
+    def __init__(self, sock: socket.socket, *, quota: int = QUOTA_NBYTES):
         self._sock = sock
         self._tensors_out, self._tensors_in = ShmTensorWriter(quota), ShmTensorReader()
         self._sending = threading.Lock()

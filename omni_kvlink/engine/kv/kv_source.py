@@ -48,7 +48,7 @@ class KVSource:
         self.link = link
 
     def begin_get(self, request_id: str, *, timeout: float) -> Any:
-        """Request a KV without waiting for it, from a lost producer if it is back in `timeout`.
+        """Request a KV without waiting for it; a lost producer may come back within `timeout`.
 
         Returns a get: `cancel` ends it, its `future` ends in a thread that must not block.
         """

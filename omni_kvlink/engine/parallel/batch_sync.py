@@ -11,7 +11,7 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.ipc.codec import pack_error, unpack_error
-from omni_kvlink.engine.parallel.process_group import MAX_BROADCAST, ProcessGroup
+from omni_kvlink.engine.parallel.process_group import MAX_BROADCAST_NBYTES, ProcessGroup
 from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _encoded(error: Exception | None) -> bytes:
     if error is None:
         return b""
     message = msgspec.json.encode(pack_error(error))
-    if len(message) <= MAX_BROADCAST:
+    if len(message) <= MAX_BROADCAST_NBYTES:
         return message
     short = {"kind": type(error).__name__, "text": str(error)[:600], "attributes": {}}
     return msgspec.json.encode(short)

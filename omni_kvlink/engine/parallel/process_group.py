@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.models.bagel.layers import IntermediateTensors
 
-MAX_BROADCAST = (8 << 10) - 4
-"""Bytes of a `broadcast_bytes`, at most; with its length, all are of one size."""
+MAX_BROADCAST_NBYTES = (8 << 10) - 4
+"""The most of a `broadcast_bytes`; with its length, all are of one size."""
 _GROUPS = (("tensor",), ("ulysses",), ("ring",), ("ulysses", "ring"), ("pipeline",), ("guidance",))
 """The axes along which ranks communicate."""
 _TILES = ("tiles",)
@@ -107,7 +107,9 @@ class ProcessGroup:
         if self.is_alone:
             return message
         framed = len(message).to_bytes(4, "little") + message
-        buffer = torch.tensor(list(framed.ljust(MAX_BROADCAST + 4, b"\0")), dtype=torch.uint8)
+        buffer = torch.tensor(
+            list(framed.ljust(MAX_BROADCAST_NBYTES + 4, b"\0")), dtype=torch.uint8
+        )
         with self._abort_on_error():
             dist.broadcast(buffer, self._ranks[sender], group=self._all)
         received = bytes(buffer.tolist())

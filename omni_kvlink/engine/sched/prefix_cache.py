@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """The beginning of a prompt; each of its whole blocks has a hash, of all tokens before, too."""
+    """The beginning of a prompt; a whole block's hash covers its tokens and all before them."""
 
     num_tokens: int
     hashes: list[bytes]

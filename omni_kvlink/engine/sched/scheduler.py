@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.kv.interface import KVManager
 
 
-_MOST_TRANSFERRED = 1024  # requests that are remembered for who asks which were sent
+_MAX_TRANSFERRED_REQUESTS = 1024  # remembered until someone asks which were sent
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +55,7 @@ class Scheduler(ABC):
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
         self._ended: list[DiffusionOutput] = []
-        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=_MOST_TRANSFERRED)
+        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=_MAX_TRANSFERRED_REQUESTS)
         self._listeners: list[Callable[[], None]] = []
         self.is_stopped = self._is_woken = False
         self._steps = 0

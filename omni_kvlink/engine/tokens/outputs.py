@@ -13,8 +13,8 @@ class LogprobsLists:
     """Log-probabilities of tokens by the model's logits, before any sampling param.
 
     A row has the token that was chosen, then the likeliest ones in their order, the chosen one
-    again if it is among them. Rows of a step's output are those of its requests: empty where none
-    were asked for, or no token was chosen, and as long as each request asks for.
+    again if it is among them. A step's output has a row for each of its requests, as long as the
+    request asks for: empty if it asks for none, or no token was chosen.
     """
 
     logprob_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
@@ -32,7 +32,7 @@ class KVConnectorOutput:
 
 @dataclasses.dataclass(kw_only=True)
 class TokenOutputs:
-    """The tokens of a step, in the order of its `req_ids`; as it is here, that of diffusion.
+    """The tokens of a step, in the order of its `req_ids`; a diffusion stage has the defaults.
 
     In an AR stage `req_ids` are all requests of the step; those that end with it have `results`.
     `prompt_logprobs_dict` stays empty: no request can ask for those. `spec_token_ids` stays None:

@@ -100,8 +100,8 @@ class OffloadedModule:
 class CpuOffload:
     """The offloaded modules of a model.
 
-    Each of `modules` is on the device during its call. Of `layers`, which are called in order and
-    again from the first, that which is called and the next one are. Calls come from one thread.
+    Each of `modules` is on the device during its call. `layers` are called in order, and again from
+    the first: the called one and the next are on the device. Calls come from one thread.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class CpuOffload:
     def _enter(self, number: int, *_: Any) -> None:
         """Load a layer that is called now, unless it was prefetched, and prefetch the next."""
         following = (number + 1) % len(self._layers)
+        # before any copy: only two layers are ever on the device
         for index, layer in enumerate(self._layers):
             if index not in (number, following):
                 layer.unload()

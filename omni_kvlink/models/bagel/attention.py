@@ -37,6 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     if causal and 1 < n < m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    # a single query sees all keys: torch's `is_causal` would let it see the first one alone
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal and 1 < n == m
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Set
     from pathlib import Path
 
-_LONGEST = 100 << 20  # bytes of a header; safetensors' own limit
+_MAX_HEADER_NBYTES = 100 << 20  # safetensors' own limit
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that a network can be loaded from
 
 
@@ -41,7 +41,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise FileNotFoundError(f"no {path.name} in {path.parent}")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _LONGEST else b""
+        text = file.read(length) if length <= _MAX_HEADER_NBYTES else b""
     try:
         entries: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         entries.pop("__metadata__", None)

@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
         """Normalize the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        out: Tensor = self.weight * wide.to(x.dtype)
+        out: Tensor = self.weight * wide.to(x.dtype)  # rounded before the product, as in Qwen2
         return out
 
 

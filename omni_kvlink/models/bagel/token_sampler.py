@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class TokenSampler:
     """Chooses one token after the other, with the params and in the order of vLLM's sampler.
 
-    First tokens that were seen become less likely, then the logits are divided by the temperature,
+    Tokens that were seen become less likely first, then the logits are divided by the temperature,
     then `top_k` and `top_p` leave the likeliest tokens, of which one is drawn.
 
     Args:

@@ -162,7 +162,7 @@ class Autoencoder(nn.Module):
         self._tiling: Tiling | None = None
 
     def enable_tiling(self, tiling: Tiling | None) -> None:
-        """Encode and decode images that are larger than a tile in tiles; None for as a whole.
+        """Encode and decode images that are larger than a tile in tiles; with None, as a whole.
 
         Raises ValueError if the tiles do not fit the network.
         """
