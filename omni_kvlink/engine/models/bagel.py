@@ -162,7 +162,7 @@ class BagelUtility(BagelPrefill):
         params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
-            BagelContext(**loaded[name]) if name in branches else BagelContext.placeholder(name)
+            BagelContext(**loaded[name]) if name in branches else BagelContext.elsewhere(name)
             for name in BRANCHES
         )
         return BagelContexts(gen, cfg_text, cfg_img, shape, extra=metadata.extra)

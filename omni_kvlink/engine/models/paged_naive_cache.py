@@ -34,10 +34,10 @@ class PagedNaiveCache(NaiveCache):
         """The number of its tokens."""
         return self.tokens
 
-    def extend(self, rows: int) -> NaiveCache:
+    def after(self, rows: int) -> NaiveCache:
         """A prefix of the table that is longer by `rows`."""
         if self._is_snapshot or self.tokens != self.table.claimed:
-            return super().extend(rows)
+            return super().after(rows)
         claimed = self.table.claim(rows)
         cache = PagedNaiveCache(self.table, claimed.stop)
         cache._rows = claimed

@@ -57,7 +57,7 @@ class NaiveCache:
         keys = self.key_cache.get(0)
         return 0 if keys is None else keys.shape[0]
 
-    def extend(self, rows: int) -> NaiveCache:
+    def after(self, rows: int) -> NaiveCache:
         """Return the cache that this one and `rows` new rows are to be merged into."""
         return NaiveCache(self.num_layers)
 
@@ -109,7 +109,7 @@ class BagelContext:
         return cls([0], [0], NaiveCache(num_layers))
 
     @classmethod
-    def placeholder(cls, branch: str) -> BagelContext:
+    def elsewhere(cls, branch: str) -> BagelContext:
         """Return the placeholder of a context that is on another guidance rank."""
         return cls([0], [0], ElsewhereCache(branch))
 
@@ -121,7 +121,7 @@ class BagelContext:
 
     def moved(self, into: NaiveCache) -> BagelContext:
         """Copy the rows into another, empty cache and return the context with it."""
-        cache = into.extend(self.kv_lens[0])
+        cache = into.after(self.kv_lens[0])
         for layer in range(cache.num_layers):
             pair = layer_tensors(self.past_key_values, layer)
             if pair is not None:

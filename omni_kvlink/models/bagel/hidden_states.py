@@ -23,7 +23,7 @@ class HiddenStates:
     keep: Keep
     rows: tuple[Tensor, ...] = ()
 
-    def extend(self, new: Tensor) -> HiddenStates:
+    def after(self, new: Tensor) -> HiddenStates:
         """Return the states with those of `new` tokens [n, hidden]; this object is not changed."""
         return replace(self, rows=(*self.rows, new) if self.keep == "all" else (new[-1:],))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class InPlaceCache(NaiveCache):
     """A NaiveCache that writes new rows behind the old ones, in memory allocated in advance.
 
-    `extend` returns a new cache: a view of more rows of the same memory. Rows are claimed once and
+    `after` returns a new cache: a view of more rows of the same memory. Rows are claimed once and
     never change afterwards, so that every earlier cache keeps its content. A cache that does not
     end where the claimed rows end (another cache was made from it before, or an extension failed)
     is continued in new memory, as every NaiveCache is.
@@ -37,14 +37,14 @@ class InPlaceCache(NaiveCache):
         """Tokens that fit into the memory."""
         return self._memory.capacity
 
-    def extend(self, rows: int) -> NaiveCache:
+    def after(self, rows: int) -> NaiveCache:
         """Claim `rows` more rows and return a view of all claimed ones.
 
         Raises SchemaError if they exceed the capacity; nothing is claimed then.
         """
         start = self.seq_lens
         if start != self._memory.claimed or not self._is_in_place(start):
-            return super().extend(rows)
+            return super().after(rows)
         cache = InPlaceCache.__new__(InPlaceCache)
         NaiveCache.__init__(cache, self.num_layers)
         cache._memory, cache._rows = self._memory, self._memory.claim(rows)

@@ -261,7 +261,7 @@ class TextDecoder(nn.Module):
     ) -> Tensor:
         """Run rows x [n, hidden] after the cached tokens, which are only read; return them normed.
 
-        Every layer is merged into `into`, which `past.extend(n)` returned.
+        Every layer is merged into `into`, which `past.after(n)` returned.
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):

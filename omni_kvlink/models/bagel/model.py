@@ -155,7 +155,7 @@ class BagelModel(nn.Module):
         positions = torch.arange(start, start + steps, device=self.device).expand(n)
         past, cache = context.past_key_values, _cache_after(context, n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
-        kept = None if context.hidden is None else context.hidden.extend(hidden)
+        kept = None if context.hidden is None else context.hidden.after(hidden)
         return BagelContext([context.kv_lens[0] + n], [start + steps], cache, kept), hidden
 
     def extend_each(
@@ -177,7 +177,7 @@ class BagelModel(nn.Module):
         decoder = self.language_model.model
         hidden = decoder.forward_each(x, positions, pasts, caches, seq_lens)
         states = [
-            None if context.hidden is None else context.hidden.extend(rows)
+            None if context.hidden is None else context.hidden.after(rows)
             for context, rows in zip(contexts, hidden.split(list(seq_lens)), strict=True)
         ]
         longer = [
@@ -206,7 +206,7 @@ class BagelModel(nn.Module):
 
 
 def _cache_after(context: BagelContext, rows: int) -> NaiveCache:
-    """Return the cache for the rows of a context and so many new ones; see `NaiveCache.extend`."""
+    """Return the cache for the rows of a context and so many new ones; see `NaiveCache.after`."""
     past = context.past_key_values
     cache = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
-    return cache.extend(rows)
+    return cache.after(rows)

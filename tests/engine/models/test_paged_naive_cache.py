@@ -91,12 +91,12 @@ def test_a_snapshot_grows_elsewhere() -> None:
     memory = pools()
     cache = PagedNaiveCache(SequenceBlocks(memory, [3, 1]))
     rows = torch.arange(2 * 2 * 16.0).reshape(2, 2, 16)
-    longer = cache.extend(2)
+    longer = cache.after(2)
     assert isinstance(longer, PagedNaiveCache)
     for layer in range(3):
         longer.merge(layer, None, rows, -rows)
     snapshot = longer.snapshot()
-    other = snapshot.extend(3)
+    other = snapshot.after(3)
     assert not isinstance(other, PagedNaiveCache)
     assert longer.table.claimed == 2
     kept = snapshot.key_cache[1]
@@ -106,7 +106,7 @@ def test_a_snapshot_grows_elsewhere() -> None:
 
 
 def test_rows_of_another_form_are_an_error() -> None:
-    cache = PagedNaiveCache(SequenceBlocks(pools(), [0])).extend(1)
+    cache = PagedNaiveCache(SequenceBlocks(pools(), [0])).after(1)
     with pytest.raises(SchemaError, match="new rows are"):
         cache.merge(0, None, torch.zeros(1, 2, 16).bfloat16(), torch.zeros(1, 2, 16).bfloat16())
     with pytest.raises(TypeError):
