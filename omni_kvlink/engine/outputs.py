@@ -81,9 +81,7 @@ class BatchRunnerOutput:
     def as_model_output(self) -> ModelRunnerOutput:
         """The same as an executor returns it."""
         results = {output.request_id: output.result for output in self.runner_outputs}
-        return ModelRunnerOutput(
-            list(results), [result.output for result in results.values()], results
-        )
+        return ModelRunnerOutput(list(results), [r.output for r in results.values()], results)
 
 
 @dataclasses.dataclass

@@ -43,9 +43,7 @@ class OmniDiffusionRequest:
     token_log: Any = None  # the `TokenLog` of its text; set by the runner
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
     lora: ActiveLoRA | None = None  # the adapter of its pass; set by the runner
-    is_cancelled: Callable[[], bool] = (
-        not_cancelled  # read before a batch, and between denoising steps
-    )
+    is_cancelled: Callable[[], bool] = not_cancelled  # read before a batch and between steps
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:

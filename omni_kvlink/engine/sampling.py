@@ -77,6 +77,5 @@ class SamplingParamsKey(tuple[object, ...]):
         """The key of sampling params."""
         values = [getattr(params, name) for name in fields]
         return cls(
-            comparable(value) if isinstance(value, (dict, torch.Tensor)) else value
-            for value in values
+            comparable(item) if isinstance(item, (dict, torch.Tensor)) else item for item in values
         )

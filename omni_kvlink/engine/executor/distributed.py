@@ -368,8 +368,6 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
         if error is not None:
             merged[key] = DiffusionOutput(key, error=error, seconds=result.seconds)
         elif result.kv_sent is not None:
-            nbytes = max(
-                result.kv_sent.nbytes for result in rank_results if result.kv_sent is not None
-            )
+            nbytes = max(r.kv_sent.nbytes for r in rank_results if r.kv_sent is not None)
             result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
     return merged

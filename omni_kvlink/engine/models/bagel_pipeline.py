@@ -96,9 +96,7 @@ def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
             raise SchemaError(f"{name} {value!r:.60}: {reason}")
     values = {field: getattr(params, name) for name, field in _FIELDS.items()}
     try:
-        return DenoiseParams(
-            **{field: value for field, value in values.items() if value is not None}
-        )
+        return DenoiseParams(**{key: value for key, value in values.items() if value is not None})
     except ValueError as error:
         raise SchemaError(str(error)) from error
 

@@ -139,10 +139,8 @@ def write_answers(
 
     A request's error is in its own output; an abort takes effect before its next token.
     """
-    steps = {
-        request.request_id: answer_steps(pipeline, request, think=False) for request in requests
-    }
     by_id = {request.request_id: request for request in requests}
+    steps = {key: answer_steps(pipeline, request, think=False) for key, request in by_id.items()}
     outputs: dict[str, DiffusionOutput] = {}
     answers: dict[str, Any] = dict.fromkeys(steps)
     while answers:

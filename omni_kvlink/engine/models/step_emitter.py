@@ -45,9 +45,7 @@ class StepEmitter:
             interval = request.sampling_params.preview_interval
             is_shown = interval and (done % interval == 0 or done == self._total)
             shape = request.past_key_values.image_shape
-            shown = (
-                [decode_preview(self._pipeline, row, shape) for row in latents] if is_shown else []
-            )
+            shown = [decode_preview(self._pipeline, row, shape) for row in latents if is_shown]
             preview = torch.stack(shown) if shown else None
             request.emit(StepEvent(request.request_id, done, self._total, preview))
 

@@ -40,19 +40,14 @@ class SharedTiles:
         failure: Exception | None = None
         try:
             if self._index < self._degree:
-                tiles = {
-                    index: compute(index).contiguous()
-                    for index in indices[self._index :: self._degree]
-                }
+                tiles = {i: compute(i).contiguous() for i in indices[self._index :: self._degree]}
             if self._index == 0:
                 like = tiles[0].shape[:-2]
                 tiles |= {
-                    index: tiles[0].new_empty((*like, *shapes[index]))
-                    for index in indices
-                    if index not in tiles
+                    i: tiles[0].new_empty((*like, *shapes[i])) for i in indices if i not in tiles
                 }
         except Exception as error:
             failure = error
         self._sync.step(failure, in_pass=False)
         self._process_group.gather_tiles(tiles)
-        return [tiles[index] for index in indices] if self._index == 0 else None
+        return [tiles[i] for i in indices] if self._index == 0 else None

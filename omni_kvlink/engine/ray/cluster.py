@@ -98,9 +98,7 @@ class Placement:
         self._ray, self._cluster, self._bundles = library(), cluster, bundles
         module = importlib.import_module("ray.util.placement_group")
         self._remove = module.remove_placement_group
-        self._group = module.placement_group(
-            [dict(bundle) for bundle in bundles], strategy=strategy
-        )
+        self._group = module.placement_group(list(map(dict, bundles)), strategy=strategy)
         if not self._group.wait(timeout):
             self.close()
             raise TransferTimeout(

@@ -56,9 +56,7 @@ class TeaCache(StepCache):
 def _numbers(coefficients: Any) -> list[float]:
     """The coefficients; raises ValueError unless they are finite numbers, at least one."""
     numbers = list(coefficients) if isinstance(coefficients, (list, tuple)) else []
-    are_numbers = [
-        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
-    ]
+    are_numbers = [isinstance(n, int | float) and not isinstance(n, bool) for n in numbers]
     if not numbers or not all(are_numbers) or not all(map(math.isfinite, numbers)):
         raise ValueError(
             f"coefficients {coefficients!r:.60}: a list of numbers, the highest power first"

@@ -88,7 +88,5 @@ def _first_token(step: TokenLog) -> _Token:
 
 def _lists(tokens: list[_Token]) -> LogprobsLists:
     return LogprobsLists(
-        [record.row_ids for record in tokens],
-        [record.row for record in tokens],
-        [record.rank for record in tokens],
+        [t.row_ids for t in tokens], [t.row for t in tokens], [t.rank for t in tokens]
     )

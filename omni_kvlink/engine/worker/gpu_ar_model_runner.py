@@ -200,18 +200,11 @@ class GPUARModelRunner:
         errors = self._batch_sync.sync_errors(errors)
         results = {key: self._failed(self._prefills[key], errors[key]) for key in errors}
         active = [prefill for prefill in prefills if prefill.key not in results]
-        reader = next(
-            (prefill for prefill in active if prefill.next_pass is None and not prefill.is_new),
-            None,
-        )
+        reader = next((p for p in active if p.next_pass is None and not p.is_new), None)
         for prefill in active:
             if prefill is reader or prefill.is_new:
                 results |= self._resume(prefill)
-        waiting = [
-            prefill
-            for prefill in active
-            if prefill.next_pass is not None and prefill.key not in results
-        ]
+        waiting = [p for p in active if p.next_pass is not None and p.key not in results]
         results |= self._advance(waiting)
         for prefill in waiting:
             if prefill.next_pass is None and prefill.key not in results:
@@ -305,9 +298,7 @@ class GPUARModelRunner:
 
     def _chunks(self, prefills: Sequence[_Prefill]) -> list[tuple[_Prefill, TextPass]]:
         """Choose who reads in this step: all that is left of a request's text, or its beginning."""
-        waiting = [
-            (prefill, prefill.next_pass) for prefill in prefills if prefill.next_pass is not None
-        ]
+        waiting = [(p, p.next_pass) for p in prefills if p.next_pass is not None]
         config, num_tokens = self.config, [text_pass.num_tokens for _, text_pass in waiting]
         counts = divide_tokens(
             num_tokens, config.max_num_batched_tokens, chunked=config.enable_chunked_prefill

@@ -75,9 +75,7 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
             raise
         for output in results.values():
             output.clear_traceback()
-        return ModelRunnerOutput(
-            list(results), [output.output for output in results.values()], results
-        )
+        return ModelRunnerOutput(list(results), [r.output for r in results.values()], results)
 
     def abort(self, request_id: str) -> None:
         """Does nothing: `aborted_request_ids` of the next step has the request."""
