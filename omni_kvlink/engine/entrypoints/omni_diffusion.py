@@ -424,19 +424,15 @@ class _Bar:
                 sys.stderr.flush()
 
 
-def _deployment(
-    deploy_config: str | Path | DeployConfig | Mapping[str, Any] | None,
-) -> DeployConfig:
-    if deploy_config is None:
+def _deployment(source: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:
+    if source is None:
         stages = [{"stage_id": 0}, {"stage_id": 1}]
         return DeployConfig.from_dict({"pipeline": "bagel", "stages": stages})
-    if isinstance(deploy_config, DeployConfig):
-        return deploy_config
-    return (
-        DeployConfig.from_dict(deploy_config)
-        if isinstance(deploy_config, Mapping)
-        else DeployConfig.load(deploy_config)
-    )
+    if isinstance(source, DeployConfig):
+        return source
+    if isinstance(source, Mapping):
+        return DeployConfig.from_dict(source)
+    return DeployConfig.load(source)
 
 
 def _answer(output: DiffusionOutput, output_type: str) -> Any:
