@@ -48,7 +48,7 @@ class KVSource:
         self.link = link
 
     def begin_get(self, request_id: str, *, timeout: float) -> Any:
-        """Request a KV without waiting for it, from a lost producer if it is back in `timeout`.
+        """Request a KV without waiting for it; a lost producer may come back within `timeout`.
 
         Returns a get: `cancel` ends it, its `future` ends in a thread that must not block.
         """
@@ -67,7 +67,7 @@ class KVSource:
         self.link.abort(request_id, reason)
 
     def timeout_hint(self, request_id: str) -> str:
-        """What to add to the error of a KV that did not come."""
+        """Return what the error of a KV that did not come is to add."""
         return ""
 
     def close(self) -> None:

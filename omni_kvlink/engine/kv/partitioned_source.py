@@ -55,8 +55,8 @@ class PartitionedKVSource(KVSource):
         deadline = time.monotonic() + config.connect_timeout
         with contextlib.ExitStack() as on_error:
             for sender in {part.sender for part in parts}:
-                left, url = max(0.0, deadline - time.monotonic()), config.sources[sender]
-                links[sender] = KVLink.connect(url, timeout=left, **config.source_options)
+                timeout, url = max(0.0, deadline - time.monotonic()), config.sources[sender]
+                links[sender] = KVLink.connect(url, timeout=timeout, **config.source_options)
                 on_error.callback(links[sender].close)
             on_error.pop_all()
         size, heads = partition.receivers.kv_ranks, partition.heads
@@ -64,7 +64,7 @@ class PartitionedKVSource(KVSource):
         return cls([(links[part.sender], part) for part in parts], shard)
 
     def timeout_hint(self, request_id: str) -> str:
-        """Names the keys of the parts, which the stage before puts as its `receivers` says."""
+        """Name the keys of the parts, which the stage before puts as its `receivers` says."""
         names = ", ".join(part.key(request_id) for _, part in self._parts)
         return f" as {names}: check kv.receivers of the stage before"
 
@@ -95,8 +95,8 @@ class PartitionedKVSource(KVSource):
             for (link, _), delivery in zip(self._parts, deliveries, strict=True):
                 received.append(open_delivery(link, delivery, started=started, verify=verify))
         except BaseException:
-            for one in [*received, *deliveries[len(received) + 1 :]]:
-                one.release_unread()
+            for part in [*received, *deliveries[len(received) + 1 :]]:
+                part.release_unread()
             raise
         return PartitionedKV(received, self._shard) if len(received) > 1 else ReceivedKV(*received)
 
@@ -134,18 +134,18 @@ class PartitionedGet:
         Raises the error of one part, after the others were returned to their producers.
         """
         gets, self._gets = self._gets, []
-        order = sorted(range(len(gets)), key=lambda at: _rank_of(gets[at]))
-        found: dict[int, Delivery] = {}
+        order = sorted(range(len(gets)), key=lambda index: _rank_of(gets[index]))
+        deliveries: dict[int, Delivery] = {}
         try:
-            for at in order:
-                found[at] = gets[at].wait(timeout=0.0)
+            for index in order:
+                deliveries[index] = gets[index].wait(timeout=0.0)
         except BaseException:
-            for delivery in found.values():
+            for delivery in deliveries.values():
                 delivery.release_unread()
-            for at in order[len(found) + 1 :]:  # the one that raised has ended
-                gets[at].cancel()
+            for index in order[len(deliveries) + 1 :]:  # the one that raised has ended
+                gets[index].cancel()
             raise
-        return [found[at] for at in range(len(gets))]
+        return [deliveries[index] for index in range(len(gets))]
 
     def cancel(self) -> None:
         """Cancel all gets; idempotent."""
@@ -178,9 +178,9 @@ class PartitionedKV(ReceivedKV):
 
     def to(self, device: torch.device) -> KVPayload:
         """One cache on a device, every byte verified while it is copied; SchemaError: not one."""
-        found = [kv_payload(part) for part in self._parts]
-        target = blank_heads(found[0], self._shard, device=device)
-        for part, view in zip(self._parts, head_targets(found, into=target), strict=True):
+        payloads = [kv_payload(part) for part in self._parts]
+        target = blank_heads(payloads[0], self._shard, device=device)
+        for part, view in zip(self._parts, head_targets(payloads, into=target), strict=True):
             part.scatter(view)
         self.release()
         return target
