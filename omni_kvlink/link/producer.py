@@ -314,6 +314,9 @@ class KVProducer(LinkEnd):
     def _allocation(self, request_id: str) -> Allocation | None:
         """Return the memory that was allocated for a payload; TransferFailed if it was aborted."""
         allocation = self._allocations.get(request_id)
+        if allocation is not None and allocation.is_spent:  # an interrupt ended its `take`
+            del self._allocations[request_id]
+            allocation = None
         if allocation is None and self._aborts:
             abort = self._aborts.pop(request_id, None)
             if abort is not None:

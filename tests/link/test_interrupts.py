@@ -24,6 +24,7 @@ from omni_kvlink import (
     ReceivedChunk,
     TransferFailed,
 )
+from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.lowlevel import begin_get, begin_gets, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until, until_freed, until_requested
@@ -357,6 +358,25 @@ def test_an_allocation_interrupted_at_each_line(pair: tuple[KVProducer, KVConsum
         assert number > 50
     finally:
         gc.enable()
+
+
+def test_an_allocation_interrupted_before_its_caller_has_it(
+    pair: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is free: a put takes other memory."""
+    producer, _ = pair
+    begin = Allocation.__init__
+
+    def begin_interrupted(*arguments: Any) -> None:
+        begin(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Allocation, "__init__", begin_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            producer.allocate(DATA)
+    until_freed(producer)
+    producer.put(DATA)
 
 
 def release_allocated(producer: KVProducer, plan: Payload) -> None:

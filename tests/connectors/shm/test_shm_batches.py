@@ -33,6 +33,7 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
 from omni_kvlink.link.producer import PAYLOADS_PER_TURN
+from omni_kvlink.link.put_operation import CopiedPut
 from omni_kvlink.lowlevel import begin_gets
 from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.testing.caches import Recipe
@@ -339,6 +340,23 @@ def test_a_batch_with_a_key_that_is_taken_puts_nothing(
         producer.put_many(payloads())
     assert producer.stats()["transfers"]["live"] == 1
     assert producer.stats()["memory"]["used"] == used
+
+
+def test_packed_payloads_beside_one_that_cannot_be_copied_keep_no_quota(
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    producer, _ = ends
+    large = TensorTransferData("large", {"hidden": torch.ones(INLINE)})
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiedPut, "fill", fail)
+        with pytest.raises(MemoryError):
+            producer.put_many([*payloads()[:2], large])
+    stats = producer.stats()
+    assert (stats["memory"]["used"], stats["transfers"]["live"]) == (0, 0)
+    producer.put_many([*payloads()[:2], large])
 
 
 def test_payloads_before_an_error_are_free_while_the_error_is_kept(
