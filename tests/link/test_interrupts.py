@@ -375,7 +375,6 @@ def test_an_allocation_interrupted_before_its_caller_has_it(
         patch.setattr(Allocation, "__init__", begin_interrupted)
         with pytest.raises(KeyboardInterrupt):
             producer.allocate(DATA)
-    until_freed(producer)
     producer.put(DATA)
 
 
