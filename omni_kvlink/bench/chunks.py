@@ -33,7 +33,7 @@ _PIPE_BYTES = 1 << 20
 
 
 class ChunkBytes:
-    """What each chunk holds, a function of its stream and number; equal in both processes."""
+    """The content of each chunk, by its stream and number; equal in both processes."""
 
     def __init__(self, paced: Paced):
         self._paced, rows = paced, paced.streams * paced.chunks
@@ -43,7 +43,7 @@ class ChunkBytes:
 
     def tensor(self, stream: int, number: int) -> torch.Tensor:
         """A chunk, `[tokens, hidden]` bfloat16; not copied."""
-        start = _STEP * self._paced.at(stream, number)
+        start = _STEP * self._paced.position(stream, number)
         tokens, hidden = self._paced.tokens, self._paced.hidden
         return self._elements[start : start + tokens * hidden].view(tokens, hidden)
 
@@ -54,7 +54,7 @@ class ChunkBytes:
 
     def raw(self, stream: int, number: int) -> bytes:
         """The bytes of a chunk."""
-        start = 2 * _STEP * self._paced.at(stream, number)
+        start = 2 * _STEP * self._paced.position(stream, number)
         return self._raw[start : start + self._paced.nbytes]
 
     def flip(self, stream: int, number: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Sent(NamedTuple):
 
     called: list[int]
     returned: list[int]
-    late: list[int]
+    delays: list[int]
     cpu: int
     wall: int
 
@@ -88,7 +88,7 @@ def send_all(
     the streams evenly spread over that time or, if `together`, all at once.
     """
     called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
-    late, period = list[int](), 1e9 / per_second
+    delays, period = list[int](), 1e9 / per_second
     _sleep_until(begin)
     cpu = time.process_time_ns()
     for number in range(paced.chunks):
@@ -96,19 +96,19 @@ def send_all(
             phase = 0.0 if together else stream / paced.streams
             due = begin + int(period * (number + phase))
             _sleep_until(due)
-            at = paced.at(stream, number)
-            called[at] = now = time.monotonic_ns()
+            position = paced.position(stream, number)
+            called[position] = now = time.monotonic_ns()
             send(stream, number)
-            returned[at] = time.monotonic_ns()
-            late.append(now - due)
+            returned[position] = time.monotonic_ns()
+            delays.append(now - due)
     cpu = time.process_time_ns() - cpu
-    return Sent(called, returned, late, cpu, time.monotonic_ns() - begin)
+    return Sent(called, returned, delays, cpu, time.monotonic_ns() - begin)
 
 
 def send_steps(paced: Paced, send: Callable[[int], None], *, begin: int, per_second: float) -> Sent:
     """Send step `n`, which has chunk `n` of each stream, `n / per_second` seconds after `begin`."""
     called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
-    late, period = list[int](), 1e9 / per_second
+    delays, period = list[int](), 1e9 / per_second
     _sleep_until(begin)
     cpu = time.process_time_ns()
     for number in range(paced.chunks):
@@ -118,17 +118,17 @@ def send_steps(paced: Paced, send: Callable[[int], None], *, begin: int, per_sec
         send(number)
         done = time.monotonic_ns()
         for stream in range(paced.streams):
-            at = paced.at(stream, number)
-            called[at], returned[at] = now, done
-        late += [now - due] * paced.streams
+            position = paced.position(stream, number)
+            called[position], returned[position] = now, done
+        delays += [now - due] * paced.streams
     cpu = time.process_time_ns() - cpu
-    return Sent(called, returned, late, cpu, time.monotonic_ns() - begin)
+    return Sent(called, returned, delays, cpu, time.monotonic_ns() - begin)
 
 
 def _sleep_until(due: int) -> None:
-    left = due - time.monotonic_ns()
-    if left > 0:
-        time.sleep(1e-9 * left)
+    nanoseconds = due - time.monotonic_ns()
+    if nanoseconds > 0:
+        time.sleep(1e-9 * nanoseconds)
 
 
 class ChunkRecorder:
@@ -138,16 +138,16 @@ class ChunkRecorder:
         self._bytes, self.paced = ChunkBytes(paced), paced
         self._received = [0] * (paced.streams * paced.chunks)
         self._wrong = self._cpu = self._first = 0
-        self.left = len(self._received)
+        self.chunks_left = len(self._received)
 
     def take(self, stream: int, number: int, data: Any, now: int) -> None:
         """A chunk is here since `now` (monotonic nanoseconds); `data` has the buffer protocol."""
         if not self._first:
             self._first, self._cpu = now, time.process_time_ns()
-        self._received[self.paced.at(stream, number)] = now
+        self._received[self.paced.position(stream, number)] = now
         self._wrong += bytes(data) != self._bytes.raw(stream, number)
-        self.left -= 1
-        if not self.left:
+        self.chunks_left -= 1
+        if not self.chunks_left:
             self._cpu = time.process_time_ns() - self._cpu
 
     def result(self) -> dict[str, Any]:
@@ -165,57 +165,57 @@ def receive_by_callbacks(
     What an engine's own event loop does: the link's thread reports each stream that is ready.
     """
     ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-    left = [into.left // len(streams)] * len(streams)
+    chunks_left = [into.chunks_left // len(streams)] * len(streams)
 
-    def request(at: int) -> None:
-        streams[at].when_next().add_done_callback(lambda _: ready.put(at))
+    def request(index: int) -> None:
+        streams[index].when_next().add_done_callback(lambda _: ready.put(index))
 
-    for at in range(len(streams)):
-        request(at)
-    while into.left:
-        at = ready.get(timeout=PATIENCE)
-        _take(at, streams[at].receive(timeout=0.0), into)
-        left[at] -= 1
-        if left[at]:  # another stream's chunks may come after this one's end
-            request(at)
+    for index in range(len(streams)):
+        request(index)
+    while into.chunks_left:
+        index = ready.get(timeout=PATIENCE)
+        _take(index, streams[index].receive(timeout=0.0), into)
+        chunks_left[index] -= 1
+        if chunks_left[index]:  # another stream's chunks may come after this one's end
+            request(index)
 
 
 def receive_by_asyncio(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
     """Receive all chunks in one thread with asyncio, a task for each stream."""
 
-    async def receive(at: int) -> None:
-        stream = AsyncChunkStream(streams[at])
-        for _ in range(into.left // len(streams)):
-            _take(at, await stream.receive(timeout=PATIENCE), into)
+    async def receive(index: int) -> None:
+        stream = AsyncChunkStream(streams[index])
+        for _ in range(into.chunks_left // len(streams)):
+            _take(index, await stream.receive(timeout=PATIENCE), into)
 
     async def receive_all() -> None:
-        await asyncio.gather(*(receive(at) for at in range(len(streams))))
+        await asyncio.gather(*(receive(index) for index in range(len(streams))))
 
     asyncio.run(receive_all())
 
 
 def receive_by_streams(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
     """Receive all chunks in this one thread with `ChunkStreams`."""
-    number_of = {stream: at for at, stream in enumerate(streams)}
-    together = ChunkStreams(streams)
-    while into.left:
-        stream, chunk = together.receive(timeout=PATIENCE)
+    number_of = {stream: index for index, stream in enumerate(streams)}
+    merged = ChunkStreams(streams)
+    while into.chunks_left:
+        stream, chunk = merged.receive(timeout=PATIENCE)
         _take(number_of[stream], chunk, into)
 
 
 def receive_steps(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
     """Receive all chunks from one stream, whose chunks are steps of them all."""
     (stream,) = streams
-    while into.left:
+    while into.chunks_left:
         step = stream.receive(timeout=PATIENCE)
         if step is None:
             raise IntegrityError("the stream of steps ended too early")
-        found = [
+        parts = [
             (int(name), tensors["hidden"], time.monotonic_ns())
             for name, tensors in step.requests().items()
         ]
-        for at, hidden, now in found:
-            into.take(at, step.number, bytes_of(hidden).data, now)
+        for index, hidden, now in parts:
+            into.take(index, step.number, bytes_of(hidden).data, now)
 
 
 RECEIVE = dict(
@@ -225,14 +225,14 @@ RECEIVE = dict(
         strict=True,
     )
 )
-"""How a reader of each name receives."""
+"""The function by which a reader of each name receives."""
 
 
-def _take(at: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:
+def _take(index: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:
     now = time.monotonic_ns()
     if chunk is None:
-        raise IntegrityError(f"stream {at} ended too early")
-    into.take(at, chunk.number, bytes_of(chunk.data["hidden"]).data, now)
+        raise IntegrityError(f"stream {index} ended too early")
+    into.take(index, chunk.number, bytes_of(chunk.data["hidden"]).data, now)
 
 
 class ChunkPipe:
@@ -252,8 +252,8 @@ class ChunkPipe:
         """Write a chunk; blocks while the pipe is full."""
         frame = _FRAME.pack(stream, number)
         written = os.writev(self._fd, [frame, data])
-        whole = len(frame) + len(data)
-        while written < whole:
+        total = len(frame) + len(data)
+        while written < total:
             written += os.write(self._fd, (frame + data)[written:])
 
     def receive(self, into: ChunkRecorder) -> None:
@@ -261,19 +261,19 @@ class ChunkPipe:
         size = _FRAME.size + into.paced.nbytes
         buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * size)))
         filled = 0
-        while into.left:
+        while into.chunks_left:
             count = os.readv(self._fd, [buffer[filled:]])
             if not count:
                 raise EOFError("the pipe was closed")
-            filled, at = filled + count, 0
-            while filled - at >= size:
+            filled, start = filled + count, 0
+            while filled - start >= size:
                 now = time.monotonic_ns()
-                data = buffer[at + _FRAME.size : at + size]
-                stream, number = _FRAME.unpack_from(buffer, at)
+                data = buffer[start + _FRAME.size : start + size]
+                stream, number = _FRAME.unpack_from(buffer, start)
                 into.take(stream, number, data, now)
-                at += size
-            buffer[: filled - at] = buffer[at:filled]
-            filled -= at
+                start += size
+            buffer[: filled - start] = buffer[start:filled]
+            filled -= start
 
     def close(self) -> None:
         """Close this end."""

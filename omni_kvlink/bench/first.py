@@ -1,4 +1,4 @@
-"""How much longer the first transfer of a link takes than its tenth, prefaulted and not."""
+"""Seconds of the first transfer of a link beside those of its tenth, prefaulted and not."""
 
 from __future__ import annotations
 
@@ -62,12 +62,14 @@ class FirstResult(Timings):
             wrapped("link", f"{setup.connector}, {setup.rounds} links of each kind, in turn"),
             wrapped("wait", f"{setup.wait:g} s between the link's opening and the first transfer"),
         ]
-        what = {kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS}
+        descriptions = {
+            kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS
+        }
         rows = [
-            row(f"{name} transfer", (one.p50, one.min, one.max), what[kind])
+            row(f"{name} transfer", (summary.p50, summary.min, summary.max), descriptions[kind])
             for kind in KINDS
             for name in ("first", "tenth")
-            for one in (self.milliseconds(f"{kind}_{name}"),)
+            for summary in (self.milliseconds(f"{kind}_{name}"),)
         ]
         lines = list[str]()
         for kind in KINDS:
@@ -124,9 +126,9 @@ def _transfer(pair: Pair, sample: Sample) -> float:
 def _mapping(pair: Pair) -> dict[str, int]:
     """Milliseconds in which each end mapped memory ahead."""
     stats = {"producer": pair.link.stats(), "reader": pair.peer.call("stats")}
-    found = dict[str, int]()
-    for side, one in stats.items():
-        mapped = one.get("mapped") or one.get("memory", {}).get("prefault")
+    milliseconds = dict[str, int]()
+    for side, counters in stats.items():
+        mapped = counters.get("mapped") or counters.get("memory", {}).get("prefault")
         if mapped:  # an end in the producer's process maps nothing
-            found[side] = mapped["milliseconds"]
-    return found
+            milliseconds[side] = mapped["milliseconds"]
+    return milliseconds

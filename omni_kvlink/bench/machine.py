@@ -45,12 +45,12 @@ def one_line(machine: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch use `count` threads within the `with` block."""
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def _field(path: str, name: str) -> str:

@@ -73,8 +73,8 @@ def open_pair(
         raise BenchError(str(error)) from None
     with link, _as_bench_errors(), contextlib.closing(_start_reader(own_thread)) as peer:
         try:
-            own = {"threads": threads, "options": dict(connecting or {})}
-            peer.submit("connect", url=link.url, timeout=20.0, **own).result(60.0)
+            reader_options = {"threads": threads, "options": dict(connecting or {})}
+            peer.submit("connect", url=link.url, timeout=20.0, **reader_options).result(60.0)
             yield Pair(link, peer, own_thread=own_thread)
             peer.call("close")
         except BaseException:

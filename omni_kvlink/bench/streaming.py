@@ -1,4 +1,4 @@
-"""How long it takes until the reader has copied all out: as a whole, and layer by layer."""
+"""The latency until the reader has copied all out: as a whole, and layer by layer."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class StreamResult(Timings):
         """The bars of this setup, and whether they are met; empty for a setup without one."""
         if self.setup.connector != "shm" or self.setup.shape.nbytes < 100 << 20:
             return []
-        found = [
+        figures = [
             ("streamed / sequential", self.ratio, 0.7),
             ("first layer, ms", self.milliseconds("first_layer").p50, 5.0),
             ("in-place put beyond its digests, ms", self.beyond_digest, 1.0),
         ]
-        return [bar(*one) for one in found]
+        return [bar(*figure) for figure in figures]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
@@ -87,8 +87,8 @@ class StreamResult(Timings):
         columns = ["ms", "p50", "min", "max", "what"]
         summaries = {name: self.milliseconds(name) for name in self.seconds}
         rows = [
-            row(name, (one.p50, one.min, one.max), MEASUREMENTS[name])
-            for name, one in summaries.items()
+            row(name, (summary.p50, summary.min, summary.max), MEASUREMENTS[name])
+            for name, summary in summaries.items()
         ]
         ratio = (
             f"streamed = {self.ratio:.2f} × sequential; the two copies at once, as this "
@@ -109,30 +109,36 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
     )
     plain, copier = PlainCopy(setup.shape.nbytes), named_copier(setup.copier)
     quota = 3 * setup.shape.nbytes + (64 << 20)
-    own = Mapping.anonymous(sample.cache.plan().nbytes).region
+    target = Mapping.anonymous(sample.cache.plan().nbytes).region
     count, rounds = setup.warmup + setup.rounds, list[dict[str, float]]()
     with (
         open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair,
         progress("rounds", count) as step,
     ):
         for _ in range(count):
-            one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
-            one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
-            rounds.append(one)
+            timings = {
+                "plain_copy": plain.seconds(),
+                **_sequential(pair, sample),
+                **_layers(pair, sample),
+            }
+            timings.update(**_at_once(pair, sample, copier, target), **_in_place(pair, sample))
+            rounds.append(timings)
             step()
-        seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in MEASUREMENTS}
+        seconds = {
+            name: [timings[name] for timings in rounds[setup.warmup :]] for name in MEASUREMENTS
+        }
         return StreamResult(seconds, setup, copier.name)
 
 
-def _start_reader(pair: Pair, sample: Sample, command: str, **more: Any) -> Future[Any]:
+def _start_reader(pair: Pair, sample: Sample, command: str, **options: Any) -> Future[Any]:
     """Let the reader make its targets, request the payload, and fall asleep."""
     shape, paged = dataclasses.asdict(sample.shape), bool(sample.cache.block_ids)
-    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **more)
+    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **options)
     pair.wait_until_requested()
     return reading
 
 
-def _whole(pair: Pair, sample: Sample) -> dict[str, float]:
+def _sequential(pair: Pair, sample: Sample) -> dict[str, float]:
     reading = _start_reader(pair, sample, "copy_out")
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
@@ -156,15 +162,15 @@ def _layers(pair: Pair, sample: Sample) -> dict[str, float]:
     return {"streamed": 1e-9 * streamed, "first_layer": 1e-9 * first}
 
 
-def _at_once(pair: Pair, sample: Sample, copier: Copier, own: Region) -> dict[str, float]:
+def _at_once(pair: Pair, sample: Sample, copier: Copier, target: Region) -> dict[str, float]:
     """The reader copies out a payload that it has, while this process copies into other memory."""
     moment = time.monotonic_ns() + 50_000_000 + 2 * sample.shape.nbytes
-    reading = _start_reader(pair, sample, "copy_out", at=moment)
+    reading = _start_reader(pair, sample, "copy_out", moment=moment)
     receipt = pair.link.put(sample.cache)
     sources, plan = sample.cache.tensors(), sample.cache.plan()
     while time.monotonic_ns() < moment:
         pass
-    copier.gather(sources, plan, own)
+    copier.gather(sources, plan, target)
     ended = time.monotonic_ns()
     last = reading.result(60.0)
     receipt.wait(timeout=60.0)
@@ -173,18 +179,18 @@ def _at_once(pair: Pair, sample: Sample, copier: Copier, own: Region) -> dict[st
 
 def _in_place(pair: Pair, sample: Sample) -> dict[str, float]:
     """An in-place put with digests, without, and the digests alone; no reader gets the payload."""
-    found = {}
+    seconds = {}
     for name, digests in (("in_place", True), ("in_place_bare", False)):
         allocation = pair.link.allocate(_blank(sample, "in-place"))
         for raw, target in zip(sample.rows, allocation.data.tensors(), strict=True):
             bytes_of(dense(target))[:] = raw.reshape(-1)
         start = time.perf_counter()
         receipt = pair.link.put(allocation.data, digests=digests)
-        found[name] = time.perf_counter() - start
+        seconds[name] = time.perf_counter() - start
         if digests:
-            found["digest"] = receipt.ledger.seconds["copy"]
+            seconds["digest"] = receipt.ledger.seconds["copy"]
         pair.link.abort("in-place")
-    return found
+    return seconds
 
 
 def _blank(sample: Sample, key: str) -> KVCacheTransferData:

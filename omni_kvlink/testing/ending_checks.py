@@ -66,11 +66,11 @@ def check_fail_while_read(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("f").make())
     reader.call("hold", key="f", timeout=60)
-    before = reader.peer.call("hash_held", key="f")
+    digest = reader.peer.call("hash_held", key="f")
     producer.fail("f", "too late")
     expect(TransferFailed, receipt.wait, timeout=60)
     producer.put(Recipe("g", seed=5).make())
-    assert reader.peer.call("hash_held", key="f") == before
+    assert reader.peer.call("hash_held", key="f") == digest
     assert producer.stats()["memory"]["blocks"] == 2
     reader.peer.call("release", key="f")
     reader.call("get", key="g", timeout=60)
@@ -100,10 +100,10 @@ def check_ttl_with_one_reader_missing(rig: Rig) -> None:
     """A reader keeps an expired payload until it releases it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = _put_for_waiting(producer, reader, readers=2, ttl=0.3)
-    before = reader.peer.call("hash_held", key="t")
+    digest = reader.peer.call("hash_held", key="t")
     expect(TransferFailed, receipt.wait, timeout=60, mentions=("1 readers",))
     assert producer.stats()["memory"]["used"] > 0
-    assert reader.peer.call("hash_held", key="t") == before
+    assert reader.peer.call("hash_held", key="t") == digest
     reader.peer.call("release", key="t")
 
 
@@ -128,7 +128,7 @@ def check_producer_closes(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     held = producer.put(Recipe("held").make())
     reader.call("hold", key="held", timeout=60)
-    before = reader.peer.call("hash_held", key="held")
+    digest = reader.peer.call("hash_held", key="held")
     unread = producer.put(Recipe("unread").make())
     waiting = reader.submit("get", key="w", timeout=PATIENCE)
     until_requested(producer, 2)
@@ -136,7 +136,7 @@ def check_producer_closes(rig: Rig) -> None:
     expect(PeerLostError, waiting.result, PATIENCE, mentions=("'w'",))
     for receipt in (held, unread):
         expect(TransferFailed, receipt.wait, timeout=60, mentions=("closed",))
-    assert reader.peer.call("hash_held", key="held") == before
+    assert reader.peer.call("hash_held", key="held") == digest
     reader.peer.call("release", key="held")
     expect(PeerLostError, reader.call, "get", key="w", timeout=0.2)
 
@@ -156,27 +156,27 @@ def check_reader_closes_while_reading(rig: Rig) -> None:
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     receipt = producer.put(Recipe("kept").make())
     reader.call("hold", key="kept", timeout=60)
-    before = reader.peer.call("hash_held", key="kept")
+    digest = reader.peer.call("hash_held", key="kept")
     reader.call("close")
     for number in range(3):
         producer.put(Recipe(f"next-{number}", seed=number + 1).make())
         other.call("get", key=f"next-{number}", timeout=60)
-    assert reader.peer.call("hash_held", key="kept") == before, "reused under a reader"
+    assert reader.peer.call("hash_held", key="kept") == digest, "reused under a reader"
     reader.peer.call("release", key="kept")
     receipt.wait(timeout=60)
 
 
 def check_use_after_close(rig: Rig) -> None:
     """Every verb raises ClosedError; closing again does nothing."""
-    producer, here, reader = rig.serve(), rig.connect_here(), rig.connect()
-    for link in (producer, here):
+    producer, consumer, reader = rig.serve(), rig.connect_here(), rig.connect()
+    for link in (producer, consumer):
         link.close()
         link.close()
         expect(ClosedError, link.abort, "c")
         assert link.stats()["closed"]
     expect(ClosedError, producer.put, Recipe("c").make())
     expect(ClosedError, producer.fail, "c", "x")
-    expect(ClosedError, here.get, "c", timeout=1)
+    expect(ClosedError, consumer.get, "c", timeout=1)
     reader.call("close")
     expect(ClosedError, reader.call, "get", key="c", timeout=1)
 

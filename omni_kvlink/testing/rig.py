@@ -1,4 +1,4 @@
-"""What a conformance check works with: a producer in this process, and readers of a peer."""
+"""The set-up of a conformance check: a producer in this process, and readers of a peer."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class Rig:
         self._links.clear()
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
+def until(condition: Callable[[], bool], goal: str, timeout: float = PATIENCE) -> None:
     """Wait at most `timeout` seconds for something that no event announces; look every 2 ms."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"after {timeout:g} s still not: {what}")
+            raise AssertionError(f"after {timeout:g} s still not: {goal}")
         time.sleep(0.002)
 
 
@@ -121,8 +121,8 @@ def until_freed(producer: KVProducer, timeout: float = PATIENCE) -> None:
 
 def receive(reader: RemoteLink, receipt: Receipt, data: Payload, **options: Any) -> None:
     """Let a reader get a payload that was put: it equals `data`, and its receipt is done."""
-    found = reader.call("get", key=data.request_id, timeout=60, **options)
-    assert found == fingerprint(data), f"{data.request_id!r} arrived with other content"
+    digest = reader.call("get", key=data.request_id, timeout=60, **options)
+    assert digest == fingerprint(data), f"{data.request_id!r} arrived with other content"
     receipt.wait(timeout=60)
 
 

@@ -48,10 +48,10 @@ def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
         out.write_layer(layer, *layers[branch, layer], branch=branch)
 
 
-def wait_layer(reader: RemoteLink, key: str, layer: int, timeout: float = 5, **more: Any) -> str:
+def wait_layer(reader: RemoteLink, key: str, layer: int, timeout: float = 5, **options: Any) -> str:
     """Wait for a layer of the stream that a reader has; the hash of its tensors."""
-    found: str = reader.peer.call("wait_layer", key=key, layer=layer, timeout=timeout, **more)
-    return found
+    digest: str = reader.peer.call("wait_layer", key=key, layer=layer, timeout=timeout, **options)
+    return digest
 
 
 def write_all(
@@ -60,14 +60,14 @@ def write_all(
     """Write every layer; the reader has it with every byte before the next one is written."""
     for (branch, layer), views in layers.items():
         write(out, layers, (branch, layer))
-        found = reader.peer.call(command, key=key, layer=layer, branch=branch, timeout=60)
-        assert found == hash_tensors(views), (key, branch, layer)
+        digest = reader.peer.call(command, key=key, layer=layer, branch=branch, timeout=60)
+        assert digest == hash_tensors(views), (key, branch, layer)
 
 
 def finish(reader: RemoteLink, data: Payload) -> None:
     """The reader of a committed stream has its whole payload, and releases it."""
-    found = reader.peer.call("wait_stream", key=data.request_id, timeout=60)
-    assert found == fingerprint(data), f"{data.request_id!r} arrived with other content"
+    digest = reader.peer.call("wait_stream", key=data.request_id, timeout=60)
+    assert digest == fingerprint(data), f"{data.request_id!r} arrived with other content"
     reader.peer.call("release", key=data.request_id)
 
 
@@ -116,8 +116,8 @@ def check_layers_in_any_order(rig: Rig) -> None:
     for branch, layer in reversed(names):
         write(out, layers, (branch, layer))
         expect(SchemaError, write, out, layers, names[-1], mentions=("written already",))
-        found = wait_layer(reader, "s", layer, branch=branch)
-        assert found == hash_tensors(layers[branch, layer]), (branch, layer)
+        digest = wait_layer(reader, "s", layer, branch=branch)
+        assert digest == hash_tensors(layers[branch, layer]), (branch, layer)
     receipt = out.commit()
     finish(reader, recipe.make())
     receipt.wait(timeout=60)
@@ -169,15 +169,19 @@ def check_plain_get_of_a_stream(rig: Rig) -> None:
     producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=3)
-    early = readers[0].submit("get", key="s", timeout=PATIENCE, verify="full")
+    first_get = readers[0].submit("get", key="s", timeout=PATIENCE, verify="full")
     until_requested(producer, 1)
     write(out, layers)
-    late = readers[1].submit("get", key="s", timeout=PATIENCE, verify="full")
+    second_get = readers[1].submit("get", key="s", timeout=PATIENCE, verify="full")
     until_requested(producer, 2)
-    assert not early.done()
-    assert not late.done()
+    assert not first_get.done()
+    assert not second_get.done()
     receipt = out.commit()
-    for get in (early, late, readers[2].submit("get", key="s", timeout=60, verify="full")):
+    for get in (
+        first_get,
+        second_get,
+        readers[2].submit("get", key="s", timeout=60, verify="full"),
+    ):
         assert get.result(PATIENCE) == fingerprint(recipe.make())
     receipt.wait(timeout=60)
 
@@ -187,12 +191,12 @@ def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
     producer, streaming, waiting = rig.serve(), rig.connect(), rig.connect()
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=2)
-    whole = waiting.submit("get", key="s", timeout=PATIENCE)
+    getting = waiting.submit("get", key="s", timeout=PATIENCE)
     streaming.call("stream_get", key="s", timeout=60)
     write_all(out, layers, streaming, "s")
-    assert not whole.done()
+    assert not getting.done()
     receipt = out.commit()
-    assert whole.result(PATIENCE) == fingerprint(recipe.make())
+    assert getting.result(PATIENCE) == fingerprint(recipe.make())
     assert not receipt.done, "the streaming reader still has it"
     streaming.peer.call("release", key="s")
     receipt.wait(timeout=60)
@@ -200,16 +204,16 @@ def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
 
 def check_late_reader_of_a_stream(rig: Rig) -> None:
     """A late reader gets the earlier layers at once, and the others as they come."""
-    producer, first, late = rig.serve(), rig.connect(), rig.connect_here()
+    producer, first, consumer = rig.serve(), rig.connect(), rig.connect_here()
     out, layers = begin(producer, Recipe("s", layers=4), readers=2)
     names = list(layers)
     first.call("stream_get", key="s", timeout=60)
     write(out, layers, *names[:2])
-    with late.stream_get("s", timeout=60) as stream:
+    with consumer.stream_get("s", timeout=60) as stream:
         for branch, layer in names[:2]:
-            found = stream.wait_for_layer(layer, timeout=60)
-            assert hash_tensors(found.tensors) == hash_tensors(layers[branch, layer])
-        del found
+            received = stream.wait_for_layer(layer, timeout=60)
+            assert hash_tensors(received.tensors) == hash_tensors(layers[branch, layer])
+        del received
         expect(TransferTimeout, stream.wait_for_layer, 2, timeout=0.0)
         write(out, layers, *names[2:])
         out.commit()
@@ -260,11 +264,11 @@ def check_failing_writer(rig: Rig) -> None:
     getting = other.submit("get", key="s", timeout=PATIENCE)
     until_requested(producer, 2)
     layer = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
-    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
     wait_layer(reader, "s", 0)
     out.__exit__(ValueError, ValueError("out of luck"), None)
     mentions = ("layer 1 of branch 'kv'", "out of luck", "'s'")
-    for waiting in (layer, whole, getting):
+    for waiting in (layer, completion, getting):
         error = expect(TransferFailed, waiting.result, PATIENCE, mentions=mentions)
         assert error.key == "s"
     expect(TransferFailed, other.call, "get", key="s", timeout=60, mentions=("out of luck",))
@@ -278,20 +282,20 @@ def check_missing_layer(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     out, layers = _begin(producer, reader)
     write(out, layers, ("kv", 0), ("kv", 2))
-    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
     expect(SchemaError, out.commit, mentions=("layer 1 of branch 'kv'", "never written"))
-    expect(TransferFailed, whole.result, PATIENCE, mentions=("layer 1", "never"))
+    expect(TransferFailed, completion.result, PATIENCE, mentions=("layer 1", "never"))
     reader.peer.call("release", key="s")
 
 
 def check_wrong_layers_are_refused(rig: Rig) -> None:
     """A layer that is not in the plan is refused, and the stream goes on."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     key, value = layers["kv", 0]
     assert isinstance(key, torch.Tensor)
     assert isinstance(value, torch.Tensor)
-    with here.stream_get("s", timeout=60) as stream:
+    with consumer.stream_get("s", timeout=60) as stream:
         for call in (
             partial(out.write_layer, 3, key, value),
             partial(out.write_layer, -1, key, value),
@@ -368,8 +372,8 @@ def check_layer_times_out(rig: Rig) -> None:
         error = expect(TransferTimeout, waiting.result, PATIENCE, mentions=mentions)
         assert error.key == "s"
         assert "still writing" in error.phase, error.phase
-    whole = reader.peer.submit("wait_stream", key="s", timeout=0.1)
-    expect(TransferTimeout, whole.result, PATIENCE, mentions=("commit",))
+    completion = reader.peer.submit("wait_stream", key="s", timeout=0.1)
+    expect(TransferTimeout, completion.result, PATIENCE, mentions=("commit",))
     write(out, layers)
     assert wait_layer(reader, "s", 1) == hash_tensors(layers["kv", 1])
     out.commit()
@@ -389,10 +393,10 @@ def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
 
 def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
     """A thread that waits for a layer raises when the stream is released by another."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     write(out, layers, ("kv", 0))
-    stream = here.stream_get("s", timeout=60)
+    stream = consumer.stream_get("s", timeout=60)
     kept = stream.wait_for_layer(0).key
     pool = ThreadPoolExecutor(1)
     waiting = pool.submit(stream.wait_for_layer, 1, timeout=PATIENCE)
@@ -412,11 +416,11 @@ def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
 
 def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
     """A failed stream that a reader drops is freed without the garbage collector."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     gc.disable()
     try:
         for _ in range(2):
-            _drop_a_failed_stream(producer, here)
+            _drop_a_failed_stream(producer, consumer)
         until_freed(producer)
     finally:
         gc.enable()
@@ -458,9 +462,9 @@ def _stream_get_with_a_short_timeout(reader: RemoteLink, key: str) -> None:
     reader.call("stream_get", key=key, timeout=60)
 
 
-def _drop_a_failed_stream(producer: KVProducer, here: KVConsumer) -> None:
+def _drop_a_failed_stream(producer: KVProducer, consumer: KVConsumer) -> None:
     out, layers = begin(producer, THREE)
-    stream = here.stream_get("s", timeout=60)
+    stream = consumer.stream_get("s", timeout=60)
     write(out, layers, ("kv", 0))
     stream.wait_for_layer(0)
     out.fail("no")

@@ -111,8 +111,8 @@ def check_less_than_allocated(rig: Rig) -> None:
     deliver(
         producer,
         reader,
-        _only(allocation.data, "other"),
-        _only(data, "other"),
+        _branches_of(allocation.data, "other"),
+        _branches_of(data, "other"),
         copies=0,
         verify="full",
     )
@@ -192,21 +192,21 @@ def check_allocation_is_put_once(rig: Rig) -> None:
 
 def check_abort_of_an_allocation(rig: Rig) -> None:
     """After an abort by either side `put` raises, the memory is free, and so is the key."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     mentions = ("the user left",)
-    for link in (producer, here):
+    for link in (producer, consumer):
         allocation, data = _filled(producer, CACHE)
-        waiting = begin_get(here, "a", timeout=60)
+        waiting = begin_get(consumer, "a", timeout=60)
         until_requested(producer, 1)
         link.abort("a", "the user left")
         expect(TransferFailed, waiting.wait, timeout=60)
-        expect(TransferFailed, here.get, "a", timeout=60, mentions=mentions)
+        expect(TransferFailed, consumer.get, "a", timeout=60, mentions=mentions)
         expect(TransferFailed, producer.put, allocation.data, mentions=mentions)
         del allocation
         until_freed(producer)
         receipt = producer.put(data)
         assert receipt.ledger.copies == 1
-        here.get("a", timeout=60).release()
+        consumer.get("a", timeout=60).release()
         receipt.wait(timeout=60)
         until_freed(producer)
 
@@ -397,24 +397,24 @@ def _first_tokens(data: Payload, tokens: int, extra: Any = None) -> KVCacheTrans
     return cache.first_tokens(tokens, metadata)
 
 
-def _only(data: Payload, *names: str) -> KVCacheBundle:
+def _branches_of(data: Payload, *names: str) -> KVCacheBundle:
     assert isinstance(data, KVCacheBundle)
     return KVCacheBundle(data.request_id, {name: data.branches[name] for name in names})
 
 
-def _mixed(there: Payload, elsewhere: Payload) -> KVCacheTransferData:
+def _mixed(data: Payload, other: Payload) -> KVCacheTransferData:
     """A cache whose first K is in other memory."""
-    cache, blocks = _blocks(there)
-    _, others = _blocks(elsewhere)
-    blocks["key_cache"][0] = others["key_cache"][0]
+    cache, blocks = _blocks(data)
+    _, other_blocks = _blocks(other)
+    blocks["key_cache"][0] = other_blocks["key_cache"][0]
     return KVCacheTransferData(cache.request_id, blocks, cache.block_ids, cache.metadata)
 
 
-def _misplaced(data: Payload, how: str) -> KVCacheTransferData:
+def _misplaced(data: Payload, kind: str) -> KVCacheTransferData:
     cache, blocks = _blocks(data)
-    if how == "reverse":
+    if kind == "reverse":
         blocks["key_cache"].reverse()
-    elif how == "strided":
+    elif kind == "strided":
         first = blocks["key_cache"][0]
         blocks["key_cache"][0] = first.as_strided(tuple(first.shape), (48, 1, 2))
     else:  # after the payload, where the draft of a stream would be
