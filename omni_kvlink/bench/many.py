@@ -315,11 +315,11 @@ def _open_pipe(pair: Pair, paced: Paced) -> Iterator[ReceiptPipe]:
 
 
 def _ranged(summary: Summary) -> str:
-    p50, least, most = (
+    p50, least, greatest = (
         f"{value:.0f}" if value >= 100 else f"{value:.3g}"
         for value in (summary.p50, summary.min, summary.max)
     )
-    return f"{p50} [{least}..{most}]"
+    return f"{p50} [{least}..{greatest}]"
 
 
 def _setup_lines(result: ManyResult) -> list[str]:
