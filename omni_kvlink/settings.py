@@ -74,7 +74,7 @@ class Rule:
         return self._read(value, name)
 
     def parse(self, text: str, name: str) -> Any:
-        """Read the text that a URL, an environment variable or a command line has, as `read` does."""
+        """Read the text of a URL, an environment variable or a command line, as `read` does."""
         return self._parse(text, name)
 
     def __repr__(self) -> str:

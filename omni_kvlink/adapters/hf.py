@@ -293,14 +293,14 @@ def _branch(
 
 
 def _token_view(
-    part: torch.Tensor | None, table: BlockTable | None, place: str
+    part: torch.Tensor | None, table: BlockTable | None, label: str
 ) -> TensorView | None:
     """View `[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`."""
     if part is None or table is None:
         return None
     if part.shape[0] == 1:
         return part[0].transpose(0, 1)
-    return PagedTensor(part.transpose(1, 2), table, place)  # a sequence is a block
+    return PagedTensor(part.transpose(1, 2), table, label)  # a sequence is a block
 
 
 def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:

@@ -109,14 +109,14 @@ def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> No
     storages = {_storage(tokens) for _, tokens in pairs if tokens is not None}
     for target, tokens in pairs:
         assert tokens is not None
-        place, pool = target.where, target.pool
+        label, pool = target.where, target.pool
         if (target.shape, target.dtype) != (tokens.shape, tokens.dtype):
             raise SchemaError(
-                f"{place}: a pool of {pool.dtype} {list(pool.shape)} "
+                f"{label}: a pool of {pool.dtype} {list(pool.shape)} "
                 f"for tokens of {tokens.dtype} {list(tokens.shape)}"
             )
         if _storage(target) in storages:
-            raise SchemaError(f"{place}: the data lies in the pools themselves; clone it first")
+            raise SchemaError(f"{label}: the data lies in the pools themselves; clone it first")
     check_distinct([target for target, _ in pairs], lambda number: pairs[number][0].where)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import queue
 import struct
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +22,7 @@ from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from omni_kvlink.link import ChunkStream, ReceivedChunk
 
@@ -87,40 +89,53 @@ def send_all(
     Chunk `n` of each stream is due `n / per_second` seconds after `begin` (monotonic nanoseconds),
     the streams evenly spread over that time or, if `together`, all at once.
     """
-    called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
-    delays, period = list[int](), 1e9 / per_second
-    _sleep_until(begin)
-    cpu = time.process_time_ns()
-    for number in range(paced.chunks):
-        for stream in range(paced.streams):
-            phase = 0.0 if together else stream / paced.streams
-            due = begin + int(period * (number + phase))
-            _sleep_until(due)
-            position = paced.position(stream, number)
-            called[position] = now = time.monotonic_ns()
-            send(stream, number)
-            returned[position] = time.monotonic_ns()
-            delays.append(now - due)
-    cpu = time.process_time_ns() - cpu
-    return Sent(called, returned, delays, cpu, time.monotonic_ns() - begin)
+    phases = [0.0 if together else stream / paced.streams for stream in range(paced.streams)]
+    turns = (
+        _Turn(number + phase, (paced.position(stream, number),), (stream, number))
+        for number in range(paced.chunks)
+        for stream, phase in enumerate(phases)
+    )
+    return _send_turns(paced, turns, send, begin, per_second)
 
 
 def send_steps(paced: Paced, send: Callable[[int], None], *, begin: int, per_second: float) -> Sent:
     """Send step `n`, which has chunk `n` of each stream, `n / per_second` seconds after `begin`."""
-    called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
-    delays, period = list[int](), 1e9 / per_second
+    streams = range(paced.streams)
+    turns = (
+        _Turn(number, [paced.position(stream, number) for stream in streams], (number,))
+        for number in range(paced.chunks)
+    )
+    return _send_turns(paced, turns, send, begin, per_second)
+
+
+class _Turn(NamedTuple):
+    """One call of `send`: its moment in periods, the positions of its chunks, its arguments."""
+
+    moment: float
+    positions: Sequence[int]
+    arguments: tuple[int, ...]
+
+
+def _send_turns(
+    paced: Paced,
+    turns: Iterable[_Turn],
+    send: Callable[..., None],
+    begin: int,
+    per_second: float,
+) -> Sent:
+    count, period = paced.streams * paced.chunks, 1e9 / per_second
+    called, returned, delays = [0] * count, [0] * count, list[int]()
     _sleep_until(begin)
     cpu = time.process_time_ns()
-    for number in range(paced.chunks):
-        due = begin + int(period * number)
+    for moment, positions, arguments in turns:
+        due = begin + int(period * moment)
         _sleep_until(due)
         now = time.monotonic_ns()
-        send(number)
+        send(*arguments)
         done = time.monotonic_ns()
-        for stream in range(paced.streams):
-            position = paced.position(stream, number)
+        for position in positions:
             called[position], returned[position] = now, done
-        delays += [now - due] * paced.streams
+        delays += [now - due] * len(positions)
     cpu = time.process_time_ns() - cpu
     return Sent(called, returned, delays, cpu, time.monotonic_ns() - begin)
 
@@ -235,6 +250,40 @@ def _take(index: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:
     into.take(index, chunk.number, bytes_of(chunk.data["hidden"]).data, now)
 
 
+@contextlib.contextmanager
+def make_fifos(*suffixes: str) -> Iterator[str]:
+    """Make a FIFO of each suffix behind the same path, which is yielded; removes them."""
+    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
+        path = os.path.join(directory, "pipe")
+        for suffix in suffixes:
+            os.mkfifo(path + suffix, 0o600)
+        yield path
+
+
+def open_fifo(path: str, flags: int) -> int:
+    """Open one end of a FIFO: a blocking descriptor of a large pipe."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # it would wait for the other end
+    os.set_blocking(fd, True)
+    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return fd
+
+
+def read_records(fd: int, nbytes: int, count: int) -> Iterator[list[memoryview]]:
+    """Read `count` records of `nbytes` bytes each; blocks, and yields those that came together."""
+    buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes)))
+    filled = 0
+    while count:
+        received = os.readv(fd, [buffer[filled:]])
+        if not received:
+            raise EOFError("the pipe was closed")
+        filled += received
+        stop = filled - filled % nbytes
+        yield [buffer[start : start + nbytes] for start in range(0, stop, nbytes)]
+        count -= stop // nbytes
+        buffer[: filled - stop] = buffer[stop:filled]
+        filled -= stop
+
+
 class ChunkPipe:
     """One end of a pipe that carries the same chunks, each behind its stream and number.
 
@@ -242,11 +291,7 @@ class ChunkPipe:
     """
 
     def __init__(self, path: str, *, is_sender: bool):
-        flags = os.O_WRONLY if is_sender else os.O_RDONLY
-        self._fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(self._fd, True)
-        if is_sender:
-            fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._fd = open_fifo(path, os.O_WRONLY if is_sender else os.O_RDONLY)
 
     def send(self, stream: int, number: int, data: bytes) -> None:
         """Write a chunk; blocks while the pipe is full."""
@@ -259,21 +304,11 @@ class ChunkPipe:
     def receive(self, into: ChunkRecorder) -> None:
         """Read all chunks; blocks."""
         size = _FRAME.size + into.paced.nbytes
-        buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * size)))
-        filled = 0
-        while into.chunks_left:
-            count = os.readv(self._fd, [buffer[filled:]])
-            if not count:
-                raise EOFError("the pipe was closed")
-            filled, start = filled + count, 0
-            while filled - start >= size:
+        for records in read_records(self._fd, size, into.chunks_left):
+            for record in records:
                 now = time.monotonic_ns()
-                data = buffer[start + _FRAME.size : start + size]
-                stream, number = _FRAME.unpack_from(buffer, start)
-                into.take(stream, number, data, now)
-                start += size
-            buffer[: filled - start] = buffer[start:filled]
-            filled -= start
+                stream, number = _FRAME.unpack_from(record)
+                into.take(stream, number, record[_FRAME.size :], now)
 
     def close(self) -> None:
         """Close this end."""

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import make_sample
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.report import (
+    Progress,
+    bar,
+    document,
+    payload_line,
+    progress,
+    row,
+    table,
+    wrapped,
+)
 from omni_kvlink.bench.setups import FirstSetup
 from omni_kvlink.bench.stats import Timings
 
@@ -56,17 +65,15 @@ class FirstResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        shape, setup = self.setup.shape, self.setup
+        setup = self.setup
         head = [
-            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            payload_line(setup.shape),
             wrapped("link", f"{setup.connector}, {setup.rounds} links of each kind, in turn"),
             wrapped("wait", f"{setup.wait:g} s between the link's opening and the first transfer"),
         ]
-        descriptions = {
-            kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS
-        }
+        texts = {kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS}
         rows = [
-            row(f"{name} transfer", (summary.p50, summary.min, summary.max), descriptions[kind])
+            row(f"{name} transfer", (summary.p50, summary.min, summary.max), texts[kind])
             for kind in KINDS
             for name in ("first", "tenth")
             for summary in (self.milliseconds(f"{kind}_{name}"),)
@@ -79,28 +86,20 @@ class FirstResult(Timings):
         for side, times in self.mapping.items():
             text = f"{side}: {min(times)} to {max(times)} ms in a thread, before the first transfer"
             lines.append(wrapped("mapping", text))
-        lines += map(bar_line, self.bars())
-        columns = ["ms", "p50", "min", "max", "what"]
-        return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
+        figures = table(["ms", "p50", "min", "max", "what"], rows)
+        return document(head, figures, lines, self.bars())
 
 
 def measure(setup: FirstSetup, progress: Progress = progress) -> FirstResult:
     """Open all links one after the other, and send `TRANSFERS` payloads over each."""
     sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources="contiguous")
     seconds = {f"{kind}_{name}": list[float]() for kind in KINDS for name in ("first", "tenth")}
-    mapping = dict[str, list[int]]()
+    mapping, quota = dict[str, list[int]](), 2 * setup.shape.nbytes + _SLOT_SPACE
     with progress("links", len(KINDS) * setup.rounds) as step:
         for _ in range(setup.rounds):
             for kind in KINDS:
                 options = {"prefault": setup.shape.nbytes} if kind == "prefault" else {}
-                with open_pair(
-                    setup.connector,
-                    url=setup.url,
-                    connecting=options,
-                    copier=setup.copier,
-                    quota=2 * setup.shape.nbytes + _SLOT_SPACE,
-                    **options,
-                ) as pair:
+                with open_setup(setup, connecting=options, quota=quota, **options) as pair:
                     time.sleep(setup.wait)
                     times = [_transfer(pair, sample) for _ in range(TRANSFERS)]
                     if options:

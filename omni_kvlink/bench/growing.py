@@ -5,17 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Sent, send_all, send_steps
-from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.chunks import (
+    ChunkBytes,
+    ChunkPipe,
+    Sent,
+    make_fifos,
+    send_all,
+    send_steps,
+)
+from omni_kvlink.bench.pair import Pair, open_setup
+from omni_kvlink.bench.report import (
+    Progress,
+    bar,
+    document,
+    load_line,
+    progress,
+    times_table,
+    wrapped,
+)
 from omni_kvlink.bench.setups import GrowingSetup, Paced
-from omni_kvlink.bench.stats import Summary, Timings
+from omni_kvlink.bench.stats import COLUMNS, Summary, Timings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,13 +162,8 @@ class GrowingResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        rows = [
-            row(name, dataclasses.astuple(self.milliseconds(name)), description)
-            for name, description in TIMES.items()
-        ]
-        head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
-        parts = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
-        return "\n\n".join(parts)
+        times = times_table(self, TIMES, *COLUMNS)
+        return document(_setup_lines(self), times, _result_lines(self), self.bars())
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""
@@ -177,11 +186,9 @@ class GrowingResult(Timings):
 
 def measure(setup: GrowingSetup, progress: Progress = progress) -> GrowingResult:
     """Run all rounds, after a short one of each kind to warm up."""
-    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
-    serving["inline"] = setup.inline
     rounds = list[Round]()
     with (
-        open_pair(setup.connector, url=setup.url, **serving) as pair,
+        open_setup(setup) as pair,
         _open_pipe(pair) as pipe,
         progress("rounds", 2 * setup.rounds) as step,
     ):
@@ -202,9 +209,7 @@ def measure(setup: GrowingSetup, progress: Progress = progress) -> GrowingResult
 
 @contextlib.contextmanager
 def _open_pipe(pair: Pair) -> Iterator[ChunkPipe]:
-    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
-        path = os.path.join(directory, "pipe")
-        os.mkfifo(path, 0o600)
+    with make_fifos("") as path:
         pair.peer.call("open_pipe", path=path)
         with contextlib.closing(ChunkPipe(path, is_sender=True)) as pipe:
             yield pipe
@@ -318,6 +323,4 @@ def _result_lines(result: GrowingResult) -> list[str]:
     lines.append(wrapped("ratio", f"link by pipe: {ratios}"))
     total = sum(len(round_.sent.called) for round_ in result.rounds)
     verdict = f"{result.failed} of {total} chunks WRONG" if result.failed else f"all {total} equal"
-    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    lines += [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
-    return [*lines, *map(bar_line, result.bars())]
+    return [*lines, wrapped("bytes", verdict), load_line()]

@@ -19,12 +19,20 @@ from omni_kvlink.bench.baselines import (
 )
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.report import (
+    Progress,
+    bar,
+    document,
+    payload_line,
+    progress,
+    times_table,
+    wrapped,
+)
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
-from omni_kvlink.bench.stats import Summary, Timings
+from omni_kvlink.bench.stats import COLUMNS, Summary, Timings
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.memory.region import PAGE
 
@@ -97,9 +105,8 @@ class LatencyResult(Timings):
         for baseline in BASELINES:
             ran, name = baseline in self.baselines, baseline.name
             compared[f"{name}_ms"] = self.milliseconds(name).to_dict() if ran else None
-            compared[f"{name}_ratio"] = (
-                round(self.ratio_of(baseline.phase, name), 4) if ran else None
-            )
+            ratio = round(self.ratio_of(baseline.phase, name), 4) if ran else None
+            compared[f"{name}_ratio"] = ratio
         return {
             "payload_bytes": self.setup.shape.nbytes,
             "sent_bytes": self.ledger.nbytes,
@@ -126,48 +133,34 @@ class LatencyResult(Timings):
 
     def bars(self) -> list[dict[str, Any]]:
         """The bars of this setup, and whether they are met; empty for a setup without one."""
-        setup, nbytes, figures = (
-            self.setup,
-            self.setup.shape.nbytes,
-            list[tuple[str, float, float]](),
-        )
+        setup, nbytes, bars = self.setup, self.setup.shape.nbytes, list[dict[str, Any]]()
         warm_shm = setup.connector == "shm" and setup.mode == "pooled" and setup.verify != "full"
         is_large = nbytes >= 100 << 20
         if warm_shm and nbytes <= SMALL:
-            figures.append(("wake p50, microseconds", 1e3 * self.milliseconds("wake").p50, 300.0))
+            bars.append(bar("wake p50, microseconds", 1e3 * self.milliseconds("wake").p50, 300.0))
             total, pipe = self.milliseconds("total"), self.milliseconds("pipe_wake")
             label = f"total / a pipe's wake{', busy' * setup.busy}"
-            figures.append((f"{label}, p50", total.p50 / pipe.p50, 2.5))
-            figures.append((f"{label}, p99", total.p99 / pipe.p99, 6.0))
+            bars.append(bar(f"{label}, p50", total.p50 / pipe.p50, 2.5))
+            bars.append(bar(f"{label}, p99", total.p99 / pipe.p99, 6.0))
         if warm_shm and 1 << 20 <= nbytes <= 16 << 20:
-            figures.append(("total beyond the copy p50, ms", self.beyond_copy.p50, 0.5))
+            bars.append(bar("total beyond the copy p50, ms", self.beyond_copy.p50, 0.5))
         if warm_shm and is_large and setup.digests:
             label = f"total / plain copy, {self.ledger.copier} copier{', paged' * setup.paged}"
-            figures.append((label, self.ratio, 1.6 if setup.paged else 2.2))
+            bars.append(bar(label, self.ratio, 1.6 if setup.paged else 2.2))
         has_bar = (nbytes <= SMALL or is_large) and setup.digests
-        figures += [
-            (
-                f"{baseline.phase} / {baseline.text}",
-                self.ratio_of(baseline.phase, baseline.name),
-                baseline.limit,
-            )
-            for baseline in (self.baselines if has_bar else ())
-            if baseline.limit is not None
-        ]
+        for name, text, limit, phase in self.baselines if has_bar else ():
+            if limit is not None:
+                bars.append(bar(f"{phase} / {text}", self.ratio_of(phase, name), limit))
         if self.idle:
-            figures.append(("idle CPU, percent of a core", max(self.idle.values()), 1.0))
-        return [bar(*figure) for figure in figures]
+            bars.append(bar("idle CPU, percent of a core", max(self.idle.values()), 1.0))
+        return bars
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        rows = [
-            row(name, dataclasses.astuple(self.milliseconds(name)), description)
-            for name, description in TIMES.items()
-            if name != "verify" or self.setup.verify == "full"
-        ]
-        head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
-        lines = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
-        return "\n\n".join(lines)
+        is_verified = self.setup.verify == "full"
+        texts = {name: TIMES[name] for name in TIMES if name != "verify" or is_verified}
+        times = times_table(self, texts, *COLUMNS)
+        return document(_setup_lines(self), times, _result_lines(self), self.bars())
 
 
 def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult:
@@ -176,14 +169,10 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     sample = make_sample(KEY, setup.shape, rng, sources="paged" if setup.paged else "contiguous")
     data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
     plain = PlainCopy(nbytes)
-    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
-    serving["inline"] = setup.inline
     quota = max(4 << 30, 2 * nbytes)
     with (
         torch_threads(setup.threads),
-        open_pair(
-            setup.connector, url=setup.url, threads=setup.threads, quota=quota, **serving
-        ) as pair,
+        open_setup(setup, threads=setup.threads, quota=quota) as pair,
         progress("rounds", setup.warmup + setup.rounds) as step,
     ):
         senders = {
@@ -203,7 +192,7 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     cold = rounds[0]["total"] if setup.warmup else None
     seconds = {name: [timings[name] for timings in rounds[setup.warmup :]] for name in rounds[0]}
     faults = {side: counts[setup.warmup :] for side, counts in faults.items()}
-    return LatencyResult(seconds, setup, faults, cold, ledger, plain.description, idle)
+    return LatencyResult(seconds, setup, faults, cold, ledger, plain.text, idle)
 
 
 def _round(
@@ -310,7 +299,7 @@ def _setup_lines(result: LatencyResult) -> list[str]:
         f"torch threads {setup.threads}"
     )
     return [
-        wrapped("payload", f"{setup.shape} = {setup.shape.nbytes / 1e6:.3f} MB{branches}"),
+        payload_line(setup.shape, branches),
         wrapped("link", link),
         wrapped("rounds", f"{setup.rounds} after {setup.warmup} to warm up"),
         *(wrapped("note", note) for note in _notes(setup)),
@@ -353,4 +342,4 @@ def _result_lines(result: LatencyResult) -> list[str]:
     if result.idle is not None:
         text = ", ".join(f"{side} {percent:.3f} %" for side, percent in result.idle.items())
         lines.append(wrapped("idle", f"CPU of a core while connected and waiting: {text}"))
-    return [*lines, *map(bar_line, result.bars())]
+    return lines

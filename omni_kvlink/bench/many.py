@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.chunks import ChunkBytes
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.chunks import ChunkBytes, make_fifos
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.pipelined import (
     ReceiptPipe,
     SentRun,
@@ -19,7 +18,7 @@ from omni_kvlink.bench.pipelined import (
     put_singly,
 )
 from omni_kvlink.bench.reader import freeze_gc
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, document, load_line, progress, table, wrapped
 from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Options
@@ -166,7 +165,7 @@ class ManyResult:
                 kind.replace("_", " "),
                 _ranged(self.per_second(kind)),
                 *(_ranged(summary) for summary in self.cpu(kind).values()),
-                _description(self.setup, kind),
+                _text(self.setup, kind),
             ]
             for kind in KINDS
         ]
@@ -177,8 +176,8 @@ class ManyResult:
             for name, summaries in self.ratios().items()
         ]
         ratios = table(["×, by round", *self.ratio("single", "pipe")], compared)
-        about, verdict = "\n".join(_setup_lines(self)), "\n".join(_result_lines(self))
-        return "\n\n".join((about, table(head, rows), ratios, verdict))
+        tables = f"{table(head, rows)}\n\n{ratios}"
+        return document(_setup_lines(self), tables, _result_lines(self), self.bars())
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""
@@ -198,7 +197,7 @@ def _quota(setup: ManySetup) -> int:
     return max(Options.quota, 2 * payloads * (setup.bytes + _SLOT_SPACE))
 
 
-def _description(setup: ManySetup, kind: str) -> str:
+def _text(setup: ManySetup, kind: str) -> str:
     """A kind in words."""
     return {
         "pipe": "bare bytes, one byte back",
@@ -211,11 +210,8 @@ def _description(setup: ManySetup, kind: str) -> str:
 
 def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
     """Run all rounds, every second one in reverse, after one run of each kind to warm up."""
-    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
     with (
-        open_pair(
-            setup.connector, url=setup.url, quota=_quota(setup), inline=setup.inline, **serving
-        ) as pair,
+        open_setup(setup, quota=_quota(setup)) as pair,
         _open_pipe(pair, _paced(setup)) as pipe,
         progress("runs", len(KINDS) * setup.rounds) as step,
     ):
@@ -304,14 +300,13 @@ class ManySender:
 
 @contextlib.contextmanager
 def _open_pipe(pair: Pair, paced: Paced) -> Iterator[ReceiptPipe]:
-    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
-        path = os.path.join(directory, "pipe")
-        for fifo in (path, path + "-back"):
-            os.mkfifo(fifo, 0o600)
-        with contextlib.closing(ReceiptPipe(path, is_sender=True)) as pipe:
-            pair.peer.call("open_runs", path=path, **paced._asdict())
-            pipe.connect()
-            yield pipe
+    with (
+        make_fifos("", "-back") as path,
+        contextlib.closing(ReceiptPipe(path, is_sender=True)) as pipe,
+    ):
+        pair.peer.call("open_runs", path=path, **paced._asdict())
+        pipe.connect()
+        yield pipe
 
 
 def _ranged(summary: Summary) -> str:
@@ -344,6 +339,4 @@ def _setup_lines(result: ManyResult) -> list[str]:
 def _result_lines(result: ManyResult) -> list[str]:
     total = sum(run.transfers for run in result.runs)
     verdict = f"{result.failed} payloads WRONG" if result.failed else f"all {total} equal"
-    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    lines = [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
-    return [*lines, *map(bar_line, result.bars())]
+    return [wrapped("bytes", verdict), load_line()]

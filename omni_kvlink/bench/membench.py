@@ -17,7 +17,15 @@ import torch
 from omni_kvlink._native import host
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.payloads import Sources, make_sample
-from omni_kvlink.bench.report import BenchError, Progress, progress, table, wrapped
+from omni_kvlink.bench.report import (
+    BenchError,
+    Progress,
+    document,
+    payload_line,
+    progress,
+    table,
+    wrapped,
+)
 from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
@@ -37,10 +45,10 @@ PLAIN = "plain_copy"
 
 
 class CopyMethod(ABC):
-    """One method to move or read all bytes; `key` names it in JSON, `description` for people."""
+    """One method to move or read all bytes; `key` names it in JSON, `text` for people."""
 
-    def __init__(self, key: str, description: str):
-        self.key, self.description = key, description
+    def __init__(self, key: str, text: str):
+        self.key, self.text = key, text
 
     @abstractmethod
     def run(self) -> object:
@@ -62,7 +70,7 @@ class CopyMethod(ABC):
 class PlainCopy(CopyMethod):
     """The plain copy, with which all is compared: one thread, two warm buffers of `nbytes` bytes.
 
-    It is the fastest of three methods, chosen once on this machine; `description` names it.
+    It is the fastest of three methods, chosen once on this machine; `text` names it.
     """
 
     def __init__(self, nbytes: int):
@@ -76,7 +84,7 @@ class PlainCopy(CopyMethod):
         for name, self._copy in methods.items():
             best[name] = min(self.seconds() for _ in range(3))
         super().__init__("plain_copy", min(best, key=lambda name: best[name]))
-        self._copy = methods[self.description]
+        self._copy = methods[self.text]
 
     def run(self) -> None:
         """Copy once."""
@@ -103,8 +111,8 @@ class PlainCopy(CopyMethod):
 class _TorchCopyMethod(CopyMethod):
     """`Tensor.copy_`, tensor by tensor."""
 
-    def __init__(self, key: str, description: str, sources: Sequence[torch.Tensor]):
-        super().__init__(key, description)
+    def __init__(self, key: str, text: str, sources: Sequence[torch.Tensor]):
+        super().__init__(key, text)
         self._sources = sources
         self._targets = [torch.zeros_like(source) for source in sources]
 
@@ -148,8 +156,8 @@ class StagedPayload:
 class _CopierMethod(CopyMethod):
     """A method of a copier, on a payload."""
 
-    def __init__(self, key: str, description: str, copier: Copier, payload: StagedPayload):
-        super().__init__(key, description)
+    def __init__(self, key: str, text: str, copier: Copier, payload: StagedPayload):
+        super().__init__(key, text)
         self._copier, self._payload = copier, payload
 
 
@@ -169,8 +177,8 @@ class _GatherMethod(_CopierMethod):
 class _ScatterMethod(_CopierMethod):
     """The copy out of a payload into tensors, digests checked on the way."""
 
-    def __init__(self, key: str, description: str, copier: Copier, payload: StagedPayload):
-        super().__init__(key, description, copier, payload)
+    def __init__(self, key: str, text: str, copier: Copier, payload: StagedPayload):
+        super().__init__(key, text, copier, payload)
         self._targets = [torch.zeros_like(tensor) for tensor in payload.tensors()]
 
     def run(self) -> None:
@@ -206,9 +214,9 @@ class FirstTouchMethod(_CopierMethod):
     """A gather into new memory, whose making is timed too; unmapping it is not."""
 
     def __init__(
-        self, key: str, description: str, copier: Copier, payload: StagedPayload, make: MakeMapping
+        self, key: str, text: str, copier: Copier, payload: StagedPayload, make: MakeMapping
     ):
-        super().__init__(key, description, copier, payload)
+        super().__init__(key, text, copier, payload)
         self._make = make
 
     def run(self) -> Mapping:
@@ -221,9 +229,8 @@ class FirstTouchMethod(_CopierMethod):
     def moves_all_bytes(self) -> bool:
         """Run, and compare."""
         payload, mapping = self._payload, self.run()
-        return payload.holds(
-            StagedPayload(payload.sources, payload.manifest, mapping.region).tensors()
-        )
+        copied = StagedPayload(payload.sources, payload.manifest, mapping.region)
+        return payload.holds(copied.tensors())
 
 
 def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
@@ -232,36 +239,32 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     About ten times the bytes of the shape are allocated; `threads` are torch's, for the text.
     """
     cores = len(os.sched_getaffinity(0))
-    one_thread, auto, all_cores = (
-        NativeCopier(threads=1),
-        NativeCopier(),
-        NativeCopier(threads=cores),
-    )
+    single, auto, all_cores = NativeCopier(threads=1), NativeCopier(), NativeCopier(threads=cores)
     cache = _cache(shape, "contiguous")
     payload, committed = StagedPayload.of(cache), StagedPayload.of(cache)
     paged = StagedPayload.of(_cache(shape, "paged"))
     bare_plan = cache.plan(digests=False)
     bare = StagedPayload(payload.sources, bare_plan, payload.region)  # the same warm memory
-    committed.commit(one_thread)
+    committed.commit(single)
     tensors = [dense(source) for source in payload.sources]
     return [
         PlainCopy(shape.nbytes),
         _TorchCopyMethod("torch_copy", f"Tensor.copy_, torch threads {threads}", tensors),
-        _GatherMethod("gather_bare", "a put's copy, no digests", one_thread, bare),
-        _GatherMethod("gather", "the same with digests", one_thread, payload),
+        _GatherMethod("gather_bare", "a put's copy, no digests", single, bare),
+        _GatherMethod("gather", "the same with digests", single, payload),
         _GatherMethod("gather_auto_bare", "as many threads as a put takes", auto, bare),
         _GatherMethod("gather_auto", "the same with digests", auto, payload),
         _GatherMethod(
             "gather_all_cores", f"a thread on each of {cores} cores, digests", all_cores, payload
         ),
-        _GatherMethod("gather_paged", f"random blocks of {BLOCK}, digests", one_thread, paged),
-        _ScatterMethod("scatter", "out of a payload, digests checked", one_thread, committed),
-        _VerifyMethod("verify", "only read, digests checked", one_thread, committed),
+        _GatherMethod("gather_paged", f"random blocks of {BLOCK}, digests", single, paged),
+        _ScatterMethod("scatter", "out of a payload, digests checked", single, committed),
+        _VerifyMethod("verify", "only read, digests checked", single, committed),
         FirstTouchMethod(
-            "first_touch", "gather into a new memory file", one_thread, payload, _untouched
+            "first_touch", "gather into a new memory file", single, payload, _untouched
         ),
         FirstTouchMethod(
-            "populated", "the same, populated before", one_thread, payload, Mapping.shared
+            "populated", "the same, populated before", single, payload, Mapping.shared
         ),
     ]
 
@@ -288,7 +291,7 @@ class CopyResult(Timings):
 
     setup: CopySetup
     features: str
-    descriptions: dict[str, str]
+    texts: dict[str, str]
 
     def rate(self, key: str) -> float:
         """Gigabytes of tensors a second, by the median."""
@@ -303,18 +306,18 @@ class CopyResult(Timings):
         """The result as JSON values; the keys are stable."""
         rows = {
             key: {
-                "what": description,
+                "what": text,
                 "milliseconds": self.milliseconds(key).to_dict(),
                 "gigabytes_per_second": round(self.rate(key), 3),
                 "ratio": round(self.ratio_of(key, PLAIN), 4),
                 "ratio_by_round": self.ratio_by_round(key, PLAIN).to_dict(),
             }
-            for key, description in self.descriptions.items()
+            for key, text in self.texts.items()
         }
         return {
             "payload_bytes": self.setup.shape.nbytes,
             "instructions": self.features,
-            "plain_copy": self.descriptions[PLAIN],
+            "plain_copy": self.texts[PLAIN],
             "rounds": self.setup.rounds,
             "rows": rows,
             "digests_cost_percent": round(self.digests_cost, 3),
@@ -322,32 +325,25 @@ class CopyResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        shape = self.setup.shape
         head = ["", "ms p50 [min..max]", "GB/s", "× plain", "what"]
-        rows = [self._cells(key) for key in self.descriptions]
-        lines = [
-            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+        rows = [self._cells(key) for key in self.texts]
+        about = [
+            payload_line(self.setup.shape),
             wrapped("copier", f"native, {self.features}; one thread unless a row says more"),
             wrapped("rounds", f"{self.setup.rounds}; each row once in each, in random order"),
         ]
         cost = wrapped("digests", f"{self.digests_cost:+.1f} % of one thread's gather")
-        return "\n\n".join(["\n".join(lines), table(head, rows), cost])
+        return document(about, table(head, rows), [cost], ())
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""
-        return [(key.replace("_", " "), self.rate(key)) for key in self.descriptions], "GB/s"
+        return [(key.replace("_", " "), self.rate(key)) for key in self.texts], "GB/s"
 
     def _cells(self, key: str) -> list[str]:
         summary = self.milliseconds(key)
         times = f"{summary.p50:.3g} [{summary.min:.3g}..{summary.max:.3g}]"
         ratio = f"{self.ratio_of(key, PLAIN):.2f}"
-        return [
-            key.replace("_", " "),
-            times,
-            f"{self.rate(key):.2f}",
-            ratio,
-            self.descriptions[key],
-        ]
+        return [key.replace("_", " "), times, f"{self.rate(key):.2f}", ratio, self.texts[key]]
 
 
 def measure(setup: CopySetup, progress: Progress = progress) -> CopyResult:
@@ -367,5 +363,5 @@ def measure(setup: CopySetup, progress: Progress = progress) -> CopyResult:
             for method in chance.sample(methods, len(methods)):
                 seconds[method.key].append(method.seconds())
             step()
-    descriptions = {method.key: method.description for method in methods}
-    return CopyResult(seconds, setup, host.features(), descriptions)
+    texts = {method.key: method.text for method in methods}
+    return CopyResult(seconds, setup, host.features(), texts)

@@ -72,6 +72,7 @@ def make_parser() -> Parser:
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
         command.add_options(subparser)
+        _add_output(subparser)
     keygen = commands.add_parser("keygen", add_help=False)  # until 0.3
     keygen.add_argument("arguments", nargs="*")
     return parser
@@ -106,19 +107,11 @@ def _add_link(parser: Parser) -> None:
 def _add_inline(parser: Parser) -> None:
     add = parser.group("link").add_argument
     limit, usual = NumberArgument("a number of bytes", 0, INLINE), LatencySetup.inline
-    payload = (
+    size = (
         "bytes of the largest payload that is sent inside the message that offers it "
         f"(default: {usual}; without BYTES: {INLINE})"
     )
-    add(
-        "--inline",
-        type=limit,
-        nargs="?",
-        const=INLINE,
-        default=usual,
-        metavar="BYTES",
-        help=payload,
-    )
+    add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=size)
     no_digests = "compute no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
 
@@ -135,10 +128,8 @@ def _add_corrupt(parser: Parser) -> None:
 
 def _add_output(parser: Parser) -> None:
     add = parser.group("output").add_argument
-    document = (
-        "write setup, machine and result there as JSON; '-': to standard output, nothing else"
-    )
-    add("--json", default="", metavar="FILE", help=document)
+    about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
+    add("--json", default="", metavar="FILE", help=about)
 
 
 def _add_transfers(parser: Parser, paged: str, usual: type[LatencySetup | StreamSetup]) -> None:
@@ -153,12 +144,12 @@ def _add_transfers(parser: Parser, paged: str, usual: type[LatencySetup | Stream
 def _add_latency(parser: Parser) -> None:
     paged = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
     _add_transfers(parser, paged, LatencySetup)
-    add, branch_count = (
+    add, count = (
         parser.group("payload").add_argument,
         NumberArgument("a whole number", 1, MAX_BRANCHES),
     )
     bundle = "send a bundle of N: one branch with bytes, the others in turn half of it and the same"
-    add("--branches", type=branch_count, default=0, metavar="N", help=bundle)
+    add("--branches", type=count, default=0, metavar="N", help=bundle)
     _add_inline(parser)
     add = parser.group("link").add_argument
     add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
@@ -173,13 +164,11 @@ def _add_latency(parser: Parser) -> None:
     add("--threads", type=THREADS, default=1, metavar="N", help=threads)
     idle = "measure the CPU of the waiting link, too, for so long"
     add("--idle", type=SECONDS, default=0.0, metavar="SECONDS", help=idle)
-    _add_output(parser)
 
 
 def _add_stream(parser: Parser) -> None:
     paged = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
     _add_transfers(parser, paged, StreamSetup)
-    _add_output(parser)
 
 
 def _add_first(parser: Parser) -> None:
@@ -190,7 +179,6 @@ def _add_first(parser: Parser) -> None:
     add = parser.group("measurement").add_argument
     opened = f"between a link's opening and its first transfer (default: {usual.wait:g})"
     add("--wait", type=SECONDS, default=usual.wait, metavar="SECONDS", help=opened)
-    _add_output(parser)
 
 
 def _add_copy(parser: Parser) -> None:
@@ -198,7 +186,6 @@ def _add_copy(parser: Parser) -> None:
     _add_rounds(parser, CopySetup.rounds, "times that each method is timed")
     add = parser.group("measurement").add_argument
     add("--threads", type=THREADS, default=1, metavar="N", help="threads of torch (default: 1)")
-    _add_output(parser)
 
 
 def _add_growing(parser: Parser) -> None:
@@ -226,7 +213,6 @@ def _add_growing(parser: Parser) -> None:
     )
     add("--reader", choices=READERS, default=usual.reader, help=waits)
     _add_corrupt(parser)
-    _add_output(parser)
 
 
 def _add_many(parser: Parser) -> None:
@@ -245,7 +231,6 @@ def _add_many(parser: Parser) -> None:
     _add_inline(parser)
     _add_rounds(parser, usual.rounds, "rounds, each with a run of every kind")
     _add_corrupt(parser)
-    _add_output(parser)
 
 
 def _add_verify(parser: Parser) -> None:
@@ -253,7 +238,6 @@ def _add_verify(parser: Parser) -> None:
     add = parser.group("measurement").add_argument
     add("--quick", action="store_true", help="send a sixth of the cases, small ones")
     _add_corrupt(parser)
-    _add_output(parser)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, Proces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
 
 class Pair:
@@ -80,6 +81,13 @@ def open_pair(
         except BaseException:
             link.close()  # wakes a reader that waits, so that it can end
             raise
+
+
+def open_setup(setup: Any, **options: Any) -> AbstractContextManager[Pair]:
+    """Open the pair of a command's setup; `options` are further ones of `open_pair`, or others."""
+    names = ("copier", "digests", "mode", "inline")
+    serving = {name: getattr(setup, name) for name in names if hasattr(setup, name)}
+    return open_pair(setup.connector, url=setup.url, **{**serving, **options})
 
 
 def _start_reader(own_thread: bool) -> Peer:

@@ -6,13 +6,12 @@ Payload `n` of a run holds what `ChunkBytes` has for the run as a stream, and `n
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.bench.chunks import ChunkBytes
+from omni_kvlink.bench.chunks import ChunkBytes, open_fifo, read_records
 from omni_kvlink.bench.payloads import bytes_of
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import Paced
@@ -32,7 +31,6 @@ PATIENCE = 30.0
 TTL = 3600.0
 """Seconds that a payload may wait for its reader: longer than any run."""
 TENSOR = "hidden"
-_PIPE_BYTES = 1 << 20
 
 
 class SentRun(NamedTuple):
@@ -163,12 +161,12 @@ class ReceiptPipe:
 
     def __init__(self, path: str, *, is_sender: bool):
         self._path = path
-        self._data = -1 if is_sender else _open_fifo(path, os.O_RDONLY)
-        self._replies = _open_fifo(path + "-back", os.O_RDONLY if is_sender else os.O_WRONLY)
+        self._data = -1 if is_sender else open_fifo(path, os.O_RDONLY)
+        self._replies = open_fifo(path + "-back", os.O_RDONLY if is_sender else os.O_WRONLY)
 
     def connect(self) -> None:
         """Open the sender's end."""
-        self._data = _open_fifo(self._path, os.O_WRONLY)
+        self._data = open_fifo(self._path, os.O_WRONLY)
 
     def wait_until_ready(self) -> None:
         """Wait until the other end receives."""
@@ -189,20 +187,13 @@ class ReceiptPipe:
 
     def receive(self, nbytes: int, into: RunRecorder) -> None:
         """Read all items of `nbytes` bytes each; blocks."""
-        buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes)))
-        filled = number = 0
         os.write(self._replies, b"\0")
-        while number < into.count:
-            count = os.readv(self._data, [buffer[filled:]])
-            if not count:
-                raise EOFError("the pipe was closed")
-            filled, start, first = filled + count, 0, number
-            while filled - start >= nbytes:
-                into.take(number, buffer[start : start + nbytes])
-                number, start = number + 1, start + nbytes
-            os.write(self._replies, bytes(number - first))
-            buffer[: filled - start] = buffer[start:filled]
-            filled -= start
+        number = 0
+        for records in read_records(self._data, nbytes, into.count):
+            for record in records:
+                into.take(number, record)
+                number += 1
+            os.write(self._replies, bytes(len(records)))
 
     def _read_replies(self, limit: int) -> int:
         count = len(os.read(self._replies, limit))
@@ -215,13 +206,6 @@ class ReceiptPipe:
         for fd in (self._data, self._replies):
             if fd >= 0:
                 os.close(fd)
-
-
-def _open_fifo(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    os.set_blocking(fd, True)
-    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return fd
 
 
 class RunReader:

@@ -178,17 +178,10 @@ class ReaderCommands(CommandSet):
 
     def close(self) -> None:
         """Close the link, the pipes and the baselines."""
-        for baseline in self._baselines.values():
-            baseline.close()
-        self._baselines.clear()
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._runs is not None:
-            self._runs.close()
-            self._runs = None
-        if self._link is not None:
-            self._link.close()
+        for end in (*self._baselines.values(), self._pipe, self._runs, self._link):
+            if end is not None:
+                end.close()
+        self._baselines, self._pipe, self._runs = {}, None, None
 
     close_all = close
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import operator
 import os
 import shutil
 import sys
@@ -19,7 +20,10 @@ from omni_kvlink.errors import FileError, KVLinkError, MissingFileError
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from omni_kvlink.bench.setups import Shape
+    from omni_kvlink.bench.stats import Timings
 
 SCHEMA = "kvlink-bench/1"
 PIPED_WIDTH, MAX_WIDTH = 80, 96
@@ -47,10 +51,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     textual = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
-    room = width() - sum(columns + 2 for columns in widths[:-1])
-    if room < min(widths[-1], _NARROW if textual[-1] else widths[-1]):
+    available = width() - sum(columns + 2 for columns in widths[:-1])
+    if available < min(widths[-1], _NARROW if textual[-1] else widths[-1]):
         return "\n".join(line for row in rows for line in _list(head, row))
-    widths[-1] = min(widths[-1], room)
+    widths[-1] = min(widths[-1], available)
     lines = []
     for line in [head, ["─" * columns for columns in widths], *rows]:
         *cells, last = line
@@ -78,9 +82,36 @@ def _list(head: Sequence[str], row: Sequence[str]) -> list[str]:
     ]
 
 
-def row(name: str, values: Iterable[float], description: str) -> list[str]:
+def row(name: str, values: Iterable[float], text: str) -> list[str]:
     """The cells of a measurement in a table of milliseconds."""
-    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), description]
+    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), text]
+
+
+def times_table(timings: Timings, texts: Mapping[str, str], *columns: str) -> str:
+    """A table of milliseconds: some columns of the summaries of measurements, with their texts."""
+    rows = [
+        row(name, operator.attrgetter(*columns)(timings.milliseconds(name)), text)
+        for name, text in texts.items()
+    ]
+    return table(["ms", *columns, "what"], rows)
+
+
+def document(
+    head: Iterable[str], times: str, lines: Iterable[str], bars: Iterable[dict[str, Any]]
+) -> str:
+    """A report: lines on what was measured, its table, lines on what follows from it, and bars."""
+    return "\n\n".join(("\n".join(head), times, "\n".join((*lines, *map(bar_line, bars)))))
+
+
+def load_line() -> str:
+    """The load of the machine in one line."""
+    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
+    return wrapped("load", f"of the machine, 1, 5, 15 min: {load}")
+
+
+def payload_line(shape: Shape, more: str = "") -> str:
+    """The payload of a setup in one line, and what else there is to say of it."""
+    return wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB{more}")
 
 
 def wrapped(label: str, text: str) -> str:

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.report import (
+    Progress,
+    bar,
+    document,
+    payload_line,
+    progress,
+    times_table,
+    wrapped,
+)
 from omni_kvlink.bench.setups import StreamSetup
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
@@ -78,18 +86,12 @@ class StreamResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        shape = self.setup.shape
         sides = "paged: random blocks" if self.setup.paged else "dense"
         head = [
-            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            payload_line(self.setup.shape),
             wrapped("link", f"{self.setup.connector}, copier {self.copier}, both sides {sides}"),
         ]
-        columns = ["ms", "p50", "min", "max", "what"]
-        summaries = {name: self.milliseconds(name) for name in self.seconds}
-        rows = [
-            row(name, (summary.p50, summary.min, summary.max), MEASUREMENTS[name])
-            for name, summary in summaries.items()
-        ]
+        times = times_table(self, MEASUREMENTS, "p50", "min", "max")
         ratio = (
             f"streamed = {self.ratio:.2f} × sequential; the two copies at once, as this "
             f"machine's memory lets them, {self.ratio_of('at_once', 'sequential'):.2f} ×"
@@ -97,9 +99,8 @@ class StreamResult(Timings):
         lines = [
             wrapped("ratio", ratio),
             wrapped("in place", f"{self.beyond_digest:.3f} ms beyond the digests"),
-            *map(bar_line, self.bars()),
         ]
-        return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
+        return document(head, times, lines, self.bars())
 
 
 def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
@@ -112,21 +113,17 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
     target = Mapping.anonymous(sample.cache.plan().nbytes).region
     count, rounds = setup.warmup + setup.rounds, list[dict[str, float]]()
     with (
-        open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair,
+        open_setup(setup, copier=copier, quota=quota) as pair,
         progress("rounds", count) as step,
     ):
         for _ in range(count):
-            timings = {
-                "plain_copy": plain.seconds(),
-                **_sequential(pair, sample),
-                **_layers(pair, sample),
-            }
-            timings.update(**_at_once(pair, sample, copier, target), **_in_place(pair, sample))
+            timings = {"plain_copy": plain.seconds(), **_sequential(pair, sample)}
+            timings |= _layers(pair, sample)
+            timings |= _at_once(pair, sample, copier, target) | _in_place(pair, sample)
             rounds.append(timings)
             step()
-        seconds = {
-            name: [timings[name] for timings in rounds[setup.warmup :]] for name in MEASUREMENTS
-        }
+        counted = rounds[setup.warmup :]
+        seconds = {name: [timings[name] for timings in counted] for name in MEASUREMENTS}
         return StreamResult(seconds, setup, copier.name)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.cases import Case, cases
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.report import Progress, filled, progress, table
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing
@@ -87,7 +87,7 @@ def measure(
     tampering = TamperingCopier()
     copier = setup.copier if setup.corrupt < 0 else tampering
     with (
-        open_pair(setup.connector, url=setup.url, copier=copier, mode=setup.mode) as pair,
+        open_setup(setup, copier=copier) as pair,
         progress("cases", len(chosen)) as step,
     ):
         for case in chosen:

@@ -265,8 +265,8 @@ class _Assignment:
         for number in part:
             view = self._views[number]
             device = device_of(view)
-            place = self._manifest.tensors[number].where
-            packed = () if device is None else packed_view(view, place, writing=self._writing)
+            label = self._manifest.tensors[number].where
+            packed = () if device is None else packed_view(view, label, writing=self._writing)
             copies = None
             if device is not None and packed:
                 if device not in self._devices:

@@ -31,7 +31,7 @@ class PendingGets:
         self._checked = time.monotonic()
 
     def share(self, seconds: float) -> float:
-        """The time that each get may wait if all that are pending, polled in turn, may wait so long."""
+        """The share of each pending get, polled in turn, if all together may wait so long."""
         return seconds / max(1, len(self._gets))
 
     def get(self, link: KVConsumer, edge: StageEdge, key: str, *, timeout: float) -> Received:
