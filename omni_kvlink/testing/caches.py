@@ -20,6 +20,8 @@ from omni_kvlink.payload.views import TensorView, dense
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.link import ReceivedChunk
+
 Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
 """The tensors of each layer, by branch and layer: K and V, one latent, or one tensor."""
 
@@ -199,6 +201,11 @@ def chunk(number: int, rows: int = 5) -> Tensors:
     hidden = torch.randn(rows, 24, generator=generator).to(torch.bfloat16)
     tokens = torch.randint(0, 1000, (rows,), generator=generator)
     return {"hidden": hidden, "more": [tokens, {"scale": torch.rand(rows, 1, generator=generator)}]}
+
+
+def identify(received: ReceivedChunk) -> tuple[int, str]:
+    """The number of a chunk that was received, and the hash of its tensors."""
+    return received.number, hash_tensors(received.data.tensors())
 
 
 def hash_chunk(tensors: Tensors) -> str:

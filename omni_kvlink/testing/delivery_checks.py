@@ -10,7 +10,16 @@ from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeou
 from omni_kvlink.link import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_requested
+from omni_kvlink.testing.rig import (
+    Rig,
+    deliver,
+    expect,
+    receive,
+    request,
+    until,
+    until_requested,
+    wait_all,
+)
 
 if TYPE_CHECKING:
     from omni_kvlink.lowlevel import Delivery, PendingGet
@@ -54,8 +63,7 @@ def check_get_before_put(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         data = Recipe(f"early-{number}", seed=number).make()
-        waiting = reader.submit("get", key=data.request_id, timeout=PATIENCE)
-        until_requested(producer, 1)
+        waiting = request(reader, producer, data.request_id)
         receipt = producer.put(data)
         assert waiting.result(PATIENCE) == fingerprint(data)
         receipt.wait(timeout=60)
@@ -132,8 +140,7 @@ def check_a_get_of_a_released_key(rig: Rig) -> None:
         if "delivered to every declared reader" in error.phase:
             break
     assert "delivered to every declared reader" in error.phase, error.phase
-    waiting = reader.submit("get", key="twice", timeout=60)
-    until_requested(producer, 1)
+    waiting = request(reader, producer, "twice")
     producer.put(data)
     assert waiting.result(60) == fingerprint(data)
 
@@ -249,8 +256,7 @@ def check_concurrent_threads(rig: Rig) -> None:
     receipts = [producer.put(data) for data in reversed(payloads)]
     for key, future in gets.items():
         assert future.result(PATIENCE) == expected[key], key
-    for receipt in receipts:
-        receipt.wait(timeout=60)
+    wait_all(receipts)
     assert producer.stats()["transfers"]["released"] == len(payloads)
 
 
@@ -262,7 +268,4 @@ def check_ends_have_their_own_methods(rig: Rig) -> None:
     assert not [name for name in sending if hasattr(consumer, name)]
     data = Recipe("side").make()
     receipt = producer.put(data)
-    with consumer.get("side", timeout=60) as payload:
-        assert fingerprint(payload) == fingerprint(data)
-    del payload
-    receipt.wait(timeout=60)
+    receive(consumer, receipt, data)

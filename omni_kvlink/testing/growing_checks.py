@@ -24,16 +24,16 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link import ChunkStreams
 from omni_kvlink.payload.tensor_data import TensorTransferData
-from omni_kvlink.testing.caches import Recipe, Tensors, chunk, hash_chunk, hash_tensors
+from omni_kvlink.testing.caches import Recipe, Tensors, chunk, hash_chunk, hash_tensors, identify
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing, flip_bit
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
-from omni_kvlink.testing.rig import Rig, deliver, expect, until, until_requested
+from omni_kvlink.testing.rig import Rig, deliver, expect, request, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from omni_kvlink.aio import AsyncKVConsumer
-    from omni_kvlink.link import AppendStream
+    from omni_kvlink.link import AppendStream, ChunkStream, ReceivedChunk
 
 LENGTHS = (3, 1, 0, 700, 2)
 """Rows of the chunks: none, and more than what travels inside an offer."""
@@ -53,6 +53,13 @@ def receive(reader: RemoteLink, timeout: float = 60, key: str = "g") -> Any:
 def receive_all(reader: RemoteLink, key: str = "g") -> list[tuple[int, str]]:
     """Receive the chunks that are left in the peer."""
     return [tuple(reply) for reply in reader.peer.call("receive_all", key=key)]
+
+
+def take(stream: ChunkStream[ReceivedChunk]) -> tuple[int, str]:
+    """Receive a chunk in this process, and drop it: its number and the hash of its tensors."""
+    received = stream.receive()
+    assert received is not None
+    return identify(received)
 
 
 def append(out: AppendStream, chunks: Iterable[Tensors]) -> None:
@@ -128,15 +135,12 @@ def check_readers_go_at_their_own_pace(rig: Rig) -> None:
             assert [receive(fast) for _ in range(4)] == numbered(chunks[:4])
             first = stream.receive()
             assert first is not None
-            assert (first.number, hash_tensors(first.data.tensors())) == (0, hash_chunk(chunks[0]))
+            assert identify(first) == (0, hash_chunk(chunks[0]))
             append(out, chunks[4:])
             assert out.commit() is out.receipt
             assert receive_all(fast) == numbered(chunks[4:], 4)
             assert not out.commit().done
-            contents = [
-                (received.number, hash_tensors(received.data.tensors())) for received in stream
-            ]
-            assert contents == numbered(chunks[1:], 1)
+            assert [identify(received) for received in stream] == numbered(chunks[1:], 1)
             expect(ClosedError, first.data.tensors)
     out.commit().wait(timeout=60)
 
@@ -239,16 +243,10 @@ def check_the_window_holds_the_producer_up(rig: Rig) -> None:
             assert torch.equal(kept, chunks[0]["hidden"]), "overwritten while it is kept"
             del kept, first
             append(out, chunks[2:3])
-            third = stream.receive()
-            assert third is not None
-            assert hash_tensors(third.data.tensors()) == hash_chunk(chunks[2])
-            del third
+            assert take(stream) == (2, hash_chunk(chunks[2]))
             for number in range(3, 6):
                 append(out, [chunks[number]])
-                received = stream.receive()
-                assert received is not None
-                assert hash_tensors(received.data.tensors()) == hash_chunk(chunks[number])
-                del received
+                assert take(stream) == (number, hash_chunk(chunks[number]))
             out.commit()
             assert stream.receive() is None
     out.commit().wait(timeout=60)
@@ -401,8 +399,7 @@ def check_a_stream_nobody_reads_expires(rig: Rig) -> None:
 def check_streams_and_payloads_are_not_mixed_up(rig: Rig) -> None:
     """`get` of a stream and `read_stream` of a payload raise and name the other method."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
-    waiting = other.submit("get", key="g", timeout=PATIENCE)
-    until_requested(producer, 1)
+    waiting = request(other, producer, "g")
     with producer.open_stream("g", chunk(0)) as out:
         expect(TransferFailed, waiting.result, PATIENCE, mentions=("read_stream",))
         expect(TransferFailed, reader.call, "get", key="g", timeout=60, mentions=("read_stream",))
@@ -462,11 +459,8 @@ def check_a_damaged_chunk_is_found(rig: Rig) -> None:
     copier.tamper = partial(flip_bit, "tensors/data/more/0", 3)
     append(out, [chunk(1)])
     with consumer.read_stream("g", timeout=60, verify="full") as stream:
-        first = stream.receive()
-        assert first is not None
-        assert hash_tensors(first.data.tensors()) == hash_chunk(chunk(0))
+        assert take(stream) == (0, hash_chunk(chunk(0)))
         expect(IntegrityError, stream.receive, mentions=("data/more/0",))
-        del first
     until_failed(out, "data/more/0")
 
 
@@ -537,9 +531,6 @@ def check_chunks_by_asyncio(rig: Rig) -> None:
 
     async def read(consumer: AsyncKVConsumer) -> list[tuple[int, str]]:
         with await consumer.read_stream("g", timeout=60) as stream:
-            return [
-                (received.number, hash_tensors(received.data.tensors()))
-                async for received in stream
-            ]
+            return [identify(received) async for received in stream]
 
     assert asyncio.run(transfer()) == numbered(chunks)

@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import TransferFailed, TransferTimeout
-from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_tensors
+from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, identify
 from omni_kvlink.testing.growing_checks import append, numbered
-from omni_kvlink.testing.rig import Rig, expect, until_freed
+from omni_kvlink.testing.rig import Rig, expect, receive, until_freed, wait_all
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Receipt
@@ -31,10 +31,7 @@ def check_a_payload_whose_reader_raises(rig: Rig) -> None:
     consumer.get("r", timeout=60).release_unread()
     _drop_unseen(consumer, "r")
     _until_offered(receipt)
-    with consumer.get("r", timeout=60) as payload:
-        assert fingerprint(payload) == fingerprint(data)
-    del payload
-    receipt.wait(timeout=60)
+    receive(consumer, receipt, data)
     receipt = producer.put(data)
     received = consumer.get("r", timeout=60)
     assert fingerprint(received.data) == fingerprint(data)
@@ -78,8 +75,7 @@ def check_a_batch_whose_reader_raises(rig: Rig) -> None:
     with consumer.get_many(["c", "a"], timeout=60) as payloads:
         assert list(map(fingerprint, payloads)) == [fingerprint(Recipe(k).make()) for k in "ca"]
     del payloads
-    for receipt in receipts:
-        receipt.wait(timeout=60)
+    wait_all(receipts)
 
 
 def check_layers_that_were_not_taken(rig: Rig) -> None:
@@ -235,4 +231,4 @@ def _read_from(consumer: KVConsumer, receipt: Receipt, start: int) -> None:
 def _read_all(consumer: KVConsumer, start: int) -> list[tuple[int, str]]:
     stream: ChunkStream[ReceivedChunk] = consumer.read_stream("g", timeout=60, start=start)
     with stream:
-        return [(received.number, hash_tensors(received.data.tensors())) for received in stream]
+        return [identify(received) for received in stream]

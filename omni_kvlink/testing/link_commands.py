@@ -17,6 +17,7 @@ from omni_kvlink.testing.caches import (
     chunk,
     fingerprint,
     hash_tensors,
+    identify,
     layers_of,
     parts_of,
 )
@@ -164,14 +165,11 @@ class LinkCommands(CommandSet):
     def receive(self, key: str, timeout: float | None = None) -> tuple[int, str] | None:
         """Receive a chunk: its number and the hash of its tensors; None at the end."""
         received = self._growing[key].receive(timeout=timeout)
-        return (
-            None if received is None else (received.number, hash_tensors(received.data.tensors()))
-        )
+        return None if received is None else identify(received)
 
     def receive_all(self, key: str) -> list[tuple[int, str]]:
         """Receive the chunks that are left; the number of each and the hash of its tensors."""
-        growing = self._growing[key]
-        return [(received.number, hash_tensors(received.data.tensors())) for received in growing]
+        return [identify(received) for received in self._growing[key]]
 
     def hash_held(self, key: str) -> str:
         """The hash of the tensors that `hold` kept, as they are now."""

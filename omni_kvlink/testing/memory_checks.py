@@ -16,7 +16,16 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_freed
+from omni_kvlink.testing.rig import (
+    Rig,
+    deliver,
+    expect,
+    hold,
+    receive,
+    until,
+    until_freed,
+    wait_all,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +58,7 @@ def check_views_outlive_the_block(rig: Rig) -> None:
     """Tensors that are kept beyond the `with` block keep the memory; the last one frees it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("v").make())
-    reader.call("hold", key="v", timeout=60)
-    digest = reader.peer.call("hash_held", key="v")
+    digest = hold(reader, "v")
     deliver(producer, reader, sized("w", MIB, seed=3).make())
     assert reader.peer.call("hash_held", key="v") == digest
     count = 1
@@ -116,8 +124,7 @@ def check_memory_does_not_fragment(rig: Rig) -> None:
         receipts = [producer.put(sized(key, size << 10).make()) for key, size in sizes.items()]
         for key in sorted(sizes, key=lambda key: hash(key) % 17):
             reader.call("get", key=key, timeout=60)
-        for receipt in receipts:
-            receipt.wait(timeout=60)
+        wait_all(receipts)
     until_freed(producer)
     deliver(producer, reader, sized("whole", 3900 << 10).make(), timeout=60)
 

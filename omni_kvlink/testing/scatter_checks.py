@@ -56,9 +56,7 @@ def check_scatter_of_a_stream(rig: Rig) -> None:
         out, layers = begin(producer, recipe)
         reader.call("stream_get", key="s", timeout=60)
         write_all(out, layers, reader, "s", "scatter_layer")
-        receipt = out.commit()
-        finish(reader, recipe.make())
-        receipt.wait(timeout=60)
+        finish(reader, recipe.make(), out.commit())
         until_freed(producer)
         producer.close()
 

@@ -25,12 +25,13 @@ from omni_kvlink.testing.rig import (
     deliver,
     expect,
     receive,
+    request,
     until,
     until_freed,
-    until_requested,
 )
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import KVConsumer, KVProducer, Payload, PutStream
 
 THREE = Recipe("s", layers=3)
@@ -64,11 +65,12 @@ def write_all(
         assert digest == hash_tensors(views), (key, branch, layer)
 
 
-def finish(reader: RemoteLink, data: Payload) -> None:
-    """The reader of a committed stream has its whole payload, and releases it."""
+def finish(reader: RemoteLink, data: Payload, receipt: Receipt) -> None:
+    """The reader of a committed stream has its whole payload, and releases it: it is delivered."""
     digest = reader.peer.call("wait_stream", key=data.request_id, timeout=60)
     assert digest == fingerprint(data), f"{data.request_id!r} arrived with other content"
     reader.peer.call("release", key=data.request_id)
+    receipt.wait(timeout=60)
 
 
 def check_layers_come_one_by_one(rig: Rig) -> None:
@@ -86,8 +88,7 @@ def check_layers_come_one_by_one(rig: Rig) -> None:
             assert waiting.result(PATIENCE) == hash_tensors(layers[branch, layer])
     receipt = out.commit()
     assert not receipt.done, "released while it is read"
-    finish(reader, recipe.make())
-    receipt.wait(timeout=60)
+    finish(reader, recipe.make(), receipt)
 
 
 def check_every_byte_of_a_stream(rig: Rig) -> None:
@@ -118,9 +119,7 @@ def check_layers_in_any_order(rig: Rig) -> None:
         expect(SchemaError, write, out, layers, names[-1], mentions=("written already",))
         digest = wait_layer(reader, "s", layer, branch=branch)
         assert digest == hash_tensors(layers[branch, layer]), (branch, layer)
-    receipt = out.commit()
-    finish(reader, recipe.make())
-    receipt.wait(timeout=60)
+    finish(reader, recipe.make(), out.commit())
 
 
 def check_stream_get_of_a_plain_put(rig: Rig) -> None:
@@ -140,12 +139,10 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
 def check_stream_get_before_a_plain_put(rig: Rig) -> None:
     """A waiting `stream_get` gets a payload that is put."""
     producer, reader = rig.serve(), rig.connect()
-    waiting = reader.submit("stream_get", key="s", timeout=PATIENCE)
-    until_requested(producer, 1)
+    waiting = request(reader, producer, "s", command="stream_get")
     receipt = producer.put(Recipe("s").make())
     waiting.result(PATIENCE)
-    finish(reader, Recipe("s").make())
-    receipt.wait(timeout=60)
+    finish(reader, Recipe("s").make(), receipt)
 
 
 def check_readers_wait_for_a_large_put(rig: Rig) -> None:
@@ -154,14 +151,12 @@ def check_readers_wait_for_a_large_put(rig: Rig) -> None:
     *readers, streaming = [rig.connect(quota=128 << 20) for _ in range(3)]
     data = Recipe("s", layers=3, tokens=4096, heads=4, dim=256, dtype="uint8").make()
     gets = [reader.submit("get", key="s", timeout=PATIENCE, verify="full") for reader in readers]
-    begun = streaming.submit("stream_get", key="s", timeout=PATIENCE)
-    until_requested(producer, 3)
+    begun = request(streaming, producer, "s", requests=3, command="stream_get")
     receipt = producer.put(data, readers=3)
     for get in gets:
         assert get.result(PATIENCE) == fingerprint(data)
     begun.result(PATIENCE)
-    finish(streaming, data)
-    receipt.wait(timeout=60)
+    finish(streaming, data, receipt)
 
 
 def check_plain_get_of_a_stream(rig: Rig) -> None:
@@ -169,11 +164,9 @@ def check_plain_get_of_a_stream(rig: Rig) -> None:
     producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=3)
-    first_get = readers[0].submit("get", key="s", timeout=PATIENCE, verify="full")
-    until_requested(producer, 1)
+    first_get = request(readers[0], producer, "s", verify="full")
     write(out, layers)
-    second_get = readers[1].submit("get", key="s", timeout=PATIENCE, verify="full")
-    until_requested(producer, 2)
+    second_get = request(readers[1], producer, "s", requests=2, verify="full")
     assert not first_get.done()
     assert not second_get.done()
     receipt = out.commit()
@@ -261,8 +254,7 @@ def check_failing_writer(rig: Rig) -> None:
     """An error in the writer's block wakes every reader, whatever it waits for."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = _begin(producer, reader, readers=2, written=1)
-    getting = other.submit("get", key="s", timeout=PATIENCE)
-    until_requested(producer, 2)
+    getting = request(other, producer, "s", requests=2)
     layer = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
     completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
     wait_layer(reader, "s", 0)
@@ -334,8 +326,7 @@ def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
     """After an abort by a reader, the writer's next layer and every reader raise."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = _begin(producer, reader, readers=2)
-    getting = other.submit("get", key="s", timeout=PATIENCE)
-    until_requested(producer, 2)
+    getting = request(other, producer, "s", requests=2)
     waiting = reader.peer.submit("wait_layer", key="s", layer=2, timeout=PATIENCE)
     write(out, layers, ("kv", 0))
     reader.call("abort", key="s", reason="the user left")
@@ -376,9 +367,7 @@ def check_layer_times_out(rig: Rig) -> None:
     expect(TransferTimeout, completion.result, PATIENCE, mentions=("commit",))
     write(out, layers)
     assert wait_layer(reader, "s", 1) == hash_tensors(layers["kv", 1])
-    out.commit()
-    finish(reader, THREE.make())
-    out.commit().wait(timeout=60)
+    finish(reader, THREE.make(), out.commit())
 
 
 def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
@@ -477,9 +466,7 @@ def _pass_through(producer: KVProducer, reader: RemoteLink, recipe: Recipe) -> P
     out, layers = begin(producer, recipe)
     reader.call("stream_get", key=recipe.key, timeout=60)
     write_all(out, layers, reader, recipe.key)
-    receipt = out.commit()
-    finish(reader, recipe.make())
-    receipt.wait(timeout=60)
+    finish(reader, recipe.make(), out.commit())
     return out
 
 

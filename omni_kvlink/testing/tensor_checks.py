@@ -133,8 +133,7 @@ def check_stream_of_tensors(rig: Rig) -> None:
         with producer.stream_put(data) as out:
             assert reader.call("stream_get", key="t", timeout=60) == [list(name) for name in layers]
             write_all(out, layers, reader, "t")
-        finish(reader, data)
-        out.commit().wait(timeout=60)
+        finish(reader, data, out.commit())
 
 
 def check_flipped_bit_of_a_tensor(rig: Rig) -> None:

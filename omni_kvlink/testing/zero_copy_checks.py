@@ -31,6 +31,7 @@ from omni_kvlink.testing.rig import (
     deliver,
     expect,
     receive,
+    request,
     until,
     until_freed,
     until_requested,
@@ -223,9 +224,8 @@ def check_streamed_in_place(rig: Rig) -> None:
             reader.call("stream_get", key="a", timeout=60)
             write_all(out, layers_of(plan), reader, "a", "scatter_layer")
         assert out.ledger.copies == 0
-        finish(reader, expected)
         del plan
-        out.commit().wait(timeout=60)
+        finish(reader, expected, out.commit())
         until_freed(producer)
 
 
@@ -305,8 +305,7 @@ def check_direct_put_times_out(rig: Rig) -> None:
     put = partial(producer.put, data, direct=True)
     mentions = ("1 readers missing", "its caller's tensors")
     expect(TransferTimeout, put, timeout=0.2, mentions=mentions)
-    stream = reader.submit("stream_get", key="d", timeout=PATIENCE)
-    until_requested(producer, 1)
+    stream = request(reader, producer, "d", command="stream_get")
     expect(TransferTimeout, put, readers=2, timeout=1.0, mentions=mentions)
     _overwrite(data)
     stream.result(PATIENCE)
@@ -323,12 +322,10 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
     if not can_put_direct(producer):
         return
     data = DIRECT[0].make()
-    reading = reader.submit("stream_get", key="d", timeout=PATIENCE)
-    until_requested(producer, 1)
+    reading = request(reader, producer, "d", command="stream_get")
     receipt = producer.put(data, direct=True)
     assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
-    finish(reader, data)
-    receipt.wait(timeout=60)
+    finish(reader, data, receipt)
 
 
 def check_direct_put_can_be_aborted(rig: Rig) -> None:
