@@ -131,9 +131,8 @@ def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
     with contextlib.closing(sender) as peer:
         transfers = make_transfers(nbytes, is_sender=False)
         addresses = peer.call("open", nbytes=nbytes)
-        connecting = peer.submit(
-            "connect", addresses=[transfer.address for transfer in transfers.values()]
-        )
+        ours = [transfer.address for transfer in transfers.values()]
+        connecting = peer.submit("connect", addresses=ours)
         for transfer, address in zip(transfers.values(), addresses, strict=True):
             transfer.connect(address)
         connecting.result(TIMEOUT)

@@ -280,7 +280,7 @@ def read_records(fd: int, nbytes: int, count: int) -> Iterator[list[memoryview]]
         stop = filled - filled % nbytes
         yield [buffer[start : start + nbytes] for start in range(0, stop, nbytes)]
         count -= stop // nbytes
-        buffer[: filled - stop] = buffer[stop:filled]
+        buffer[: filled - stop] = buffer[stop:filled]  # a record whose end has not come
         filled -= stop
 
 

@@ -10,16 +10,7 @@ import numpy as np
 
 from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import make_sample
-from omni_kvlink.bench.report import (
-    Progress,
-    bar,
-    document,
-    payload_line,
-    progress,
-    row,
-    table,
-    wrapped,
-)
+from omni_kvlink.bench.report import Progress, bar, document, progress, row, table, wrapped
 from omni_kvlink.bench.setups import FirstSetup
 from omni_kvlink.bench.stats import Timings
 
@@ -67,7 +58,7 @@ class FirstResult(Timings):
         """Everything that was measured, as wide as the terminal at most."""
         setup = self.setup
         head = [
-            payload_line(setup.shape),
+            wrapped("payload", setup.shape.text),
             wrapped("link", f"{setup.connector}, {setup.rounds} links of each kind, in turn"),
             wrapped("wait", f"{setup.wait:g} s between the link's opening and the first transfer"),
         ]

@@ -10,24 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.bench.chunks import (
-    ChunkBytes,
-    ChunkPipe,
-    Sent,
-    make_fifos,
-    send_all,
-    send_steps,
-)
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Sent, make_fifos, send_all, send_steps
+from omni_kvlink.bench.machine import load_text
 from omni_kvlink.bench.pair import Pair, open_setup
-from omni_kvlink.bench.report import (
-    Progress,
-    bar,
-    document,
-    load_line,
-    progress,
-    times_table,
-    wrapped,
-)
+from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
 from omni_kvlink.bench.setups import GrowingSetup, Paced
 from omni_kvlink.bench.stats import COLUMNS, Summary, Timings
 
@@ -136,9 +122,7 @@ class GrowingResult(Timings):
             side: 1e-6 * setup.rate * setup.streams * cost
             for side, cost in self.cpu_per_chunk("link").items()
         }
-        figures += [
-            (f"cores that this pace needs, {side}", cores, 0.6) for side, cores in needed.items()
-        ]
+        figures += [(f"cores that this pace needs, {side}", n, 0.6) for side, n in needed.items()]
         return [bar(*figure) for figure in figures]
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,9 +206,7 @@ def _link_round(pair: Pair, setup: GrowingSetup, paced: Paced, name: str) -> Rou
     count = 1 if setup.steps else setup.streams
     names = [f"{name}-stream-{number}" for number in range(count)]
     with contextlib.ExitStack() as stack:
-        outs = [
-            stack.enter_context(pair.link.open_stream(stream_name, spec)) for stream_name in names
-        ]
+        outs = [stack.enter_context(pair.link.open_stream(key, spec)) for key in names]
         pair.peer.call("open_streams", names=names, timeout=_TIMEOUT)
         receiving = pair.peer.submit("receive_streams", reader=setup.reader, **paced._asdict())
         if setup.steps:
@@ -323,4 +305,4 @@ def _result_lines(result: GrowingResult) -> list[str]:
     lines.append(wrapped("ratio", f"link by pipe: {ratios}"))
     total = sum(len(round_.sent.called) for round_ in result.rounds)
     verdict = f"{result.failed} of {total} chunks WRONG" if result.failed else f"all {total} equal"
-    return [*lines, wrapped("bytes", verdict), load_line()]
+    return [*lines, wrapped("bytes", verdict), wrapped("load", load_text())]

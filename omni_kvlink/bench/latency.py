@@ -22,15 +22,7 @@ from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import (
-    Progress,
-    bar,
-    document,
-    payload_line,
-    progress,
-    times_table,
-    wrapped,
-)
+from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
 from omni_kvlink.bench.stats import COLUMNS, Summary, Timings
 from omni_kvlink.connectors.protocol.transfer import Ledger
@@ -299,7 +291,7 @@ def _setup_lines(result: LatencyResult) -> list[str]:
         f"torch threads {setup.threads}"
     )
     return [
-        payload_line(setup.shape, branches),
+        wrapped("payload", f"{setup.shape.text}{branches}"),
         wrapped("link", link),
         wrapped("rounds", f"{setup.rounds} after {setup.warmup} to warm up"),
         *(wrapped("note", note) for note in _notes(setup)),
@@ -326,9 +318,8 @@ def _result_lines(result: LatencyResult) -> list[str]:
         times = result.ratio_of(baseline.phase, baseline.name)
         text = f"{baseline.phase} = {times:.2f} × {baseline.text}, which took {summary.p50:.3f} ms"
         name = baseline.name.replace("_", " ")
-        lines.append(
-            wrapped(name, f"{text} ({summary.min:.3f} to {summary.max:.3f}; p99 {summary.p99:.3f})")
-        )
+        text += f" ({summary.min:.3f} to {summary.max:.3f}; p99 {summary.p99:.3f})"
+        lines.append(wrapped(name, text))
     lines += [
         wrapped("rate", f"{result.rate / 1e9:.2f} GB/s to views"),
         wrapped("beyond", f"{remainder} ({beyond.min:.3f} to {beyond.max:.3f})"),

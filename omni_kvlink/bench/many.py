@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.chunks import ChunkBytes, make_fifos
+from omni_kvlink.bench.machine import load_text
 from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.pipelined import (
     ReceiptPipe,
@@ -18,7 +19,7 @@ from omni_kvlink.bench.pipelined import (
     put_singly,
 )
 from omni_kvlink.bench.reader import freeze_gc
-from omni_kvlink.bench.report import Progress, bar, document, load_line, progress, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, document, progress, table, wrapped
 from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Options
@@ -339,4 +340,4 @@ def _setup_lines(result: ManyResult) -> list[str]:
 def _result_lines(result: ManyResult) -> list[str]:
     total = sum(run.transfers for run in result.runs)
     verdict = f"{result.failed} payloads WRONG" if result.failed else f"all {total} equal"
-    return [wrapped("bytes", verdict), load_line()]
+    return [wrapped("bytes", verdict), wrapped("load", load_text())]

@@ -17,15 +17,7 @@ import torch
 from omni_kvlink._native import host
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.payloads import Sources, make_sample
-from omni_kvlink.bench.report import (
-    BenchError,
-    Progress,
-    document,
-    payload_line,
-    progress,
-    table,
-    wrapped,
-)
+from omni_kvlink.bench.report import BenchError, Progress, progress, table, wrapped
 from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
@@ -327,13 +319,13 @@ class CopyResult(Timings):
         """Everything that was measured, as wide as the terminal at most."""
         head = ["", "ms p50 [min..max]", "GB/s", "× plain", "what"]
         rows = [self._cells(key) for key in self.texts]
-        about = [
-            payload_line(self.setup.shape),
+        lines = [
+            wrapped("payload", self.setup.shape.text),
             wrapped("copier", f"native, {self.features}; one thread unless a row says more"),
             wrapped("rounds", f"{self.setup.rounds}; each row once in each, in random order"),
         ]
         cost = wrapped("digests", f"{self.digests_cost:+.1f} % of one thread's gather")
-        return document(about, table(head, rows), [cost], ())
+        return "\n\n".join(["\n".join(lines), table(head, rows), cost])
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""

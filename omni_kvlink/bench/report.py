@@ -22,7 +22,6 @@ from omni_kvlink.system.failures import translate_errors
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from omni_kvlink.bench.setups import Shape
     from omni_kvlink.bench.stats import Timings
 
 SCHEMA = "kvlink-bench/1"
@@ -101,17 +100,6 @@ def document(
 ) -> str:
     """A report: lines on what was measured, its table, lines on what follows from it, and bars."""
     return "\n\n".join(("\n".join(head), times, "\n".join((*lines, *map(bar_line, bars)))))
-
-
-def load_line() -> str:
-    """The load of the machine in one line."""
-    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    return wrapped("load", f"of the machine, 1, 5, 15 min: {load}")
-
-
-def payload_line(shape: Shape, more: str = "") -> str:
-    """The payload of a setup in one line, and what else there is to say of it."""
-    return wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB{more}")
 
 
 def wrapped(label: str, text: str) -> str:

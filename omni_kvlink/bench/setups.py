@@ -50,6 +50,11 @@ class Shape:
         """Bytes of all tensors, without header and padding."""
         return self.layers * len(self.parts) * self.tokens * self.row_nbytes
 
+    @property
+    def text(self) -> str:
+        """The dimensions and the megabytes, for people."""
+        return f"{self} = {self.nbytes / 1e6:.3f} MB"
+
     def __str__(self) -> str:
         parts = "{K, V}" if self.heads else "latent"
         return f"{self.layers} × {parts} × {[self.tokens, *self.row]} {self.dtype}"

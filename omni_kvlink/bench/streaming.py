@@ -11,15 +11,7 @@ import numpy as np
 from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.report import (
-    Progress,
-    bar,
-    document,
-    payload_line,
-    progress,
-    times_table,
-    wrapped,
-)
+from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
 from omni_kvlink.bench.setups import StreamSetup
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
@@ -88,7 +80,7 @@ class StreamResult(Timings):
         """Everything that was measured, as wide as the terminal at most."""
         sides = "paged: random blocks" if self.setup.paged else "dense"
         head = [
-            payload_line(self.setup.shape),
+            wrapped("payload", self.setup.shape.text),
             wrapped("link", f"{self.setup.connector}, copier {self.copier}, both sides {sides}"),
         ]
         times = times_table(self, MEASUREMENTS, "p50", "min", "max")

@@ -114,7 +114,7 @@ class Topology:
         start, stop = self.receiver(rank).heads
         replicas = max(1, self.senders // self.heads)
         sharing = max(1, self.receivers // self.heads)
-        mine = rank % sharing * replicas // sharing
+        mine = rank % sharing * replicas // sharing  # which of the senders of the same head
         width = max(1, self.heads // self.senders)
         first, last = start // width, (stop - 1) // width
         return range(first * replicas + mine, last * replicas + mine + 1, replicas)
