@@ -270,7 +270,10 @@ def open_fifo(path: str, flags: int) -> int:
 
 def read_records(fd: int, nbytes: int, count: int) -> Iterator[list[memoryview]]:
     """Read `count` records of `nbytes` bytes each; blocks, and yields those that came together."""
-    buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes)))
+    return _read_into(memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes))), fd, nbytes, count)
+
+
+def _read_into(buffer: memoryview, fd: int, nbytes: int, count: int) -> Iterator[list[memoryview]]:
     filled = 0
     while count:
         received = os.readv(fd, [buffer[filled:]])

@@ -187,9 +187,9 @@ class ReceiptPipe:
 
     def receive(self, nbytes: int, into: RunRecorder) -> None:
         """Read all items of `nbytes` bytes each; blocks."""
+        batches, number = read_records(self._data, nbytes, into.count), 0  # with its buffer made
         os.write(self._replies, b"\0")
-        number = 0
-        for records in read_records(self._data, nbytes, into.count):
+        for records in batches:
             for record in records:
                 into.take(number, record)
                 number += 1
