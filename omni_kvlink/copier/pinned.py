@@ -156,12 +156,8 @@ class PinnedCopier(NativeCopier):
         ends = [*self.record(views).events]  # of the copies that torch made
         with _CopiesInProgress() as copies:
             assignment.begin("scatter", copies)
-        return StreamEvents(
-            [
-                *ends,
-                *(_TicketEvent(copy.device, copy.ticket) for copy in copies),
-            ]
-        )
+        ends += [_TicketEvent(copy.device, copy.ticket) for copy in copies]
+        return StreamEvents(ends)
 
     def _begin(
         self,
@@ -285,16 +281,14 @@ class _Assignment:
 
     def by_device(self) -> list[list[int]]:
         """For each device, the numbers of the tensors that it will copy."""
-        return [
-            device_part.numbers for device_part in self._devices.values() if device_part is not None
-        ]
+        return [part.numbers for part in self._devices.values() if part is not None]
 
     def begin(self, verb: str, copies: _CopiesInProgress) -> None:
         """Begin to copy, on each device, what was assigned to it since the last call."""
         kind = "pinned" if self._region.device == "cpu" else "device"
-        for device_part in self._devices.values():
-            if device_part is not None and device_part.numbers:
-                self._copier._copies.add_nbytes(kind, device_part.begin(verb, copies))
+        for part in self._devices.values():
+            if part is not None and part.numbers:
+                self._copier._copies.add_nbytes(kind, part.begin(verb, copies))
 
     def host_part(self) -> tuple[Manifest, list[TensorView]]:
         """The tensors that are left to the host and torch, which are counted as pageable."""

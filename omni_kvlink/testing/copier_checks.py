@@ -107,12 +107,8 @@ def check_a_known_layout_is_packed(copier: Copier) -> None:
     sources = _sources("float16", "contiguous", 5, 2, 4)
     known_layout, (first, *tail) = manifest.Layout(_cache(sources).plan()), sources
     replacements = (first.view(2, 5, 4), first.view(torch.int16), first.to("meta"))
-    for other in (
-        [],
-        tail,
-        [*sources, first],
-        *([replacement, *tail] for replacement in replacements),
-    ):
+    misfits = [[tensor, *tail] for tensor in replacements]
+    for other in ([], tail, [*sources, first], *misfits):
         assert copier.pack_known(other, known_layout, "r") is None
 
 
