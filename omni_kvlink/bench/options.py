@@ -64,14 +64,15 @@ def make_parser() -> Parser:
         required=True, metavar="COMMAND", title="commands", dest="command"
     )
     for name, command in COMMANDS.items():
-        made = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=command.about,
             description=command.about,
             epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {command.example}"),
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
-        command.add_options(made)
+        command.add_options(subparser)
+        _add_output(subparser)
     keygen = commands.add_parser("keygen", add_help=False)  # until 0.3
     keygen.add_argument("arguments", nargs="*")
     return parser
@@ -106,17 +107,17 @@ def _add_link(parser: Parser) -> None:
 def _add_inline(parser: Parser) -> None:
     add = parser.group("link").add_argument
     limit, usual = NumberArgument("a number of bytes", 0, INLINE), LatencySetup.inline
-    what = (
+    size = (
         "bytes of the largest payload that is sent inside the message that offers it "
         f"(default: {usual}; without BYTES: {INLINE})"
     )
-    add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=what)
+    add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=size)
     no_digests = "compute no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
 
 
-def _add_rounds(parser: Parser, usual: int, what: str) -> None:
-    add, text = parser.group("measurement").add_argument, f"{what} (default: {usual})"
+def _add_rounds(parser: Parser, usual: int, about: str) -> None:
+    add, text = parser.group("measurement").add_argument, f"{about} (default: {usual})"
     add("--rounds", type=POSITIVE, default=usual, metavar="N", help=text)
 
 
@@ -127,8 +128,8 @@ def _add_corrupt(parser: Parser) -> None:
 
 def _add_output(parser: Parser) -> None:
     add = parser.group("output").add_argument
-    what = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
-    add("--json", default="", metavar="FILE", help=what)
+    about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
+    add("--json", default="", metavar="FILE", help=about)
 
 
 def _add_transfers(parser: Parser, paged: str, usual: type[LatencySetup | StreamSetup]) -> None:
@@ -143,12 +144,12 @@ def _add_transfers(parser: Parser, paged: str, usual: type[LatencySetup | Stream
 def _add_latency(parser: Parser) -> None:
     paged = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
     _add_transfers(parser, paged, LatencySetup)
-    add, most = (
+    add, count = (
         parser.group("payload").add_argument,
         NumberArgument("a whole number", 1, MAX_BRANCHES),
     )
     bundle = "send a bundle of N: one branch with bytes, the others in turn half of it and the same"
-    add("--branches", type=most, default=0, metavar="N", help=bundle)
+    add("--branches", type=count, default=0, metavar="N", help=bundle)
     _add_inline(parser)
     add = parser.group("link").add_argument
     add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
@@ -163,13 +164,11 @@ def _add_latency(parser: Parser) -> None:
     add("--threads", type=THREADS, default=1, metavar="N", help=threads)
     idle = "measure the CPU of the waiting link, too, for so long"
     add("--idle", type=SECONDS, default=0.0, metavar="SECONDS", help=idle)
-    _add_output(parser)
 
 
 def _add_stream(parser: Parser) -> None:
     paged = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
     _add_transfers(parser, paged, StreamSetup)
-    _add_output(parser)
 
 
 def _add_first(parser: Parser) -> None:
@@ -180,7 +179,6 @@ def _add_first(parser: Parser) -> None:
     add = parser.group("measurement").add_argument
     opened = f"between a link's opening and its first transfer (default: {usual.wait:g})"
     add("--wait", type=SECONDS, default=usual.wait, metavar="SECONDS", help=opened)
-    _add_output(parser)
 
 
 def _add_copy(parser: Parser) -> None:
@@ -188,7 +186,6 @@ def _add_copy(parser: Parser) -> None:
     _add_rounds(parser, CopySetup.rounds, "times that each method is timed")
     add = parser.group("measurement").add_argument
     add("--threads", type=THREADS, default=1, metavar="N", help="threads of torch (default: 1)")
-    _add_output(parser)
 
 
 def _add_growing(parser: Parser) -> None:
@@ -216,7 +213,6 @@ def _add_growing(parser: Parser) -> None:
     )
     add("--reader", choices=READERS, default=usual.reader, help=waits)
     _add_corrupt(parser)
-    _add_output(parser)
 
 
 def _add_many(parser: Parser) -> None:
@@ -235,7 +231,6 @@ def _add_many(parser: Parser) -> None:
     _add_inline(parser)
     _add_rounds(parser, usual.rounds, "rounds, each with a run of every kind")
     _add_corrupt(parser)
-    _add_output(parser)
 
 
 def _add_verify(parser: Parser) -> None:
@@ -243,7 +238,6 @@ def _add_verify(parser: Parser) -> None:
     add = parser.group("measurement").add_argument
     add("--quick", action="store_true", help="send a sixth of the cases, small ones")
     _add_corrupt(parser)
-    _add_output(parser)
 
 
 @functools.cache
@@ -253,13 +247,13 @@ def _schemes() -> list[str]:
 
 
 def _link_url(text: str) -> str:
-    known = _schemes()
+    schemes = _schemes()
     try:
-        is_known = registry.split_url(text)[0] in known
+        is_known = registry.split_url(text)[0] in schemes
     except ValueError:
         is_known = False
     if not is_known:
-        urls = ", ".join(f"{name}://…" for name in known)
+        urls = ", ".join(f"{name}://…" for name in schemes)
         raise argparse.ArgumentTypeError(f"wanted the URL of a link ({urls}), got {text!r}")
     return text
 

@@ -1,4 +1,4 @@
-"""What each command measures, as its options say it; neither torch nor numpy is imported here."""
+"""The setup of each command, as its options say it; neither torch nor numpy is imported here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE
 BLOCK = 16
 """Tokens of a block of paged sources."""
 READERS = ("streams", "callbacks", "asyncio", "steps")
-"""How the one thread of `growing`'s reader waits for all streams."""
+"""The ways in which the one thread of `growing`'s reader waits for all streams."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Shape:
         """Bytes of all tensors, without header and padding."""
         return self.layers * len(self.parts) * self.tokens * self.row_nbytes
 
+    @property
+    def text(self) -> str:
+        """The dimensions and the megabytes, for people."""
+        return f"{self} = {self.nbytes / 1e6:.3f} MB"
+
     def __str__(self) -> str:
         parts = "{K, V}" if self.heads else "latent"
         return f"{self.layers} × {parts} × {[self.tokens, *self.row]} {self.dtype}"
@@ -76,14 +81,14 @@ class Paced(NamedTuple):
         """Bytes of a chunk."""
         return 2 * self.tokens * self.hidden
 
-    def at(self, stream: int, number: int) -> int:
-        """Where a chunk stands in the results: stream by stream."""
+    def position(self, stream: int, number: int) -> int:
+        """The index of a chunk in the results, which are in the order of the streams."""
         return stream * self.chunks + number
 
 
 @dataclasses.dataclass(frozen=True)
 class LatencySetup:
-    """What `latency` measures, and how."""
+    """The setup of `latency`."""
 
     connector: str
     shape: Shape
@@ -105,7 +110,7 @@ class LatencySetup:
 
 @dataclasses.dataclass(frozen=True)
 class StreamSetup:
-    """What `stream` measures, and how."""
+    """The setup of `stream`."""
 
     connector: str
     shape: Shape
@@ -118,7 +123,7 @@ class StreamSetup:
 
 @dataclasses.dataclass(frozen=True)
 class GrowingSetup:
-    """What `growing` measures: `seconds` of each kind, in `rounds` rounds that alternate."""
+    """The setup of `growing`: `seconds` of each kind, in `rounds` rounds that alternate."""
 
     connector: str
     url: str = ""
@@ -155,7 +160,7 @@ class GrowingSetup:
 
 @dataclasses.dataclass(frozen=True)
 class ManySetup:
-    """What `many` measures: `rounds`, each with a run of `transfers` payloads of each kind."""
+    """The setup of `many`: `rounds`, each with a run of `transfers` payloads of each kind."""
 
     connector: str
     url: str = ""
@@ -174,7 +179,7 @@ class ManySetup:
 
 @dataclasses.dataclass(frozen=True)
 class FirstSetup:
-    """What `first` measures: `rounds` links of each kind, in turn."""
+    """The setup of `first`: `rounds` links of each kind, in turn."""
 
     connector: str
     shape: Shape
@@ -186,7 +191,7 @@ class FirstSetup:
 
 @dataclasses.dataclass(frozen=True)
 class CopySetup:
-    """What `copy` measures; `threads` are torch's."""
+    """The setup of `copy`; `threads` are torch's."""
 
     shape: Shape
     rounds: int = 20
@@ -195,7 +200,7 @@ class CopySetup:
 
 @dataclasses.dataclass(frozen=True)
 class VerifySetup:
-    """What `verify` sends; a bit of the case of the number `corrupt` is flipped on the way."""
+    """The setup of `verify`; a bit of the case of the number `corrupt` is flipped on the way."""
 
     connector: str
     url: str = ""

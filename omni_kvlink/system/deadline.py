@@ -38,10 +38,10 @@ class Deadline:
 
     def left(self, key: str) -> float:
         """Seconds that the call may still wait; TransferTimeout if there are none."""
-        left = self.at - time.monotonic()
-        if left <= 0 and self.timeout:
+        seconds = self.at - time.monotonic()
+        if seconds <= 0 and self.timeout:
             raise self._passed(key, "reserving memory")
-        return max(0.0, left)
+        return max(0.0, seconds)
 
     @contextlib.contextmanager
     def naming(self, key: str) -> Iterator[None]:
