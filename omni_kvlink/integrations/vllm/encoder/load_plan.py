@@ -93,7 +93,7 @@ class LoadPlan:
             if not named.is_used and all(other.source != named.source for other in others):
                 self._loader.decline(named.source)
             load = None if others else self._loads.pop(item, None)
-            if load is not None and load.cancel():
+            if load is not None and load.get.cancel():
                 self._loader.decline(load.source)
         self._ended.discard(request.request_id)
 
