@@ -202,14 +202,10 @@ class AsyncReceivedStream:
         self.stream.__exit__(kind, error, traceback)
 
     async def _wait(self, future: Future[None], name: str, timeout: float | None) -> None:
-        """Uses `asyncio.wait`, because `wait_for` may swallow a cancellation."""
         seconds = self.stream.timeout if timeout is None else check_timeout(timeout)
-        answer = asyncio.wrap_future(future)
         try:
-            await asyncio.wait([answer], timeout=seconds)
+            await _wait_for(future, seconds)
         finally:
-            if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # retrieved here, raised by `check`
             self.stream.cancel_wait(future)
         self.stream.check(future, name, seconds)
 
@@ -275,26 +271,24 @@ class _Verification:
 
     def __init__(self, received: Received):
         self._received = received
-        self._began = self._ended = self._cancelled = False
+        # Each side writes one and then reads the other: at least one of them releases.
+        self._is_hashing = self._is_cancelled = False
 
     async def run(self) -> None:
         try:
             await run_in_thread(self)
-        except asyncio.CancelledError:
-            self._cancelled = True
-            if self._ended or not self._began:
-                self._received.release_unread()
-            raise
         except BaseException:
-            self._received.release_unread()
+            self._is_cancelled = True
+            if not self._is_hashing:
+                self._received.release_unread()
             raise
 
     def __call__(self) -> None:
-        self._began = True
+        self._is_hashing = True
         try:
-            if not self._cancelled:
+            if not self._is_cancelled:
                 verify_first(self._received)
         finally:
-            self._ended = True
-            if self._cancelled:  # not before: its memory could be reused while it is hashed
+            self._is_hashing = False
+            if self._is_cancelled:  # not before: its memory could be reused while it is hashed
                 self._received.release_unread()

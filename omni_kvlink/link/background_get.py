@@ -6,15 +6,18 @@ import enum
 import threading
 from typing import TYPE_CHECKING
 
+from omni_kvlink.connectors.base import MAX_RETRIES
 from omni_kvlink.connectors.protocol.get_table import check_timeout
 from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
-from omni_kvlink.link.consumer import GetAttempts, can_retry
+from omni_kvlink.link.consumer import can_retry
+from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
     from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.get_table import Delivery
     from omni_kvlink.link.consumer import KVConsumer
 
 
@@ -67,7 +70,7 @@ class BackgroundGet:
         self.key, self.timeout, self._url = key, check_timeout(timeout), url
         self._connect, self._begin = connect, begin
         self._submit, self._copy, self._fail = submit, copy, fail
-        self._attempts = GetAttempts(self.timeout)
+        self._deadline, self._retries = Deadline(self.timeout), 0
         self._lock = threading.Lock()  # of one assignment: an interrupt leaves it unlocked
         self.state = RequestState.CONNECTING
 
@@ -84,7 +87,7 @@ class BackgroundGet:
 
     def seconds_left(self) -> float:
         """Seconds until the deadline; 0 after it."""
-        return self._attempts.seconds_left()
+        return self._deadline.seconds_left()
 
     def begin(self, timeout: float | None = None) -> None:
         """Connect and request the payload, each within `timeout` or until the deadline.
@@ -115,7 +118,7 @@ class BackgroundGet:
             return
         self.pending.future.add_done_callback(lambda _: self._queue())
 
-    def take(self) -> Any:
+    def take(self) -> Delivery:
         """The delivery, or raise the error of the get; TransferTimeout if nothing has come."""
         self._move(RequestState.TAKEN, RequestState.WAITING, RequestState.QUEUED)
         return self.pending.wait(timeout=0.0)
@@ -125,8 +128,9 @@ class BackgroundGet:
 
         Blocks while it reconnects.
         """
+        self._retries += 1
         limit = self.seconds_left()
-        if not self._attempts.may_retry() or not can_retry(self.link, self.pending, timeout=limit):
+        if self._retries > MAX_RETRIES or not can_retry(self.link, self.pending, timeout=limit):
             return False
         return self._move(RequestState.CONNECTING, RequestState.TAKEN)
 

@@ -31,12 +31,16 @@ class Deadline:
         self.timeout, self.at = timeout, time.monotonic() + timeout
         self.work = self.at if timeout else NEVER
 
+    def seconds_left(self) -> float:
+        """Seconds until the end; 0 after it."""
+        return max(0.0, self.at - time.monotonic())
+
     def left(self, key: str) -> float:
         """Seconds that the call may still wait; TransferTimeout if there are none."""
-        left = self.at - time.monotonic()
-        if left <= 0 and self.timeout:
+        seconds = self.seconds_left()
+        if not seconds and self.timeout:
             raise self._passed(key, "reserving memory")
-        return max(0.0, left)
+        return seconds
 
     @contextlib.contextmanager
     def naming(self, key: str) -> Iterator[None]:

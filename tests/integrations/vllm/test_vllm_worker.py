@@ -379,7 +379,7 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
 
 
 def is_requested(halves: Halves, name: str) -> bool:
-    return halves.loader._decliner._reads[name, name]._pending is not None
+    return halves.loader._decliner._reads[name, name].get.is_requested
 
 
 @pytest.mark.parametrize("in_pass", [False, True])
