@@ -15,7 +15,7 @@ thread pool.
 | `begin_gets` | several at once |
 | `begin_chunks`, `open_chunks` | the same for streams that grow |
 | `PendingGet`, `Delivery` | what they return |
-| `BackgroundGet`, `RequestState` | one get with a deadline that no thread waits for |
+| `BackgroundGet`, `GetPhase` | one get with a deadline that no thread waits for |
 | `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |
 | `backend`, `check_verify` | validate a configuration before a link is opened |
 | `check_request_id` | validate a key that a client chose |
@@ -46,8 +46,8 @@ from omni_kvlink.copier import TorchCopier as TorchCopier
 from omni_kvlink.copier import named_copier as named_copier
 from omni_kvlink.link import BackgroundGet as BackgroundGet
 from omni_kvlink.link import ConnectOptions as ConnectOptions
+from omni_kvlink.link import GetPhase as GetPhase
 from omni_kvlink.link import LinkUrl as LinkUrl
-from omni_kvlink.link import RequestState as RequestState
 from omni_kvlink.link import ServeOptions as ServeOptions
 from omni_kvlink.link import begin_chunks as begin_chunks
 from omni_kvlink.link import begin_get as begin_get

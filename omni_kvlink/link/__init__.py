@@ -6,7 +6,7 @@ from omni_kvlink.connectors.protocol.process_check import check_process as check
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.append_stream import AppendStream as AppendStream
 from omni_kvlink.link.background_get import BackgroundGet as BackgroundGet
-from omni_kvlink.link.background_get import RequestState as RequestState
+from omni_kvlink.link.background_get import GetPhase as GetPhase
 from omni_kvlink.link.chunk_stream import ChunkStream as ChunkStream
 from omni_kvlink.link.chunk_streams import ChunkStreams as ChunkStreams
 from omni_kvlink.link.consumer import KVConsumer as KVConsumer

@@ -21,27 +21,28 @@ if TYPE_CHECKING:
     from omni_kvlink.link.consumer import KVConsumer
 
 
-class RequestState(enum.Enum):
-    """The state of a `BackgroundGet`, whose docstring draws the transitions."""
+class GetPhase(enum.Enum):
+    """The state of a `BackgroundGet`, which draws its transitions."""
 
-    CONNECTING = "nothing is requested yet"
+    CONNECTING = "nothing is requested"
     WAITING = "the producer has the request"
-    QUEUED = "the answer or the deadline has come, and the copy has no thread yet"
-    TAKEN = "the payload, or the error, is the caller's"
+    QUEUED = "the answer or the deadline has come; the copy has no thread"
+    TAKEN = "the payload, or its error, is the caller's"
     ENDED = "it was cancelled, or nothing could be requested"
 
 
 class BackgroundGet:
-    """One get for which no thread waits; answer, deadline, error or cancel: one of them ends it.
+    """One get for which no thread waits.
 
-        CONNECTING --begin--> WAITING --answer, deadline--> QUEUED --a pool's thread--> TAKEN
-          |    ^                | |                           |                          ^ |
-          |    |                | +--- take (an event loop) --|--------------------------+ |
-          |    +----------------|----- can_retry -------------|----------------------------+
-          +-- error, deadline,  |                             |
-              cancel            +-- cancel                    +-- cancel
-              v                     v                             v
-              ENDED                 ENDED                         ENDED
+    Answer, deadline, error or cancel: exactly one of them ends it::
+
+        CONNECTING --begin--> WAITING --answer, deadline--> QUEUED --a thread--> TAKEN
+            ^                    |                                               ^ |
+            |                    +--------------------- take --------------------+ |
+            +------------------------------ can_retry -----------------------------+
+
+        CONNECTING, WAITING, QUEUED --cancel--> ENDED
+        CONNECTING --error, deadline--> ENDED
 
     `connect(timeout=…)` returns the link, and may wait for the producer; `begin(link, key,
     timeout=…)` requests the payload, as `begin_get` does.
@@ -72,7 +73,7 @@ class BackgroundGet:
         self._submit, self._copy, self._fail = submit, copy, fail
         self._deadline, self._retries = Deadline(self.timeout), 0
         self._lock = threading.Lock()  # of one assignment: an interrupt leaves it unlocked
-        self.state = RequestState.CONNECTING
+        self.state = GetPhase.CONNECTING
 
     @property
     def is_requested(self) -> bool:
@@ -105,7 +106,7 @@ class BackgroundGet:
         """Continue with a request that was sent with others; cancel it if this get has ended."""
         # Before the move: a `cancel` meanwhile finds the request, or the move finds that end.
         self.link, self._pending = link, pending
-        if not self._move(RequestState.WAITING, RequestState.CONNECTING):
+        if not self._move(GetPhase.WAITING, GetPhase.CONNECTING):
             pending.cancel()
 
     def request(self, timeout: float | None = None) -> None:
@@ -113,14 +114,14 @@ class BackgroundGet:
         try:
             self.begin(timeout)
         except Exception as error:
-            if self._move(RequestState.ENDED, RequestState.CONNECTING):
+            if self._move(GetPhase.ENDED, GetPhase.CONNECTING):
                 self._fail(error)
             return
         self.pending.future.add_done_callback(lambda _: self._queue())
 
     def take(self) -> Delivery:
         """The delivery, or raise the error of the get; TransferTimeout if nothing has come."""
-        self._move(RequestState.TAKEN, RequestState.WAITING, RequestState.QUEUED)
+        self._move(GetPhase.TAKEN, GetPhase.WAITING, GetPhase.QUEUED)
         return self.pending.wait(timeout=0.0)
 
     def can_retry(self) -> bool:
@@ -132,13 +133,13 @@ class BackgroundGet:
         limit = self.seconds_left()
         if self._retries > MAX_RETRIES or not can_retry(self.link, self.pending, timeout=limit):
             return False
-        return self._move(RequestState.CONNECTING, RequestState.TAKEN)
+        return self._move(GetPhase.CONNECTING, GetPhase.TAKEN)
 
     def expire(self) -> None:
         """End it if its deadline has passed: `fail` is called, perhaps by the pool."""
         if self.seconds_left() > 0:
             return
-        if not self._move(RequestState.ENDED, RequestState.CONNECTING):
+        if not self._move(GetPhase.ENDED, GetPhase.CONNECTING):
             self._queue()
             return
         text = f"the producer {self._url} was not reached within {format_seconds(self.timeout)}"
@@ -146,19 +147,19 @@ class BackgroundGet:
 
     def cancel(self) -> bool:
         """Withdraw the request, or leave the payload to others; False if another call ended it."""
-        ending = RequestState.CONNECTING, RequestState.WAITING, RequestState.QUEUED
-        is_first = self._move(RequestState.ENDED, *ending)
+        ending = GetPhase.CONNECTING, GetPhase.WAITING, GetPhase.QUEUED
+        is_first = self._move(GetPhase.ENDED, *ending)
         if is_first and self._pending is not None:
             self._pending.cancel()
         return is_first
 
     def _queue(self) -> None:
-        if self._move(RequestState.QUEUED, RequestState.WAITING):
+        if self._move(GetPhase.QUEUED, GetPhase.WAITING):
             self._submit(self._run)
 
     def _run(self) -> None:
         """Take the payload, and copy it; runs in the pool."""
-        if not self._move(RequestState.TAKEN, RequestState.QUEUED):
+        if not self._move(GetPhase.TAKEN, GetPhase.QUEUED):
             return
         try:
             delivery = self.take()
@@ -168,10 +169,10 @@ class BackgroundGet:
             self._copy(delivery)
 
     def _check_wanted(self) -> None:
-        if self.state is RequestState.ENDED:
+        if self.state is GetPhase.ENDED:
             raise ClosedError(f"the get of {self.key!r} was cancelled")
 
-    def _move(self, state: RequestState, *previous: RequestState) -> bool:
+    def _move(self, state: GetPhase, *previous: GetPhase) -> bool:
         """Change the state if it is one of `previous`; of several calls, one does."""
         with self._lock:
             is_allowed = self.state in previous

@@ -17,6 +17,7 @@ import pytest
 import omni_kvlink
 from omni_kvlink import (
     ClosedError,
+    KVConsumer,
     KVLink,
     Receipt,
     Received,
@@ -24,7 +25,7 @@ from omni_kvlink import (
     ReceivedChunk,
     TransferFailed,
 )
-from omni_kvlink.lowlevel import begin_get, begin_gets, open_delivery
+from omni_kvlink.lowlevel import BackgroundGet, begin_get, begin_gets, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-    from omni_kvlink import KVConsumer, KVProducer, Payload
+    from omni_kvlink import KVProducer, Payload
 
 T = TypeVar("T")
 pytestmark = [
@@ -125,9 +126,25 @@ def interrupted(
     return bool(raised)
 
 
+def get_in_background(consumer: KVConsumer, key: str, timeout: float) -> Received:
+    """The same as `KVConsumer.get`, of a `BackgroundGet`."""
+    get = BackgroundGet(key, lambda timeout: consumer, begin_get, timeout)
+    try:
+        get.begin()
+        get.pending.future.exception(timeout)
+        return open_delivery(consumer, get.take(), started=0.0)
+    except BaseException:
+        get.cancel()
+        raise
+
+
+@pytest.mark.parametrize("get_payload", [KVConsumer.get, get_in_background])
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["put before", "put while it waits"])
 def test_a_get_interrupted_at_each_line(
-    pair: tuple[KVProducer, KVConsumer], is_waiting: bool, interrupt: type[BaseException]
+    pair: tuple[KVProducer, KVConsumer],
+    is_waiting: bool,
+    interrupt: type[BaseException],
+    get_payload: Callable[..., Received],
 ) -> None:
     producer, consumer = pair
     gc.disable()  # what is left to the cyclic collector is left behind, on servers
@@ -140,7 +157,7 @@ def test_a_get_interrupted_at_each_line(
                 thread.start()
             else:
                 receipts.append(producer.put(DATA))
-            get = partial(consumer.get, "k", timeout=60)
+            get = partial(get_payload, consumer, "k", timeout=60)
             was_interrupted = interrupted(number, get, found, interrupt)
             ended.set()
             if is_waiting:

@@ -15,7 +15,7 @@ from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.pools import Pools, branch_name
 from omni_kvlink.integrations.vllm.step import CancelledLoad
-from omni_kvlink.lowlevel import BackgroundGet, RequestState, begin_get, open_stream
+from omni_kvlink.lowlevel import BackgroundGet, GetPhase, begin_get, open_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class CacheLoad:
         if self.get.cancel():
             self.end(TransferFailed(cancelled.reason, key=self.load.key))
             return
-        is_copying = self.get.state is RequestState.TAKEN and not self.done.is_set()
+        is_copying = self.get.state is GetPhase.TAKEN and not self.done.is_set()
         if is_copying and cancelled.declines and cancelled.readers == 1:
             self._submit(self._abort)
 
