@@ -21,6 +21,7 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
 from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
 from omni_kvlink.integrations.vllm.settings import (
+    EngineSettings,
     PoolConnectOptions,
     PoolServeOptions,
     VllmSettings,
@@ -58,6 +59,7 @@ DECLARED = re.compile(
 NOT_READ = {
     "engine.entrypoints.deploy.DeployConfig": "made of a file, whose stages become settings",
     "engine.config.StageConfig": "a base",
+    "integrations.vllm.settings.EngineSettings": "a base",
     "engine.tokens.sampling.TextSamplingParams": "a base",
 }
 """Dataclasses with such a name that nobody configures."""
@@ -73,7 +75,7 @@ def test_the_list_is_complete() -> None:
     assert found - NOT_READ.keys() == listed
     assert NOT_READ.keys() <= found
     made = {kind for kind in _below(Settings) if kind.__module__.startswith("omni_kvlink.")}
-    assert made - {engine.StageConfig, TextSamplingParams} == set(KINDS)
+    assert made - {engine.StageConfig, EngineSettings, TextSamplingParams} == set(KINDS)
 
 
 def _below(kind: type[Settings]) -> set[type[Settings]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GetPhase(enum.Enum):
-    """The state of a `BackgroundGet`, which draws its transitions."""
+    """The phase of a `BackgroundGet`, which draws its transitions."""
 
     CONNECTING = "nothing is requested"
     WAITING = "the producer has the request"
@@ -73,7 +73,7 @@ class BackgroundGet:
         self._submit, self._copy, self._fail = submit, copy, fail
         self._deadline, self._retries = Deadline(self.timeout), 0
         self._lock = threading.Lock()  # of one assignment: an interrupt leaves it unlocked
-        self.state = GetPhase.CONNECTING
+        self.phase = GetPhase.CONNECTING
 
     @property
     def is_requested(self) -> bool:
@@ -169,13 +169,13 @@ class BackgroundGet:
             self._copy(delivery)
 
     def _check_wanted(self) -> None:
-        if self.state is GetPhase.ENDED:
+        if self.phase is GetPhase.ENDED:
             raise ClosedError(f"the get of {self.key!r} was cancelled")
 
-    def _move(self, state: GetPhase, *previous: GetPhase) -> bool:
-        """Change the state if it is one of `previous`; of several calls, one does."""
+    def _move(self, phase: GetPhase, *previous: GetPhase) -> bool:
+        """Change the phase if it is one of `previous`; of several calls, one does."""
         with self._lock:
-            is_allowed = self.state in previous
+            is_allowed = self.phase in previous
             if is_allowed:
-                self.state = state
+                self.phase = phase
         return is_allowed

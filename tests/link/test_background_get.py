@@ -95,16 +95,16 @@ def check_nobody_waits(producer: KVProducer, consumer: KVConsumer, *, is_put: bo
 def test_an_answer_is_copied_once(pair: tuple[KVProducer, KVConsumer], is_first: bool) -> None:
     producer, consumer = pair
     owner = Owner(consumer)
-    assert (owner.get.state, owner.get.is_requested) == (GetPhase.CONNECTING, False)
+    assert (owner.get.phase, owner.get.is_requested) == (GetPhase.CONNECTING, False)
     receipt = None if is_first else producer.put(DATA)
     owner.get.request()
     if is_first:
-        assert owner.get.state is GetPhase.WAITING
+        assert owner.get.phase is GetPhase.WAITING
         receipt = producer.put(DATA)
-    until(lambda: owner.get.state is GetPhase.QUEUED, "its answer is there")
+    until(lambda: owner.get.phase is GetPhase.QUEUED, "its answer is there")
     assert (owner.copies, owner.get.is_requested) == ([], True)
     owner.run_job()
-    assert owner.get.state is GetPhase.TAKEN
+    assert owner.get.phase is GetPhase.TAKEN
     assert owner.copies == [fingerprint(DATA)]
     assert receipt is not None
     receipt.wait(timeout=60)
@@ -125,7 +125,7 @@ def test_cancelled_while_it_connects(pair: tuple[KVProducer, KVConsumer]) -> Non
     assert not owner.get.cancel()
     owner.may_connect.set()
     thread.join()
-    assert (owner.get.state, owner.get.is_requested) == (GetPhase.ENDED, False)
+    assert (owner.get.phase, owner.get.is_requested) == (GetPhase.ENDED, False)
     with pytest.raises(ClosedError, match="the get of 'k' was cancelled"):
         owner.get.begin()
     assert (owner.copies, owner.errors, owner.jobs.qsize()) == ([], [], 0)
@@ -145,7 +145,7 @@ def test_cancelled_while_it_is_requested(pair: tuple[KVProducer, KVConsumer]) ->
 
     get = BackgroundGet("k", lambda timeout: consumer, begin, 60)
     get.begin()
-    assert get.state is GetPhase.ENDED
+    assert get.phase is GetPhase.ENDED
     check_nobody_waits(producer, consumer)
 
 
@@ -158,7 +158,7 @@ def test_cancelled_before_its_copy(pair: tuple[KVProducer, KVConsumer], is_put: 
     until_requested(producer, 1)
     if is_put:
         producer.put(DATA)
-        until(lambda: owner.get.state is GetPhase.QUEUED, "its answer is there")
+        until(lambda: owner.get.phase is GetPhase.QUEUED, "its answer is there")
     assert owner.get.cancel()
     assert not owner.get.cancel()
     if is_put:
@@ -210,7 +210,7 @@ def test_errors_end_it(pair: tuple[KVProducer, KVConsumer]) -> None:
     unreachable.link = None  # type: ignore[assignment]
     unreachable.get.request()
     assert isinstance(unreachable.errors.pop(), AttributeError)
-    assert (unreachable.get.state, unreachable.get.cancel()) == (GetPhase.ENDED, False)
+    assert (unreachable.get.phase, unreachable.get.cancel()) == (GetPhase.ENDED, False)
     failed = Owner(consumer)
     failed.get.request()
     producer.fail("k", "no reason")
@@ -283,10 +283,10 @@ def test_a_connection_that_breaks(sockets: str, cuts: int) -> None:
         get.begin()
         for number in range(cuts):
             wait_until_lost(producer, consumer, get)
-            assert get.state is GetPhase.TAKEN
+            assert get.phase is GetPhase.TAKEN
             assert get.can_retry() == (number < 3)
             if number < 3:
-                assert get.state is GetPhase.CONNECTING
+                assert get.phase is GetPhase.CONNECTING
                 get.begin()
         if cuts == 3:
             producer.put(DATA)

@@ -108,7 +108,7 @@ class CacheLoad:
         if self.get.cancel():
             self.end(TransferFailed(cancelled.reason, key=self.load.key))
             return
-        is_copying = self.get.state is GetPhase.TAKEN and not self.done.is_set()
+        is_copying = self.get.phase is GetPhase.TAKEN and not self.done.is_set()
         if is_copying and cancelled.declines and cancelled.readers == 1:
             self._submit(self._abort)
 
