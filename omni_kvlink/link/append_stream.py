@@ -224,7 +224,7 @@ class AppendStream:
         lease, head, started = self._open_lease(), self._head, time.perf_counter()
         try:
             chunk = self._spec.chunk(tensors, metadata, self._position, requests)
-            head.producer.wait_for_window(lease, timeout=max(0.0, deadline.at - time.monotonic()))
+            head.producer.wait_for_window(lease, timeout=deadline.seconds_left())
             header, ledger = head.put_chunk(lease, chunk, deadline)
             self._position = self._position.after(header)
         except (CapacityError, SchemaError, TransferTimeout):

@@ -485,8 +485,8 @@ class PendingBatch:
                 received.append(Received(delivery, copier, started=started, verify=verify))
             return ReceivedBatch(received)
         except BaseException as error:
-            for one in received:
-                one.release_unread()
+            for payload in received:
+                payload.release_unread()
             if isinstance(error, KVLinkError):
                 for get in pending[len(received) + 1 :]:
                     get.cancel()

@@ -1,4 +1,4 @@
-"""What a request says or does is its own affair: no other request, no block and no engine pays."""
+"""A request that is wrong or ends early harms no other request, no block and no engine."""
 
 from __future__ import annotations
 
