@@ -32,7 +32,7 @@ class GetPhase(enum.Enum):
 
 
 class BackgroundGet:
-    """One get for which no thread waits.
+    """One get for which no thread waits; thread-safe.
 
     Answer, deadline, error or cancel: exactly one of them ends it::
 
@@ -91,16 +91,16 @@ class BackgroundGet:
         return self._deadline.seconds_left()
 
     def begin(self, timeout: float | None = None) -> None:
-        """Connect and request the payload, each within `timeout` or until the deadline.
+        """Connect and request the payload, within `timeout` or until the deadline.
 
         Blocks while it connects. Raises the errors of `connect` and `begin`; ClosedError if it was
         cancelled. A request that was cancelled meanwhile is withdrawn.
         """
+        deadline = self._deadline if timeout is None else Deadline(timeout)
         self._check_wanted()
-        self.link = self._connect(timeout=self.seconds_left() if timeout is None else timeout)
+        link = self._connect(timeout=deadline.seconds_left())
         self._check_wanted()
-        limit = self.seconds_left() if timeout is None else timeout
-        self.adopt(self.link, self._begin(self.link, self.key, timeout=limit))
+        self.adopt(link, self._begin(link, self.key, timeout=deadline.seconds_left()))
 
     def adopt(self, link: KVConsumer, pending: PendingGet) -> None:
         """Continue with a request that was sent with others; cancel it if this get has ended."""

@@ -254,8 +254,7 @@ def test_one_of_all_that_come_together_ends_it(pair: tuple[KVProducer, KVConsume
                 consumer.get("k", timeout=60).release()
             receipt.wait(timeout=60)
             until_freed(producer)
-    assert endings[0]
-    assert endings[1]
+    assert max(endings) < 120, "they come together"
 
 
 def has_ended(owner: Owner) -> bool:
