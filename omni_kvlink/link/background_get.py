@@ -75,6 +75,9 @@ class BackgroundGet:
         self._lock = threading.Lock()  # of one assignment: an interrupt leaves it unlocked
         self.phase = GetPhase.CONNECTING
 
+    def __repr__(self) -> str:
+        return f"<BackgroundGet of {self.key!r}: {self.phase.value}>"
+
     @property
     def is_requested(self) -> bool:
         """Whether a request was sent."""

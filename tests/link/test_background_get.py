@@ -96,6 +96,7 @@ def test_an_answer_is_copied_once(pair: tuple[KVProducer, KVConsumer], is_first:
     producer, consumer = pair
     owner = Owner(consumer)
     assert (owner.get.phase, owner.get.is_requested) == (GetPhase.CONNECTING, False)
+    assert repr(owner.get) == "<BackgroundGet of 'k': nothing is requested>"
     receipt = None if is_first else producer.put(DATA)
     owner.get.request()
     if is_first:
