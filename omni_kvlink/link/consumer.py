@@ -34,6 +34,7 @@ from omni_kvlink.payload.schema import check_reason, check_request_id
 from omni_kvlink.payload.targets import targets_of
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Choice, Integer
+from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import Delivery
@@ -79,13 +80,13 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        attempts = GetAttempts(check_timeout(timeout))
-        pending = begin_get(self, request_id, timeout=attempts.seconds_left(), verify=verify)
+        deadline = Deadline(check_timeout(timeout))
+        pending = begin_get(self, request_id, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else repeated_layout(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
         repeat = partial(begin_get, self, request_id, verify=verify)
-        delivery = self._await(pending, attempts, repeat)[1]
+        delivery = self._await(pending, deadline, repeat)[1]
         return Received(delivery, self._copier, started=started, verify=verify, expected=expected)
 
     def get_many(
@@ -100,9 +101,9 @@ class KVConsumer(LinkEnd):
         Raises what `get` raises for the first payload, in this order, that cannot be had. The
         others are released unread then: another call can have them.
         """
-        attempts = GetAttempts(check_timeout(timeout))
-        batch = self.begin_get_many(request_ids, timeout=attempts.seconds_left(), verify=verify)
-        return batch.wait(timeout=attempts.seconds_left())
+        deadline = Deadline(check_timeout(timeout))
+        batch = self.begin_get_many(request_ids, timeout=deadline.seconds_left(), verify=verify)
+        return batch.wait(timeout=deadline.seconds_left())
 
     def begin_get_many(
         self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
@@ -127,9 +128,9 @@ class KVConsumer(LinkEnd):
         for the announcement, and again for each layer. Errors are those of `get`. Bytes are checked
         as `get` does with `verify="auto"`, before their layer is there.
         """
-        started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
+        started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
         begin = partial(begin_get, self, request_id, streamed=True)
-        _, delivery = self._await(begin(timeout=attempts.seconds_left()), attempts, begin)
+        _, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
         return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
 
     def read_stream(
@@ -147,9 +148,9 @@ class KVConsumer(LinkEnd):
         SchemaError if `start` is negative.
         """
         limit = check_timeout(timeout)
-        attempts = GetAttempts(limit)
+        deadline = Deadline(limit)
         begin = partial(begin_chunks, self, request_id, start=start, verify=verify)
-        head, delivery = self._await(begin(timeout=attempts.seconds_left()), attempts, begin)
+        head, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
@@ -163,41 +164,19 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
-        self, pending: PendingGet, attempts: GetAttempts, begin: Callable[..., PendingGet]
+        self, pending: PendingGet, deadline: Deadline, begin: Callable[..., PendingGet]
     ) -> tuple[PendingGet, Delivery]:
         """Wait for a get; if only the connection broke, `begin` it again and wait for that one."""
-        own: GetAttempts | None = None  # several gets may have the same deadline
+        retries = 0
         while True:
             try:
-                return pending, pending.wait(timeout=attempts.seconds_left())
+                return pending, pending.wait(timeout=deadline.seconds_left())
             except PeerLostError:
-                own, left = own or attempts.again(), attempts.seconds_left()
-                if not own.may_retry() or not can_retry(self, pending, timeout=left):
+                retries += 1
+                limit = deadline.seconds_left()
+                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
                     raise
-            pending = begin(timeout=attempts.seconds_left())
-
-
-class GetAttempts:
-    """Allows `MAX_RETRIES` more requests of one get until its deadline; without I/O."""
-
-    def __init__(self, timeout: float):
-        self.deadline = time.monotonic() + timeout
-        self._retries = 0
-
-    def again(self) -> GetAttempts:
-        """The attempts of another get with the same deadline."""
-        other = GetAttempts(0.0)
-        other.deadline = self.deadline
-        return other
-
-    def seconds_left(self) -> float:
-        """Seconds until the deadline; 0 after it."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    def may_retry(self) -> bool:
-        """Count a broken connection; whether another request is allowed."""
-        self._retries += 1
-        return self._retries <= MAX_RETRIES
+            pending = begin(timeout=deadline.seconds_left())
 
 
 def begin_get(
@@ -493,7 +472,7 @@ class PendingBatch:
         """
         consumer, verify = self._consumer, self._verify
         copier, started = consumer._copier, self._started
-        attempts = GetAttempts(check_timeout(timeout))
+        deadline = Deadline(check_timeout(timeout))
         pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
             raise ClosedError("this batch was waited for, or cancelled; request it again")
@@ -501,7 +480,7 @@ class PendingBatch:
         try:
             for request_id, get in zip(self._request_ids, pending, strict=True):
                 repeat = partial(begin_get, consumer, request_id, verify=verify)
-                delivery = consumer._await(get, attempts, repeat)[1]
+                delivery = consumer._await(get, deadline, repeat)[1]
                 received.append(Received(delivery, copier, started=started, verify=verify))
             return ReceivedBatch(received)
         except BaseException:

@@ -136,7 +136,7 @@ class KVProducer(LinkEnd):
         operation, puts = self._begin(readers, ttl, timeout, digests), dict[str, PayloadPut]()
         for number, data in enumerate(payload_list(payloads, "put_many")):
             if number % PAYLOADS_PER_TURN == 0:
-                operation.deadline.left(data.request_id)
+                operation.deadline.check(data.request_id)
                 self._end.give_way()
             if data.request_id in puts:
                 raise DuplicateKeyError("two of the payloads have the same request id")

@@ -31,17 +31,19 @@ class Deadline:
         self.timeout, self.at = timeout, time.monotonic() + timeout
         self.work = self.at if timeout else NEVER
 
+    def seconds_left(self) -> float:
+        """Seconds until the end; 0 after it."""
+        return max(0.0, self.at - time.monotonic())
+
     @property
-    def remaining(self) -> float:
-        """Seconds for a call below this one; 0 only if this one waits for nobody."""
+    def timeout_left(self) -> float:
+        """The timeout of a call below this one: 0 only if this one waits for nobody."""
         return max(1e-9, self.at - time.monotonic()) if self.timeout else 0.0
 
-    def left(self, key: str) -> float:
-        """Seconds that the call may still wait; TransferTimeout if there are none."""
-        seconds = self.at - time.monotonic()
-        if seconds <= 0 and self.timeout:
+    def check(self, key: str) -> None:
+        """Raise TransferTimeout if the timeout has passed."""
+        if self.timeout and not self.seconds_left():
             raise self._passed(key, "reserving memory")
-        return max(0.0, seconds)
 
     @contextlib.contextmanager
     def naming(self, key: str) -> Iterator[None]:

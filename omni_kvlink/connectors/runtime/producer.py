@@ -356,7 +356,7 @@ class PooledProducer(Producer):
         """Reserve a slot of the pool; a packed payload is copied to it."""
         key, nbytes = transfer.key, request.nbytes
         try:
-            slot_nbytes, timeout = SLOT + nbytes + request.draft, deadline.remaining
+            slot_nbytes, timeout = SLOT + nbytes + request.draft, deadline.timeout_left
             block = self.pool.reserve(slot_nbytes, transfer, timeout=timeout)
         except CapacityError as error:
             text = f"key {key!r}: {error}"
@@ -380,7 +380,7 @@ class PooledProducer(Producer):
                 oldest = window.chunks[0] if window.is_full else None
             if oldest is None:
                 return
-            if not oldest.done.wait(deadline.remaining):
+            if not oldest.done.wait(deadline.timeout_left):
                 raise CapacityError(
                     f"stream {oldest.key!r}: not every reader has released chunk {window.first} "
                     f"within {format_seconds(deadline.timeout)}, and {window.window} chunks are "
