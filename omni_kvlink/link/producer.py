@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from omni_kvlink.connectors.base import Producer
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import Copier, CurrentStreams

@@ -40,7 +40,7 @@ class FarGrowingReader:
         if reader.far is None or reader.far.session.is_closed:
             return
         self._is_over, self._turn, self._producer = False, 0, reader.far.producer
-        head = reader.far.session.request(key, streamed=True, of=ChunkOf(0, start))
+        head = reader.far.session.request(key, streamed=True, chunk=ChunkOf(0, start))
         assert isinstance(head, RemoteGet)
         self._head = head
         reader.open += 1

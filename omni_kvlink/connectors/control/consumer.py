@@ -11,7 +11,7 @@ import zmq
 from omni_kvlink.connectors.control.inline_receiver import InlineReceiver
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.security import find_credentials
-from omni_kvlink.connectors.protocol.get_table import Answer
+from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Chunk,

@@ -10,7 +10,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetLease
+from omni_kvlink.connectors.protocol.delivery import Delivery
+from omni_kvlink.connectors.protocol.get_table import GetLease
 from omni_kvlink.connectors.protocol.messages import Offer, Status, decode
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import ClosedError, VersionError, WireError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
+from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetState
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
 from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.protocol.get_table import DeliveryLease
+    from omni_kvlink.connectors.protocol.delivery import DeliveryLease
+    from omni_kvlink.connectors.protocol.get_table import GetState
     from omni_kvlink.connectors.protocol.messages import Offer
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region

@@ -10,15 +10,8 @@ from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.get_table import (
-    MAX_TIMEOUT,
-    Answer,
-    GetLease,
-    GetState,
-    GetTable,
-    check_timeout,
-    get_error,
-)
+from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer, check_timeout
+from omni_kvlink.connectors.protocol.get_table import GetLease, GetState, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Chunk,
@@ -47,8 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.connectors.base import Options, PendingGet
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-    from omni_kvlink.connectors.protocol.get_table import ChunkOf, Delivery
+    from omni_kvlink.connectors.protocol.get_table import ChunkOf
 
 VERIFICATION = ("verified", "unverified", "refetched", "rejected")
 """Counters of `stats()["verification"]`: payloads delivered with all of their bytes compared with
@@ -171,17 +165,17 @@ class RemoteSession(Session):
     # For any thread
 
     def request(
-        self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
+        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
     ) -> PendingGet:
         """Ask for a payload; see `Session`."""
         get_state = self.get_table.request(
-            key, streamed=streamed, early=True, verify=verify, ready=Answer(), of=of
+            key, streamed=streamed, incremental=True, verify=verify, ready=Answer(), chunk=chunk
         )
         return RemoteGet(self, get_state)
 
     def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
         """Ask for several payloads at once; see `Session`."""
-        get_states = self.get_table.request_all(keys, early=True, verify=verify, ready=Answer)
+        get_states = self.get_table.request_all(keys, incremental=True, verify=verify, ready=Answer)
         return [RemoteGet(self, get_state) for get_state in get_states]
 
     def receive_inline(self, get: RemoteGet, deadline: float) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Options, refuse_keys
-from omni_kvlink.connectors.protocol.get_table import GetTable, LazyEvent
+from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import (
     MAX_BATCH,
     MAX_MESSAGE,
@@ -73,6 +73,7 @@ from omni_kvlink.system.failures import is_of_system, system_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from omni_kvlink.connectors.protocol.answer import LazyEvent
     from omni_kvlink.memory.region import Mapping, Region
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from omni_kvlink._native import cuda_context
-from omni_kvlink.connectors.protocol.get_table import result_of
+from omni_kvlink.connectors.protocol.answer import result_of
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
