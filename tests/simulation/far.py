@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +15,8 @@ from parties import LAYERS, Producer, SimConsumer
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
+from omni_kvlink.connectors.control.remote_get import RemoteGet
+from omni_kvlink.connectors.control.session import ControlSession, SessionResources
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.messages import (
@@ -24,7 +28,6 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
 )
-from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import Manifest
@@ -278,11 +281,13 @@ class SimPool:
         """No get receives in its own thread here."""
 
 
-class FarSession(RemoteSession):
+class FarSession(ControlSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
     def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
-        super().__init__("sim://", loop, pool)  # type: ignore[arg-type]  # simulated ones
+        address = SimpleNamespace(url="sim://")
+        simulated: Any = SessionResources
+        super().__init__(simulated(address, None, None, loop, pool, Counter()))
         self._connection = connection
 
     @property

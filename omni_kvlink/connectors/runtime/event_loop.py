@@ -1,4 +1,8 @@
-"""A thread that sleeps until a descriptor, a call or a deadline needs it; it never polls."""
+"""The thread of a connection, and threads that receive in its place; none of them polls.
+
+`EventLoop` sleeps until a descriptor, a call or a deadline needs it. `LeadingReceiver` lets a
+thread that waits for an answer receive that itself.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,18 @@ import select
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink.errors import CapacityError
+from omni_kvlink.memory.ownership import CallAtEnd, closer
 from omni_kvlink.system.failures import system_error
 from omni_kvlink.system.threads import start_thread
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.answer import LazyEvent
 
 
 class HasFileno(Protocol):
@@ -38,6 +47,7 @@ _AT_EXIT = 0.5
 _GIVE_WAY = 5e-3
 """Seconds that a loop is given way at most: after so long, the interpreter would switch itself."""
 _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
+_MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int, too
 _PAUSE = 1e-3
 """Seconds from one paused function to the next: of 64 messages each, 64,000 a second."""
 _MAX_EVENTS = 64
@@ -300,3 +310,107 @@ def readable_pidfd(pid: int) -> int:
         if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
             raise
         return -1
+
+
+class Wake:
+    """A descriptor that is readable after `set`; closed when nobody has this object any more."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not by its owner: a thread may still wait for it, and its number must not be reused.
+        CallAtEnd.of(self, closer(self.fd))
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+
+class LeadingReceiver(ABC):
+    """Lets a thread that waits for an answer receive it itself, and not the loop's thread.
+
+    One thread at a time leads. The others sleep until their answers are set: by the leader, or by
+    the loop once nobody leads. An interrupt at any line leaves no lock held, and the connection to
+    the loop.
+    """
+
+    _loop: EventLoop
+    _wake: Wake | None = None
+    """Set when another thread has ended the leader's get, or the connection."""
+
+    def __init__(self) -> None:
+        # Held by the thread that receives: the loop's, or the leader. Released by its owner alone,
+        # so that an interrupt just after `acquire` leaves it free.
+        self._receiving = threading.RLock()
+        self._leader = 0  # the thread that leads; 0: the loop receives
+
+    @abstractmethod
+    def _begin_leading(self, get: Any) -> int:
+        """Have the loop leave messages to this thread; return their descriptor, or -1 to stop."""
+
+    @abstractmethod
+    def _receive_next(self, get: Any) -> bool:
+        """Handle the next message if it is an answer, or none; return whether to wait on.
+
+        An interrupt at any line must lose no message.
+        """
+
+    @abstractmethod
+    def _watch_channel(self) -> None:
+        """Have the loop wait for what it handles now, also for what is there; any thread."""
+
+    def receive_until(self, event: LazyEvent, deadline: float, get: Any = None) -> None:
+        """Receive in the calling thread until `event` is set, unless another thread receives.
+
+        It returns at the `deadline` (`time.monotonic`) at the latest, or early, and leaves the
+        connection to the loop. The hooks are called with `get`.
+        """
+        if event.is_set() or self._loop.is_own_thread:
+            return
+        try:
+            if not self._receiving.acquire(blocking=False):
+                return
+            self._leader = threading.get_ident()
+            fd, wake = self._begin_leading(get), self._wake
+            if fd < 0 or wake is None:
+                return
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.register(wake.fd, select.POLLIN)
+            while not event.is_set():
+                seconds = deadline - time.monotonic()
+                if seconds <= 0 or not (ready := poll.poll(min(1e3 * seconds + 1, _MAX_POLL))):
+                    return
+                if ready[0][0] == wake.fd:  # and no message is there
+                    wake.clear()
+                if not self._receive_next(get):
+                    return
+        finally:
+            try:
+                self._stop_leading()
+            except BaseException:  # an interrupt: without this nobody would receive
+                self._stop_leading()
+                self._watch_channel()
+                raise
+
+    def _wake_leader(self) -> None:
+        """Have the leader look whether its get was ended; any thread, also its own."""
+        wake = self._wake
+        if self._leader and wake is not None:
+            wake.set()
+
+    def _stop_leading(self) -> None:
+        if self._leader == threading.get_ident():
+            self._leader = 0
+        is_released = False
+        try:
+            self._receiving.release()
+            is_released = True
+        except RuntimeError:  # another thread receives
+            pass
+        if is_released:  # only now: what is here wakes the loop once
+            self._watch_channel()

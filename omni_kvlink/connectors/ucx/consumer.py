@@ -8,7 +8,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.control.consumer import ControlConsumer, ControlSession
+from omni_kvlink.connectors.control.consumer import ControlConsumer
+from omni_kvlink.connectors.control.session import ControlSession, SessionResources
 from omni_kvlink.connectors.protocol.messages import Release, TransportAddress, unexpected
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
@@ -45,7 +46,7 @@ class UcxConsumer(ControlConsumer):
         if self._ucx_transport is None:
             settings = UcxSettings.of_link(self._address, self._options)
             self._ucx_transport = UcxTransport(settings, device=self.device)
-        return UcxSession(self, self._ucx_transport)
+        return UcxSession(self._resources, self._ucx_transport)
 
     def _make_pool(self, options: Options) -> ReceivePool:
         memory = PayloadMemory.of_link(self._address, options)
@@ -65,8 +66,8 @@ class UcxSession(ControlSession):
 
     fetch_limits = FETCH_LIMITS
 
-    def __init__(self, consumer: ControlConsumer, ucx_transport: UcxTransport):
-        super().__init__(consumer)
+    def __init__(self, resources: SessionResources, ucx_transport: UcxTransport):
+        super().__init__(resources)
         self._ucx_transport, self._secret = ucx_transport, os.urandom(SECRET_NBYTES)
         self._endpoint: UcxEndpoint | None = None
         self._requests: dict[int, dict[int, UcxRequest]] = {}

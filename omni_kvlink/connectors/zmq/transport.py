@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.control.consumer import ControlConsumer, ControlSession
+from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits
 from omni_kvlink.connectors.protocol.messages import MAX_MESSAGE, Chunk, FetchRange, encode
 
@@ -55,7 +56,7 @@ class ZmqConsumer(ControlConsumer):
         keep_freed_memory()
 
     def _make_session(self) -> ZmqSession:
-        return ZmqSession(self)
+        return ZmqSession(self._resources)
 
 
 def keep_freed_memory() -> None:

@@ -17,7 +17,7 @@ from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
-from omni_kvlink.connectors.control.consumer import ControlSession
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.messages import Cancel, encode, own_hello
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.lowlevel import begin_get, can_retry

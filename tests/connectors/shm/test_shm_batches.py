@@ -30,7 +30,8 @@ from omni_kvlink.connectors.protocol.messages import (
     Retire,
     encode_all,
 )
-from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
+from omni_kvlink.connectors.shm.channel import ShmChannel
+from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.link.producer import TURN
 from omni_kvlink.lowlevel import begin_gets
 from omni_kvlink.payload.manifest import Layout, Manifest

@@ -22,7 +22,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.connectors.protocol.messages import INLINE, Get, Message, Offer, Release
-from omni_kvlink.connectors.shm.transport import ShmSession
+from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 

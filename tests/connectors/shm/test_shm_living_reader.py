@@ -23,7 +23,8 @@ from omni_kvlink import (
     TransferFailed,
 )
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
+from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
