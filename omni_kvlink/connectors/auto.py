@@ -22,7 +22,8 @@ from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-from omni_kvlink.connectors.zmq.transport import ZmqSender, ZmqSession, keep_freed_memory
+from omni_kvlink.connectors.zmq.consumer import ZmqSession, keep_freed_memory
+from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.system.failures import translate_errors

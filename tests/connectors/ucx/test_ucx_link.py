@@ -27,7 +27,7 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
+from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.protocol.messages import (
     FetchRange,
     Get,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from omni_kvlink.connectors.control.peer import PeerConnection
     from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.memory.region import Region
 

@@ -18,7 +18,7 @@ from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchLimits
-from omni_kvlink.connectors.zmq.transport import ZmqSession
+from omni_kvlink.connectors.zmq.consumer import ZmqSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint

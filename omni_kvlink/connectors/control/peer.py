@@ -1,0 +1,136 @@
+"""A peer of the control channel, and the sender of the bytes that it fetches."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
+from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer import Transfer
+
+_CREDENTIALS = struct.calcsize("3i")
+_UNREAD_WAIT_MS = 10
+"""How long a closed connection is checked for unread data; a frozen peer costs this once."""
+
+
+class RangeSender(ABC):
+    """Sends the bytes that the peers of a `ControlListener` fetch, by one transport.
+
+    `connect`, `send_range` and `on_peer_lost` are called in the producer's loop, or with the
+    listener's lock held.
+    """
+
+    transport: str  # "zmq" or "ucx"
+    max_in_flight: int
+    """Bytes that may be on their way to one peer; as many more may be queued."""
+    needs_address = False
+    """Whether a peer must send `TransportAddress` before it can use this sender."""
+
+    @abstractmethod
+    def direct_refusal(self, device: str) -> str:
+        """Return why this sender cannot send tensors of a device; "" if it can."""
+
+    @abstractmethod
+    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
+        """Start sending the bytes of one request; never blocks. WireError if there are none."""
+
+    def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
+        """Connect to the address that a peer sent; return the address of this side."""
+        unexpected(address)
+
+    def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
+        """Disconnect from a peer whose control connection is gone."""
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the sender's own thread."""
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Free the sender's resources; in the producer's loop, or before it has peers."""
+
+
+class PeerConnection(PeerHandle):
+    """A consumer that has completed the handshake, by its identity on the ROUTER socket.
+
+    `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
+    connection, so that the reason can be determined; it is None if the process had no descriptor
+    left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
+    that the sender needs. `inbox` has its messages that are read and not handled.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        identity: bytes,
+        descriptor: int,
+        duplicate: socket.socket | None,
+        sender: RangeSender | None,
+    ):
+        super().__init__(listener)
+        self.identity, self.descriptor, self.duplicate = identity, descriptor, duplicate
+        self.name = _address_of(duplicate)
+        self.inbox: deque[bytes] = deque()
+        self.inbox_nbytes = 0
+        self.round, self.handled = -1, 0  # of reads, the last; messages that were handled in it
+        self.turns = 0  # in a row after which the inbox was not empty
+        self.sender = sender
+        self.pending: deque[FetchRange] = deque()
+        self.in_flight = 0  # bytes handed to the sender that have not left yet
+
+    @property
+    def host(self) -> str:
+        """The host of the peer, or its process over a Unix socket."""
+        return self.name.rpartition(":")[0] or self.name
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of the requests that are queued."""
+        return sum(fetch.stop - fetch.start for fetch in self.pending)
+
+    def take_kept(self) -> bytes:
+        """Return the oldest message that is read and not handled; it counts as handled."""
+        data = self.inbox.popleft()
+        self.inbox_nbytes -= len(data)
+        return data
+
+    def has_unread_data(self) -> bool:
+        """Return whether ZMQ closed the connection at a frame that is too long.
+
+        The rest of such a frame is there to be read, or arrives within 10 ms; a peer that closed
+        the connection itself has sent an end of file.
+        """
+        if self.duplicate is None:
+            return False
+        poll = select.poll()  # `select` is limited to descriptors below 1024
+        poll.register(self.duplicate, select.POLLIN)
+        poll.poll(_UNREAD_WAIT_MS)
+        try:
+            return bool(self.duplicate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+
+def _address_of(connection: socket.socket | None) -> str:
+    """Return the address of a connection's other end, or its process over a Unix socket."""
+    try:
+        if connection is None:
+            return "unknown"
+        if connection.family == socket.AF_UNIX:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
+            return f"pid {struct.unpack('3i', credentials)[0]}"
+        host, port = connection.getpeername()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    except OSError:  # it has ended
+        return "unknown"
