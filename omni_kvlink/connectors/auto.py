@@ -115,8 +115,8 @@ class AutoConsumer(ControlConsumer):
         self._cancelled.set()
         super()._interrupt()
 
-    def _close_resources(self) -> None:
-        super()._close_resources()
+    def _close_resources_in_loop(self) -> None:
+        super()._close_resources_in_loop()
         if self._ucx_transport is not None:
             self._ucx_transport.close()
 

@@ -296,10 +296,10 @@ class FarSession(ControlSession):
         chunk = BLOCK if self._connection.is_eager else 500
         return FetchLimits(chunk, 3 * chunk)
 
-    def _transmit(self, message: Message) -> None:
+    def _transmit_in_loop(self, message: Message) -> None:
         self._connection.to_producer.send(message)
 
-    def _close_connection(self) -> None:
+    def _close_connection_in_loop(self) -> None:
         self._connection.break_off()
 
 
@@ -324,7 +324,7 @@ class FarConnection:
         self.to_producer.cut()
         self.to_reader.cut()
         self.bytes_to_reader.cut()
-        self.clock.soon(partial(self.session.disconnect, PeerLostError("gone")), 0.3)
+        self.clock.soon(partial(self.session.disconnect_in_loop, PeerLostError("gone")), 0.3)
         self.clock.soon(self._on_peer_lost, 0.3)
 
     def _on_peer_lost(self) -> None:
@@ -344,13 +344,13 @@ class FarConnection:
         self.clock.record(f"  {self.name} receives:", message)
         try:
             if isinstance(message, Chunk):
-                self.session.on_chunk(message, memoryview(beside[0]))
+                self.session.on_chunk_in_loop(message, memoryview(beside[0]))
             else:
-                self.session.on_message(message, *beside)
+                self.session.on_message_in_loop(message, *beside)
         except KVLinkError as error:
             if not self._is_wild:
                 raise  # nothing was repeated or overtaken
-            self.session.disconnect(error)
+            self.session.disconnect_in_loop(error)
 
 
 class FarConsumer(SimConsumer):

@@ -51,7 +51,7 @@ class ControlConsumer(SessionConsumer):
         self._context: zmq.Context[Any] = zmq.Context()
         with contextlib.ExitStack() as opened:
             opened.callback(self._context.term)
-            self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
+            self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
             opened.callback(self._loop.close)
             self._receive_pool = self._make_pool(options)
             opened.pop_all()
@@ -68,12 +68,12 @@ class ControlConsumer(SessionConsumer):
 
     def _connect_session(self, session: S, timeout: float, *, no_wait: bool = False) -> S:
         """Connect a session, and wait until its handshake is done."""
-        live = (one for one in self._sessions_opened if not one.is_closed)
+        live = (s for s in self._sessions_opened if not s.is_closed)
         self._sessions_opened = [*live, session]
         session.no_wait = no_wait
         if self._closed:
             raise closed_here(self._url)
-        self._loop.call(session.connect)
+        self._loop.call(session.connect_in_loop)
         try:
             if not session.ready.wait(max(0.0, timeout)):
                 raise session.connect_timeout(timeout)
@@ -85,22 +85,25 @@ class ControlConsumer(SessionConsumer):
 
     def _disconnect(self, session: ControlSession) -> None:
         """Close a session's connection at once; any thread."""
-        self._loop.call(partial(session.disconnect, closed_here(self._url)))
+        self._loop.call(partial(session.disconnect_in_loop, closed_here(self._url)))
 
     def _interrupt(self) -> None:
         for session in self._sessions_opened:
             session.set_ready(closed_here(self._url))
 
-    def _close_resources(self) -> None:
+    def _close_resources_in_loop(self) -> None:
         # Also a session that is connecting now: the context waits for all of its sockets.
         for session in self._sessions_opened:
-            session.disconnect(closed_here(self._url))
+            session.disconnect_in_loop(closed_here(self._url))
         self._context.term()
 
     def _make_pool(self, options: Options) -> ReceivePool:
         """Return the memory of the host that payloads are received in; subclasses have others."""
         return ReceivePool(
-            options.quota, self._loop, self._close_if_unused, prefault=options.prefault_nbytes
+            options.quota,
+            self._loop,
+            self._close_if_unused_in_loop,
+            prefault=options.prefault_nbytes,
         )
 
     def health(self) -> dict[str, Any]:
@@ -131,24 +134,24 @@ class ControlConsumer(SessionConsumer):
 
     def _close_in_loop(self) -> None:
         self._closing = True
-        self._close_if_unused()
+        self._close_if_unused_in_loop()
         self._may_return.set()
 
-    def _close_if_unused(self) -> None:
+    def _close_if_unused_in_loop(self) -> None:
         """Close everything after `close`, unless a payload is in use."""
         if not self._closing or self._receive_pool.is_in_use or self._is_shut_down:
             return
         self._is_shut_down = True
         if isinstance(self._session, ControlSession):
-            self._session.disconnect(closed_here(self._url))
-        self._close_resources()
+            self._session.disconnect_in_loop(closed_here(self._url))
+        self._close_resources_in_loop()
         self._receive_pool.close()
         self._loop.close()
 
-    def _crashed(self, error: BaseException) -> None:
+    def _crashed_in_loop(self, error: BaseException) -> None:
         if isinstance(self._session, ControlSession):
             problem = PeerLostError(f"{self._url}: the consumer's thread failed: {error!r}")
-            self._session.disconnect(problem)
+            self._session.disconnect_in_loop(problem)
         self._is_shut_down = True
-        self._close_resources()
+        self._close_resources_in_loop()
         self._may_return.set()

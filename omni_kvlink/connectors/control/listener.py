@@ -102,7 +102,12 @@ class ControlListener(Listener):
 
     def _bind(self, credentials: Credentials | None) -> None:
         on_refused = partial(self._count, "key")
-        callbacks = self._is_known, self._on_parts, self._on_event, self._on_idle
+        callbacks = (
+            self._is_known,
+            self._on_parts_in_loop,
+            self._on_event_in_loop,
+            self._on_idle_in_loop,
+        )
         with random_routing_ids():
             self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
             self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
@@ -115,7 +120,7 @@ class ControlListener(Listener):
 
     def find_sender(self, *, needs_address: bool) -> RangeSender | None:
         """Return the first sender that needs a peer's address, or that needs none."""
-        return next((one for one in self._senders if one.needs_address is needs_address), None)
+        return next((s for s in self._senders if s.needs_address is needs_address), None)
 
     def open(self) -> None:
         """Start accepting peers; in the producer's loop."""
@@ -130,7 +135,7 @@ class ControlListener(Listener):
             "readers": len(self._peers),
             "refused": dict(self._refused),
             "throttled": self._throttled.stats(),
-            **{one.transport: stats for one in self._senders if (stats := one.stats())},
+            **{s.transport: stats for s in self._senders if (stats := s.stats())},
         }
 
     def direct_refusal(self, device: str) -> str:
@@ -147,7 +152,7 @@ class ControlListener(Listener):
     def send(self, peer: PeerConnection, message: Message) -> None:
         """Queue a message for a peer; any thread, never blocks."""
         self._outbox.append((peer, message))
-        self.loop.call(self._flush)
+        self.loop.call(self._flush_in_loop)
 
     def flush(self) -> None:
         """Send queued messages in this thread, unless another thread is using the socket."""
@@ -159,11 +164,11 @@ class ControlListener(Listener):
         except BaseException:  # an interrupt: the loop goes on
             with contextlib.suppress(RuntimeError):  # it was not acquired, or is released
                 self.lock.release()
-            self.loop.call(self._flush)
+            self.loop.call(self._flush_in_loop)
             self.loop.call(self._socket.drain)
             raise
 
-    def _flush(self) -> None:
+    def _flush_in_loop(self) -> None:
         if self._outbox:
             with self.lock:
                 self._send_queued()
@@ -189,8 +194,8 @@ class ControlListener(Listener):
         if not isinstance(message, Offer):
             return [encode(message)]
         if message.inline:
-            alone = Offer(message.get_id, message.epoch, message.location)
-            return [encode(alone), message.inline]
+            offer = Offer(message.get_id, message.epoch, message.location)
+            return [encode(offer), message.inline]
         start, stop = message.first
         transfer = None
         if stop - start <= EAGER:
@@ -211,91 +216,91 @@ class ControlListener(Listener):
                 self.refuse(peer, "too slow")
             else:
                 self._disconnected.append(peer)
-                self.loop.call(self._on_idle)
+                self.loop.call(self._on_idle_in_loop)
 
-    # Incoming messages, in the loop's thread
+    # Incoming messages
 
     def _is_known(self, identity: bytes) -> bool:
         return identity in self._peers or identity in self._flooders
 
-    def _on_parts(self, identity: bytes, parts: Sequence[Any]) -> None:
+    def _on_parts_in_loop(self, identity: bytes, parts: Sequence[Any]) -> None:
         """Handle a message, or keep it if its peer has used up its turn in this round of reads."""
         peer = self._peers.get(identity)
         if peer is None:
             if identity not in self._flooders:
-                self._on_stranger(identity, parts)
+                self._on_stranger_in_loop(identity, parts)
         elif len(parts) != 1:
-            self._on_bad_message(peer)
+            self._on_bad_message_in_loop(peer)
         elif peer.inbox or not self._inboxes.has_turn(peer, self._socket.rounds):
             if not peer.inbox:
                 peer.turns = 0
-                self._throttle(peer)
+                self._throttle_in_loop(peer)
             if not self._inboxes.keep(peer, parts[0]):
-                self._end_flood(peer)
+                self._end_flood_in_loop(peer)
         else:
-            self._handle_data(peer, parts[0])
+            self._handle_data_in_loop(peer, parts[0])
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
             self._send_queued()
 
-    def _on_stranger(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _on_stranger_in_loop(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         try:
             if len(frames) != 1:
                 raise WireError("a message has one part")
-            self._on_hello(identity, frames[0], decode(frames[0].bytes))
+            self._on_hello_in_loop(identity, frames[0], decode(frames[0].bytes))
         except WireError:
-            self._on_bad_message(None)
+            self._on_bad_message_in_loop(None)
 
-    def _handle_data(self, peer: PeerConnection, data: bytes) -> None:
+    def _handle_data_in_loop(self, peer: PeerConnection, data: bytes) -> None:
         try:
-            self._on_message(peer, decode(data))
+            self._on_message_in_loop(peer, decode(data))
         except WireError:
-            self._on_bad_message(peer)
+            self._on_bad_message_in_loop(peer)
 
-    def _on_bad_message(self, peer: PeerConnection | None) -> None:
+    def _on_bad_message_in_loop(self, peer: PeerConnection | None) -> None:
         self._count("bad message")
         if peer is not None:
             self.refuse(peer, "it sent what is no message of this protocol")
 
-    def _end_flood(self, peer: PeerConnection) -> None:
+    def _end_flood_in_loop(self, peer: PeerConnection) -> None:
         """Disconnect a peer of which no more messages are kept."""
         self._count("flood")
         self.refuse(peer, "it sent more than can be kept")
         self._flooders.add(peer.identity)
         self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
 
-    def _throttle(self, peer: PeerConnection) -> None:
+    def _throttle_in_loop(self, peer: PeerConnection) -> None:
         peer.turns += 1
         self._throttled.add(peer.name)
-        self.loop.defer(partial(self._take_turn, peer), paused=peer.turns > MANY_TURNS)
+        self.loop.defer(partial(self._take_turn_in_loop, peer), paused=peer.turns > MANY_TURNS)
 
-    def _take_turn(self, peer: PeerConnection) -> None:
+    def _take_turn_in_loop(self, peer: PeerConnection) -> None:
         """Handle messages that were kept."""
         with self.lock:
             for _ in range(min(TURN, len(peer.inbox))):
-                self._handle_data(peer, peer.take_kept())
+                self._handle_data_in_loop(peer, peer.take_kept())
                 if not peer.inbox:
                     break  # also when it was refused
             if peer.inbox:
-                self._throttle(peer)
+                self._throttle_in_loop(peer)
             self._send_queued()
         self._socket.drain()
 
-    def _on_message(self, peer: PeerConnection, message: Message) -> None:
+    def _on_message_in_loop(self, peer: PeerConnection, message: Message) -> None:
         if isinstance(message, TransportAddress):
-            self._on_address(peer, message)
+            self._on_address_in_loop(peer, message)
         elif peer.sender is None:
             self._count("bad message")
             scheme = self.address.url.partition(":")[0]
             self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
         elif isinstance(message, FetchRange):
-            self._on_fetch(peer, peer.sender, message)
+            self._on_fetch_in_loop(peer, peer.sender, message)
         else:
             if isinstance(message, Release) and peer.pending:
-                left = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
-                peer.pending = deque(left)
+                pending = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
+                peer.pending = deque(pending)
             self.producer.handle(peer, message)
 
-    def _on_hello(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
+    def _on_hello_in_loop(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
         if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
         refusal = ""
@@ -328,16 +333,16 @@ class ControlListener(Listener):
             self._socket.close_duplicate(peer.duplicate)
             return
         if former is not None:  # its `Hello` came after its end, and was taken for this one's
-            self._drop_connection(former)
+            self._drop_connection_in_loop(former)
         self._ungreeted.pop(descriptor, None)
         self._by_descriptor[descriptor] = peer
 
-    def _drop_connection(self, peer: PeerConnection) -> None:
+    def _drop_connection_in_loop(self, peer: PeerConnection) -> None:
         """Remove a peer whose connection has ended, as soon as its last messages are read."""
         self._socket.close_duplicate(peer.duplicate)
         self._disconnected.append(peer)
 
-    def _on_address(self, peer: PeerConnection, address: TransportAddress) -> None:
+    def _on_address_in_loop(self, peer: PeerConnection, address: TransportAddress) -> None:
         sender = self.find_sender(needs_address=True)
         if sender is None:
             unexpected(address)
@@ -351,7 +356,7 @@ class ControlListener(Listener):
             peer.sender = sender
             self.send_frames(peer, [encode(answer)])
 
-    def _on_event(self, event: int, value: int) -> None:
+    def _on_event_in_loop(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._ungreeted.add(value, self._socket)
         elif event == zmq.EVENT_ACCEPT_FAILED:
@@ -361,7 +366,7 @@ class ControlListener(Listener):
             if peer is not None:
                 if peer.has_unread_data():
                     self._count("too long")
-                self._drop_connection(peer)
+                self._drop_connection_in_loop(peer)
             elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
                 del self._ungreeted[value]
                 self._count("no greeting")
@@ -369,7 +374,7 @@ class ControlListener(Listener):
         elif event & BROKEN:
             self._count("handshake")
 
-    def _on_idle(self) -> None:
+    def _on_idle_in_loop(self) -> None:
         """Remove disconnected peers, when their last messages have been read and handled."""
         with self.lock:
             ended, self._disconnected = self._disconnected, []
@@ -379,7 +384,7 @@ class ControlListener(Listener):
                 else:
                     self._flooders.discard(peer.identity)
                     self._remove(peer)
-        self._flush()
+        self._flush_in_loop()
 
     def _remove(self, peer: PeerConnection) -> None:
         if self._peers.get(peer.identity) is peer:
@@ -417,18 +422,20 @@ class ControlListener(Listener):
             self._socket.drain()
         return now + _REFUSAL_RETRY if self._refusals else float("inf")
 
-    # Outgoing bytes, in the loop's thread
+    # Outgoing bytes
 
-    def _on_fetch(self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange) -> None:
+    def _on_fetch_in_loop(
+        self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange
+    ) -> None:
         nbytes = fetch.stop - fetch.start
         if nbytes <= 0 or len(peer.pending) >= MAX_PENDING:
             raise WireError("a peer fetches bytes, and only so many ranges at once")
         if nbytes + peer.pending_nbytes > sender.max_in_flight:
             raise WireError("a peer fetches no more than its window")
         peer.pending.append(fetch)
-        self._send_pending(peer, sender)
+        self._send_pending_in_loop(peer, sender)
 
-    def _send_pending(self, peer: PeerConnection, sender: RangeSender) -> None:
+    def _send_pending_in_loop(self, peer: PeerConnection, sender: RangeSender) -> None:
         """Send requested ranges until enough bytes are on their way."""
         while peer.pending and peer.in_flight < sender.max_in_flight:
             fetch = peer.pending.popleft()
@@ -449,17 +456,17 @@ class ControlListener(Listener):
         self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer, start: int, stop: int
     ) -> Region:
         """Return bytes of a payload to send; their memory is kept until the region is freed."""
-        claim, on_sent = (peer, fetch.get_id), partial(self._on_sent, peer)
+        claim, on_sent = (peer, fetch.get_id), partial(self._on_sent_in_loop, peer)
         piece = self.producer.lend_piece(transfer, claim, start, stop, on_sent)
         peer.in_flight += piece.nbytes
         return piece
 
-    def _on_sent(self, peer: PeerConnection, nbytes: int) -> None:
+    def _on_sent_in_loop(self, peer: PeerConnection, nbytes: int) -> None:
         with self.lock:
             peer.in_flight -= nbytes
             if not peer.pending or peer.sender is None:
                 return
-            self._send_pending(peer, peer.sender)
+            self._send_pending_in_loop(peer, peer.sender)
         self._socket.drain()
 
     # The end
@@ -471,7 +478,7 @@ class ControlListener(Listener):
         """Send the last messages, then close sockets and senders; in the producer's loop, once."""
         if self._context.closed:
             return
-        self._flush()
+        self._flush_in_loop()
         for peer in self._by_descriptor.values():
             self._socket.close_duplicate(peer.duplicate)
         self._socket.close()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _CREDENTIALS = struct.calcsize("3i")
 _UNREAD_WAIT_MS = 10
-"""How long a closed connection is checked for unread data; a frozen peer costs this once."""
+"""Time for which a closed connection is checked for unread data; a frozen peer costs this once."""
 
 
 class RangeSender(ABC):

@@ -71,7 +71,7 @@ class ControlSession(Session):
     """One connection to one incarnation of a producer; subclasses say how bytes are fetched.
 
     It connects again and again until a producer serves, and ends when that producer disconnects.
-    Methods are called in the loop's thread, except those under "For any thread".
+    Methods whose names end in `_in_loop` are for the loop's thread, the others for any.
     """
 
     max_frame_nbytes = MAX_MESSAGE
@@ -101,8 +101,6 @@ class ControlSession(Session):
     def fetch_limits(self) -> FetchLimits:
         """Bytes to request at a time, and bytes that may be requested and not yet received."""
 
-    # For any thread
-
     def request(
         self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
     ) -> PendingGet:
@@ -122,21 +120,21 @@ class ControlSession(Session):
         """Queue a message for the producer; never blocks."""
         self._outbox.append(message)
         if not self._loop.is_own_thread or len(self._outbox) == 1:
-            self._loop.call(self.flush)
+            self._loop.call(self.flush_in_loop)
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Queue several messages for the producer; never blocks."""
         self._outbox.extend(messages)
-        self._loop.call(self.flush)
+        self._loop.call(self.flush_in_loop)
 
     def fail(self, key: str, error: KVLinkError) -> None:
         """Fail all gets of a key, also those whose bytes are arriving."""
         super().fail(key, error)
-        self._loop.call(partial(self._fail_inbound, error, key))
+        self._loop.call(partial(self._fail_inbound_in_loop, error, key))
 
     def close(self) -> None:
         """Fail all gets; the connection stays until the last payload that is in use is released."""
-        self._loop.call(partial(self._close, closed_here(self._url)))
+        self._loop.call(partial(self._end_gets_in_loop, closed_here(self._url)))
 
     def health(self) -> dict[str, Any]:
         """Return how often the producer was throttled."""
@@ -169,20 +167,18 @@ class ControlSession(Session):
         message = f"{self._url} after {format_seconds(waited)}: {reason}"
         return TransferTimeout(message, waited=waited, phase=phase)
 
-    # In the loop's thread: the connection
-
-    def connect(self) -> None:
+    def connect_in_loop(self) -> None:
         """Start connecting; `ready` tells the outcome."""
         if self.ready.is_set() or self.is_closed:
             return
         try:
             with translate_errors(self._url, self._address.other):
-                self._connect()
+                self._open_socket_in_loop()
         except KVLinkError as error:
             self.set_ready(error)
 
-    def _connect(self) -> None:
-        callbacks = self._on_frames, self._on_event, self._on_idle
+    def _open_socket_in_loop(self) -> None:
+        callbacks = self._on_frames_in_loop, self._on_event_in_loop, self._on_idle_in_loop
         self._socket = MonitoredSocket(
             self._context, zmq.DEALER, self._loop, *callbacks, max_frame=self.max_frame_nbytes
         )
@@ -192,7 +188,7 @@ class ControlSession(Session):
         self._socket.socket.connect(self._address.zmq_endpoint)
         self._socket.watch()
 
-    def _transmit(self, message: Message) -> None:
+    def _transmit_in_loop(self, message: Message) -> None:
         assert self._socket is not None
         try:
             with self._socket.lock:  # a get may receive in its own thread
@@ -201,19 +197,21 @@ class ControlSession(Session):
             if not self.ready.is_set():
                 return  # the connection is lost, and ZMQ makes another: `Hello` is sent again
             self._outbox.clear()
-            self.disconnect(PeerLostError(f"{self._url}: the producer takes no more messages"))
+            self.disconnect_in_loop(
+                PeerLostError(f"{self._url}: the producer takes no more messages")
+            )
 
-    def _close_connection(self) -> None:
+    def _close_connection_in_loop(self) -> None:
         if self._socket is not None:
             self._socket.close()
         self._inline_receiver.close()
 
-    def _on_event(self, event: int, value: int) -> None:
+    def _on_event_in_loop(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._was_connected, self._is_handshaken = True, False
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._handshake_error, self._is_handshaken = "", True
-            self._send_hello()
+            self._send_hello_in_loop()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.set_ready(
                 ConnectorError(
@@ -228,23 +226,23 @@ class ControlSession(Session):
         elif event == zmq.EVENT_DISCONNECTED and self.ready.is_set():
             self._is_lost = True
         elif event == zmq.EVENT_DISCONNECTED:  # ZMQ connects again
-            self._forget_connection()
+            self._forget_connection_in_loop()
 
-    def _send_hello(self) -> None:
+    def _send_hello_in_loop(self) -> None:
         if self._socket is not None and not self.ready.is_set():
             _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
-            self._transmit(self._hello)
+            self._transmit_in_loop(self._hello)
 
-    def _forget_connection(self) -> None:
+    def _forget_connection_in_loop(self) -> None:
         """Undo what was done since the handshake, of a connection that was lost before `ready`."""
         self._is_greeted = self._is_handshaken = False
 
-    def _on_idle(self) -> None:
+    def _on_idle_in_loop(self) -> None:
         """Handle a disconnect after the producer's last messages were read."""
         if self._is_lost:
-            self.disconnect(PeerLostError(f"{self._url}: the producer is gone"))
+            self.disconnect_in_loop(PeerLostError(f"{self._url}: the producer is gone"))
 
-    def _on_frames(self, frames: Sequence[zmq.Frame]) -> None:
+    def _on_frames_in_loop(self, frames: Sequence[zmq.Frame]) -> None:
         if not self._is_handshaken and not self.ready.is_set():
             return  # from a connection that was lost
         try:
@@ -254,66 +252,64 @@ class ControlSession(Session):
                 return  # the producer was interrupted within it, and sends it again
             message = decode(frames[0].bytes)
             if not self._is_greeted:
-                self._on_hello(message)
+                self._on_hello_in_loop(message)
             elif isinstance(message, Chunk) and len(frames) == 2:
-                self.on_chunk(message, frames[1].buffer)
+                self.on_chunk_in_loop(message, frames[1].buffer)
             elif isinstance(message, Refused):
                 raise PeerLostError(f"{self._url} ended the connection: {message.reason}")
             elif isinstance(message, Offer) and len(frames) == 2:
                 if len(frames[1]):  # else the producer was interrupted, too
-                    self.on_message(message, frames[1].bytes)
+                    self.on_message_in_loop(message, frames[1].bytes)
             elif isinstance(message, Chunk) or len(frames) != 1:
                 unexpected(message)
             else:
-                self.on_message(message)
+                self.on_message_in_loop(message)
         except KVLinkError as error:
             self.set_ready(error)
-            self.disconnect(error)
+            self.disconnect_in_loop(error)
 
-    def _on_hello(self, message: Message) -> None:
+    def _on_hello_in_loop(self, message: Message) -> None:
         hello = check_hello(self._url, message)
         if hello.incarnation == self._hello.incarnation:
             # The kernel chose the port that we connect to as our own port, so that TCP connected
             # the socket with itself.
-            self._close_connection()
-            self.connect()
+            self._close_connection_in_loop()
+            self.connect_in_loop()
             return
         self._is_greeted = True
         self.incarnation, self.transports = hello.incarnation, hello.transports
-        self._on_greeted()
+        self._on_greeted_in_loop()
 
-    def _on_greeted(self) -> None:
+    def _on_greeted_in_loop(self) -> None:
         """Continue after the exchange of `Hello`."""
         self.set_ready()
 
-    # In the loop's thread: messages and payloads
-
-    def _close(self, error: KVLinkError) -> None:
+    def _end_gets_in_loop(self, error: KVLinkError) -> None:
         for get_state in self.get_table.close(error):
             self.send(Cancel(get_state.get_id))
-        self._fail_inbound(error)
+        self._fail_inbound_in_loop(error)
 
-    def disconnect(self, error: KVLinkError) -> None:
+    def disconnect_in_loop(self, error: KVLinkError) -> None:
         """Close the connection, and fail all payloads that have not arrived completely."""
         if self.is_closed:
             return
-        self.flush()
+        self.flush_in_loop()
         if self.is_closed:  # `flush` met the end of the connection
             return
         self.is_closed = True
         self._outbox.clear()
-        self._close_connection()
+        self._close_connection_in_loop()
         self.get_table.close(error)
-        self._fail_inbound(error)
+        self._fail_inbound_in_loop(error)
         self._fetching.clear()
 
-    def on_message(self, message: Message, inline_bytes: bytes = b"") -> None:
+    def on_message_in_loop(self, message: Message, inline_bytes: bytes = b"") -> None:
         """Handle a message of the producer; WireError if a producer may not send it.
 
         `inline_bytes` are those of a small payload or stream's draft that travelled with its offer.
         """
         if isinstance(message, Offer):
-            self._on_offer(message, inline_bytes)
+            self._on_offer_in_loop(message, inline_bytes)
             return
         if isinstance(message, (Layer, Committed)):
             if message.get_id in self._inbound_transfers:
@@ -321,16 +317,16 @@ class ControlSession(Session):
             return
         if isinstance(message, Failed) and message.get_id in self._inbound_transfers:
             inbound = self._inbound_transfers[message.get_id]
-            self._fail_one(inbound, get_error(inbound.key, message))
+            self._fail_one_in_loop(inbound, get_error(inbound.key, message))
         self.get_table.on_message(message)
 
-    def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
+    def on_chunk_in_loop(self, chunk: Chunk, payload: memoryview) -> None:
         """Store bytes that arrived, unless their payload was released; may raise WireError."""
         inbound = self._inbound_transfers.get(chunk.get_id)
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
 
-    def _on_offer(self, offer: Offer, inline_bytes: bytes) -> None:
+    def _on_offer_in_loop(self, offer: Offer, inline_bytes: bytes) -> None:
         start, stop = offer.first
         if inline_bytes and len(inline_bytes) != stop - start:
             raise WireError(f"{self._url} sent another payload than it offered")
@@ -348,7 +344,7 @@ class ControlSession(Session):
             offer,
             self._receive_pool,
             lease,
-            self._fetch_more,
+            self._fetch_more_in_loop,
             inline_bytes,
             chunk,
             self._counters,
@@ -360,33 +356,33 @@ class ControlSession(Session):
         self.get_table.on_message(offer)
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
-    def _fetch_more(self, inbound: InboundTransfer) -> None:
+    def _fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
         """Request what the window allows, of all payloads in turn: small ones overtake large."""
         if self.is_closed:
             return  # memory that was mapped meanwhile arrives behind the end; it will be released
         if inbound not in self._fetching and inbound.plan.is_active:
             self._fetching.append(inbound)
-        window = self.fetch_limits.window - sum(one.plan.pending_nbytes for one in self._fetching)
+        window = self.fetch_limits.window - sum(i.plan.pending_nbytes for i in self._fetching)
         idle = 0
         while idle < len(self._fetching):
-            one = self._fetching[0]
-            span = one.plan.next_range(window)
+            first = self._fetching[0]
+            span = first.plan.next_range(window)
             if span is None:
                 idle += 1
             else:
                 idle = 0
                 window -= span[1] - span[0]
-                self._fetch_range(one, *span)
+                self._fetch_range_in_loop(first, *span)
             self._fetching.rotate(-1)
-        for one in [one for one in self._fetching if not one.plan.is_active]:
-            self._fetching.remove(one)
+        for inactive in [i for i in self._fetching if not i.plan.is_active]:
+            self._fetching.remove(inactive)
 
-    def _fail_inbound(self, error: KVLinkError, key: str | None = None) -> None:
+    def _fail_inbound_in_loop(self, error: KVLinkError, key: str | None = None) -> None:
         for inbound in [*self._inbound_transfers.values()]:
             if key in (None, inbound.key):
-                self._fail_one(inbound, error)
+                self._fail_one_in_loop(inbound, error)
 
-    def _fail_one(self, inbound: InboundTransfer, error: KVLinkError) -> None:
+    def _fail_one_in_loop(self, inbound: InboundTransfer, error: KVLinkError) -> None:
         """Release a payload that was not delivered; a delivered one stays with its consumer."""
         if inbound.fail(error):
             inbound.release_unread()
@@ -395,10 +391,10 @@ class ControlSession(Session):
 
     def _post_release(self, message: Message) -> None:
         """For finalizers: takes no lock."""
-        handle = self._on_release if isinstance(message, Release) else self.send
+        handle = self._on_release_in_loop if isinstance(message, Release) else self.send
         self._loop.call(partial(handle, message))
 
-    def _on_release(self, message: Message) -> None:
+    def _on_release_in_loop(self, message: Message) -> None:
         """Notify the producer, then free the memory: a closed link ends with its last block."""
         assert isinstance(message, Release)
         inbound = self._inbound_transfers.pop(message.get_id, None)
@@ -406,21 +402,21 @@ class ControlSession(Session):
         if inbound is not None and inbound in self._fetching:
             self._fetching.remove(inbound)
         # Not `flush`: it also reads, and an offer would find the memory still in use.
-        self._send_queued()
+        self._send_queued_in_loop()
         if inbound is not None:
             inbound.close()
         self._receive_pool.free_share((self.get_table, message.get_id))
 
-    def flush(self) -> None:
+    def flush_in_loop(self) -> None:
         """Send queued messages in their order, and read what the send may have hidden."""
-        self._send_queued()
+        self._send_queued_in_loop()
         if self._socket is not None:
             self._socket.drain()
 
-    def _send_queued(self) -> None:
+    def _send_queued_in_loop(self) -> None:
         while self._outbox and not self.is_closed:
-            self._transmit(self._outbox.popleft())
+            self._transmit_in_loop(self._outbox.popleft())
 
-    def _fetch_range(self, inbound: InboundTransfer, start: int, stop: int) -> None:
+    def _fetch_range_in_loop(self, inbound: InboundTransfer, start: int, stop: int) -> None:
         """Request bytes of a payload."""
         self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))

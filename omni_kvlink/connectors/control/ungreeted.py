@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_UNGREETED = 128
 """Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
 _ACCEPT_SECONDS = 0.1
-"""How long ZMQ may take to accept a connection with a descriptor that was given up for it."""
+"""Seconds that ZMQ may take to accept a connection with a descriptor that was given up for it."""
 
 
 class UngreetedConnections(dict[int, None]):

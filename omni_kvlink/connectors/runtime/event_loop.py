@@ -55,7 +55,7 @@ _MAX_EVENTS = 64
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 
 
-def _never(now: float) -> float:
+def _no_deadline(now: float) -> float:
     return float("inf")
 
 
@@ -80,7 +80,7 @@ class EventLoop:
     def __init__(
         self,
         name: str,
-        tick: Callable[[float], float] = _never,
+        tick: Callable[[float], float] = _no_deadline,
         crashed: Callable[[BaseException], None] = _ignore,
     ):
         self._wake = -1
@@ -153,17 +153,17 @@ class EventLoop:
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
-    def tick_by(self, when: float) -> None:
-        """Make sure that `tick` runs at `when` (`time.monotonic`) or before."""
-        if when < self._sleeps_until:
+    def tick_by(self, moment: float) -> None:
+        """Make sure that `tick` runs at `moment` (`time.monotonic`) or before."""
+        if moment < self._sleeps_until:
             self._wake_up()
 
-    def watch(self, what: int | HasFileno, events: int, handler: Handler) -> None:
+    def watch(self, source: int | HasFileno, events: int, handler: Handler) -> None:
         """Call `handler(events)` whenever they happen; any thread, one at a time a descriptor.
 
         ConnectorError if the system refuses to watch one more.
         """
-        fd = what if isinstance(what, int) else what.fileno()
+        fd = source if isinstance(source, int) else source.fileno()
         if fd < 0:
             return  # it was closed: nothing happens to it
         is_watched, self._watched[fd] = fd in self._watched, (events, handler)
@@ -180,9 +180,9 @@ class EventLoop:
             other = "raise fs.epoll.max_user_watches"
             raise system_error(error, "watching a connection", other) from None
 
-    def unwatch(self, what: int | HasFileno) -> None:
-        """Undo `watch`; does nothing if `what` is not watched."""
-        fd = what if isinstance(what, int) else what.fileno()
+    def unwatch(self, source: int | HasFileno) -> None:
+        """Undo `watch`; does nothing if `source` is not watched."""
+        fd = source if isinstance(source, int) else source.fileno()
         if self._watched.pop(fd, None) is None:
             return
         try:  # noqa: SIM105 (a context manager costs a small `get` more than the call)
@@ -232,10 +232,10 @@ class EventLoop:
                 self._sleeping = self._sleeps
                 if self._running:
                     is_busy = self._calls or self._deferred
-                    until = self._sleeps_until
+                    wakeup = self._sleeps_until
                     if self._paused:
-                        until = min(until, self._paused_until)
-                    self._sleep(0.0 if is_busy else until - now)
+                        wakeup = min(wakeup, self._paused_until)
+                    self._sleep(0.0 if is_busy else wakeup - now)
                 self._sleeping = 0
                 if self._running:
                     self._run_deferred()
@@ -247,7 +247,7 @@ class EventLoop:
         finally:
             self._epoll.close()
             self._watched.clear()
-            self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
+            self._tick, self._crashed = _no_deadline, _ignore  # breaks the cycle with the owner
             self._calls.clear()
             self._deferred.clear()
             self._paused.clear()

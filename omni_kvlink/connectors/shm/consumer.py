@@ -70,7 +70,7 @@ T = TypeVar("T")
 _LEADER_SECONDS = 1.0
 """Seconds that a thread may take to leave a connection whose producer has ended to the loop."""
 _RETRY_SECONDS = 0.03
-"""How often a consumer tries again while what serves its name hangs up."""
+"""Seconds after which a consumer tries again while what serves its name hangs up."""
 _ANSWERS = (Offer, Status, Failed)
 
 
@@ -140,7 +140,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._close_done = threading.Event()
         self._wake: Wake
         self._pidfd = -1
-        self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush))
+        self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
             pid, uid = rendezvous.peer_identity(sock)
             if uid != os.geteuid():
@@ -148,7 +148,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             self._wake = Wake()
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
-            self._loop = EventLoop("kvlink-reader", crashed=self._crashed)
+            self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
         except BaseException as error:
             self._channel.close()
             if self._pidfd >= 0:
@@ -160,7 +160,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
         post = partial(_post, self._posted, self._coalescing, wake)
         self.get_table = GetTable(self._send, post, self._channel.send_all, self.coalesce)
-        self._loop.call(self._watch)
+        self._loop.call(self._watch_in_loop)
 
     def slot(self, location: Location, draft: int) -> Region:
         """Return the mapped slot of an offer, if it lies within an arena that was passed."""
@@ -215,9 +215,9 @@ class ShmSession(LeadingReceiver, MappedSession):
     def close(self) -> None:
         """Fail the gets; disconnect when the last view is freed."""
         if self._loop.is_own_thread:  # the link was garbage-collected in this very thread
-            self._close_here()
+            self._close_in_loop()
             return
-        self._loop.call(self._close_here)
+        self._loop.call(self._close_in_loop)
         self._close_done.wait()
         if self._has_ended:
             self._loop.close()
@@ -248,11 +248,11 @@ class ShmSession(LeadingReceiver, MappedSession):
         """Send Hello and return the producer's."""
         self._channel.send(own_hello())
         while True:
-            left = deadline - time.monotonic()
-            ready = wait_readable(left, self._channel.fileno(), cancelled)
+            seconds = deadline - time.monotonic()
+            ready = wait_readable(seconds, self._channel.fileno(), cancelled)
             if cancelled in ready:
                 raise closed_here(self._url)
-            if left <= 0 or not ready:
+            if seconds <= 0 or not ready:
                 raise TransferTimeout(
                     f"{self._url}: the producer does not answer", phase="shaking hands"
                 )
@@ -268,18 +268,16 @@ class ShmSession(LeadingReceiver, MappedSession):
         else:
             self._channel.send(message)
 
-    # In the loop's thread
-
-    def _watch(self) -> None:
+    def _watch_in_loop(self) -> None:
         if self._has_ended:
             return  # a thread that received for a moment had the channel watched earlier
         try:
             self._watch_channel()
             if self._pidfd >= 0:
-                self._loop.watch(self._pidfd, READ, self._on_exit)
+                self._loop.watch(self._pidfd, READ, self._on_exit_in_loop)
         except ConnectorError as error:
-            self._close(PeerLostError(f"{self._url}: {error}"))
-            self._end()
+            self._end_gets_in_loop(PeerLostError(f"{self._url}: {error}"))
+            self._disconnect_in_loop()
 
     def _send_posted(self, *last: Message) -> None:
         """Send what finalizers have posted, then `last`, which is at most one; any thread."""
@@ -294,19 +292,19 @@ class ShmSession(LeadingReceiver, MappedSession):
                     with contextlib.suppress(ValueError):  # a signal handler was faster
                         self._posted.remove(message)
         if self.is_closed:
-            self._loop.call(self._flush)
+            self._loop.call(self._flush_in_loop)
 
-    def _close_here(self) -> None:
-        self._close(closed_here(self._url))
+    def _close_in_loop(self) -> None:
+        self._end_gets_in_loop(closed_here(self._url))
         self._close_done.set()
 
-    def _flush(self) -> None:
+    def _flush_in_loop(self) -> None:
         """Send what the socket takes; disconnect a closed session that has released everything."""
         if self._has_ended:
             return
         is_sent = self._channel.flush()
         if is_sent and self.is_closed and not self._leases:
-            self._end()
+            self._disconnect_in_loop()
         else:
             self._watch_channel()
 
@@ -320,17 +318,17 @@ class ShmSession(LeadingReceiver, MappedSession):
             reads = 0 if self._leader else self._reads
             events = 0 if self._has_ended else reads | (WRITE if self._channel.has_backlog else 0)
             if events:
-                self._loop.watch(self._channel, events | EDGE, self._on_events)
+                self._loop.watch(self._channel, events | EDGE, self._on_events_in_loop)
             else:
                 self._loop.unwatch(self._channel)
 
-    def _on_events(self, events: int) -> None:
+    def _on_events_in_loop(self, events: int) -> None:
         if events & WRITE:
-            self._flush()
+            self._flush_in_loop()
         if not self._has_turn:
-            self._take_turn()
+            self._take_turn_in_loop()
 
-    def _take_turn(self) -> None:
+    def _take_turn_in_loop(self) -> None:
         """Receive what one turn takes, and the rest in later ones: calls and deadlines come first.
 
         The channel is watched for what arrives anew: what is there already wakes nobody.
@@ -339,16 +337,16 @@ class ShmSession(LeadingReceiver, MappedSession):
         if not self._receiving.acquire(blocking=False):
             return  # a thread that waits for a payload receives
         try:
-            self._receive(TURN)
+            self._receive_in_loop(TURN)
             self._has_turn = bool(self._reads) and self._channel.has_unread
         finally:
             self._receiving.release()
         self._turns = self._turns + 1 if self._has_turn else 0
         if self._has_turn:
             self._throttled += 1
-            self._loop.defer(self._take_turn, paused=self._turns > MANY_TURNS)
+            self._loop.defer(self._take_turn_in_loop, paused=self._turns > MANY_TURNS)
 
-    def _receive(self, turn: float) -> None:
+    def _receive_in_loop(self, turn: float) -> None:
         if not self._reads or self._has_ended:
             return
         try:
@@ -356,13 +354,13 @@ class ShmSession(LeadingReceiver, MappedSession):
                 self._on_messages(messages, fd)
         except ConnectionError:
             self._reads = 0
-            self._close(PeerLostError(f"{self._url}: the producer is gone"))
+            self._end_gets_in_loop(PeerLostError(f"{self._url}: the producer is gone"))
         except KVLinkError as error:
             if self.is_closed:
                 self._reads = 0
-            self._close(error)
+            self._end_gets_in_loop(error)
         except OSError as error:  # gets are repeated over another connection
-            self._close(PeerLostError(str(system_error(error, self._url))))
+            self._end_gets_in_loop(PeerLostError(str(system_error(error, self._url))))
 
     def _on_messages(self, messages: Sequence[Message], fd: int) -> None:
         if isinstance(messages[0], Memory) and len(messages) == 1:
@@ -383,19 +381,19 @@ class ShmSession(LeadingReceiver, MappedSession):
                 self._leases.add(message.get_id)
             self.get_table.on_message(message)
 
-    def _on_exit(self, events: int) -> None:
+    def _on_exit_in_loop(self, events: int) -> None:
         self._has_exited = True
         self._wake.set()
         self._channel.finish_receiving()  # a child of it may hold the socket open
         if self._receiving.acquire(timeout=_LEADER_SECONDS):
             try:
-                self._receive(float("inf"))
+                self._receive_in_loop(float("inf"))
             finally:
                 self._receiving.release()
-        self._close(PeerLostError(f"{self._url}: the producer's process ended"))
-        self._end()
+        self._end_gets_in_loop(PeerLostError(f"{self._url}: the producer's process ended"))
+        self._disconnect_in_loop()
 
-    def _close(self, error: KVLinkError) -> None:
+    def _end_gets_in_loop(self, error: KVLinkError) -> None:
         """Fail the gets; disconnect now, or when the last lease was released."""
         if not self.is_closed:
             self.is_closed = True
@@ -405,11 +403,11 @@ class ShmSession(LeadingReceiver, MappedSession):
                 self._channel.send(Cancel(get_state.get_id))
             self._wake_leader()
         if self._channel.is_hung_up:
-            self._end()  # nobody is there to release anything to
+            self._disconnect_in_loop()  # nobody is there to release anything to
         else:
-            self._flush()
+            self._flush_in_loop()
 
-    def _end(self) -> None:
+    def _disconnect_in_loop(self) -> None:
         """Disconnect, and end the loop."""
         if self._has_ended:
             return
@@ -426,9 +424,11 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._close_done.set()
         self._loop.close()
 
-    def _crashed(self, error: BaseException) -> None:
-        self._close(PeerLostError(f"{self._url}: the reading thread broke down: {error!r}"))
-        self._end()
+    def _crashed_in_loop(self, error: BaseException) -> None:
+        self._end_gets_in_loop(
+            PeerLostError(f"{self._url}: the reading thread broke down: {error!r}")
+        )
+        self._disconnect_in_loop()
 
 
 def _post(
@@ -443,14 +443,14 @@ def _post(
         wake()
 
 
-def _first(posted: deque[Message], most: int) -> list[Message]:
+def _first(posted: deque[Message], count: int) -> list[Message]:
     """Return the first posted messages, without removing them.
 
     A signal handler may remove some meanwhile.
     """
     messages = list[Message]()
     with contextlib.suppress(IndexError):
-        while len(messages) < most:
+        while len(messages) < count:
             messages.append(posted[len(messages)])
     return messages
 

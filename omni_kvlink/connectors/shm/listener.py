@@ -77,7 +77,7 @@ class ShmListener(Listener):
 
     def open(self) -> None:
         """Accept connections from now on."""
-        self._loop.watch(self._listener.sock, READ, self._accept)
+        self._loop.watch(self._listener.sock, READ, self._accept_in_loop)
 
     def tick(self, now: float) -> float:
         """Accept again when a pause has ended."""
@@ -97,11 +97,11 @@ class ShmListener(Listener):
         }
 
     def _detached_nbytes(self) -> dict[str, int]:
-        """What each process that was disconnected may still read, in bytes, by its name."""
-        found = Counter[str]()
+        """Return the bytes that each disconnected process may still read, by its name."""
+        counts = Counter[str]()
         for peer in list(self._detached):
-            found[peer.name] += self._producer.pinned_nbytes(peer)
-        return dict(found)
+            counts[peer.name] += self._producer.pinned_nbytes(peer)
+        return dict(counts)
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""
@@ -120,19 +120,19 @@ class ShmListener(Listener):
         """Have the connected peers map an arena before anything is offered in it."""
         for peer in self._peers:
             if peer.hello is not None:
-                self._pass_ahead(peer, arena)
+                self._pass_ahead_in_loop(peer, arena)
 
     def retire_arena(self, arena: int) -> None:
         """Have the peers unmap an arena."""
-        self._loop.call(partial(self._send_retire, arena))
+        self._loop.call(partial(self._send_retire_in_loop, arena))
 
     def close(self) -> None:
         """Disconnect every peer and remove the socket."""
         for peer in list(self._peers):
             peer.channel.flush()
-            self._disconnect(peer)
+            self._disconnect_in_loop(peer)
         for peer in list(self._detached):
-            self._reap(peer)
+            self._reap_in_loop(peer)
         self._accept_again = float("inf")
         self._loop.unwatch(self._listener.sock)
         self._listener.close()
@@ -144,41 +144,39 @@ class ShmListener(Listener):
             peer.channel.send(Memory(arena, mapping.nbytes), mapping)
             peer.arenas.add(arena)  # last: after an interrupt it is sent again
 
-    # In the loop's thread
-
-    def _pass_ahead(self, peer: ShmPeerConnection, arena: int) -> None:
+    def _pass_ahead_in_loop(self, peer: ShmPeerConnection, arena: int) -> None:
         # With the lock: no offer in this arena overtakes it.
         with self._producer.lock, contextlib.suppress(ClosedError):
             self._pass(peer, arena)
 
-    def _send_retire(self, arena: int) -> None:
+    def _send_retire_in_loop(self, arena: int) -> None:
         for peer in self._peers:
             if arena in peer.arenas:
                 peer.arenas.discard(arena)
                 peer.channel.send(Retire(arena))
 
-    def _accept(self, events: int) -> None:
+    def _accept_in_loop(self, events: int) -> None:
         """Accept one connection: without a descriptor, a try when there is none fails, too."""
         try:
             sock, _ = self._listener.sock.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
-            self._pause()  # the connection stays in the kernel's queue
+            self._pause_in_loop()  # the connection stays in the kernel's queue
             return
         try:
-            self._add_peer(sock)
+            self._add_peer_in_loop(sock)
         except OSError:
-            self._pause()
+            self._pause_in_loop()
             sock.close()  # it will try again
 
-    def _pause(self) -> None:
+    def _pause_in_loop(self) -> None:
         """Accept nothing for a while: there is no free descriptor, and trying again would spin."""
         self._refused["accept failed"] += 1
         self._loop.unwatch(self._listener.sock)
         self._accept_again = time.monotonic() + _ACCEPT_PAUSE
 
-    def _add_peer(self, sock: socket.socket) -> None:
+    def _add_peer_in_loop(self, sock: socket.socket) -> None:
         """Add a connection; OSError if there is no descriptor for its process."""
         pid, uid = rendezvous.peer_identity(sock)
         if uid != os.geteuid():
@@ -190,74 +188,74 @@ class ShmListener(Listener):
         pidfd = readable_pidfd(pid)
         is_full = len(self._peers) >= MAX_PEERS
         refusal = f"{MAX_PEERS} readers are connected already" if is_full else ""
-        channel = ShmChannel(sock, lambda: self._loop.call(partial(self._flush, peer)))
+        channel = ShmChannel(sock, lambda: self._loop.call(partial(self._flush_in_loop, peer)))
         peer = ShmPeerConnection(self, channel, pid, pidfd, refusal)
         self._peers.add(peer)
         self._greeting[peer] = None
         try:
-            self._watch(peer)
+            self._watch_in_loop(peer)
             if peer.pidfd >= 0:
-                self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit(peer))
+                self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit_in_loop(peer))
         except ConnectorError:
             self._refused["accept failed"] += 1
-            self._disconnect(peer)
+            self._disconnect_in_loop(peer)
         if len(self._greeting) > MAX_GREETING:
             self._refused["no hello"] += 1
-            self._disconnect(next(iter(self._greeting)))
+            self._disconnect_in_loop(next(iter(self._greeting)))
 
-    def _flush(self, peer: ShmPeerConnection) -> None:
+    def _flush_in_loop(self, peer: ShmPeerConnection) -> None:
         """Send queued messages when the socket has space; a peer that never reads is detached."""
         if peer not in self._peers:
             return
         if peer.channel.is_backlog_full:
             self._refused["too slow"] += 1
-            self._finish(peer)
+            self._finish_in_loop(peer)
             return
         peer.channel.flush()
-        self._watch(peer)
+        self._watch_in_loop(peer)
 
-    def _watch(self, peer: ShmPeerConnection) -> None:
+    def _watch_in_loop(self, peer: ShmPeerConnection) -> None:
         """Wait for what the peer sends, but for its next turn; and for space, if messages wait."""
         reads = 0 if peer.turns else READ
         events = reads | (WRITE if peer.channel.has_backlog else 0)
-        self._loop.watch(peer.channel, events, partial(self._on_events, peer))
+        self._loop.watch(peer.channel, events, partial(self._on_events_in_loop, peer))
 
-    def _on_events(self, peer: ShmPeerConnection, events: int) -> None:
+    def _on_events_in_loop(self, peer: ShmPeerConnection, events: int) -> None:
         if events & WRITE:
-            self._flush(peer)
+            self._flush_in_loop(peer)
         if events & READ and not peer.turns:
-            self._take_turn(peer)
+            self._take_turn_in_loop(peer)
 
-    def _take_turn(self, peer: ShmPeerConnection) -> None:
+    def _take_turn_in_loop(self, peer: ShmPeerConnection) -> None:
         """Receive what one turn takes; the rest stays in the socket, which holds up its sender."""
-        self._receive(peer, TURN)
-        before, peer.turns = peer.turns, peer.turns + 1 if peer.channel.has_unread else 0
+        self._receive_in_loop(peer, TURN)
+        former, peer.turns = peer.turns, peer.turns + 1 if peer.channel.has_unread else 0
         if peer.turns:
             self._throttled.add(peer.name)
-            self._loop.defer(partial(self._take_turn, peer), paused=peer.turns > MANY_TURNS)
-        if bool(peer.turns) is not bool(before):
-            self._watch(peer)
+            self._loop.defer(partial(self._take_turn_in_loop, peer), paused=peer.turns > MANY_TURNS)
+        if bool(peer.turns) is not bool(former):
+            self._watch_in_loop(peer)
 
-    def _receive(self, peer: ShmPeerConnection, turn: float) -> None:
+    def _receive_in_loop(self, peer: ShmPeerConnection, turn: float) -> None:
         try:
             for messages, fd in peer.channel.receive(turn):
                 if fd >= 0:
                     os.close(fd)
                     raise WireError("a reader passes no descriptors")
                 if peer not in self._peers:
-                    messages = [one for one in messages if isinstance(one, Release)]
+                    messages = [m for m in messages if isinstance(m, Release)]
                     self._producer.handle_all(peer, messages)
                 elif peer.hello is not None:
                     self._producer.handle_all(peer, messages)
                 else:
-                    self._on_hello(peer, messages)
+                    self._on_hello_in_loop(peer, messages)
         except ConnectionError:
-            self._disconnect(peer)
+            self._disconnect_in_loop(peer)
         except WireError:
             self._refused["bad message"] += 1
-            self._disconnect(peer)
+            self._disconnect_in_loop(peer)
 
-    def _on_hello(self, peer: ShmPeerConnection, messages: Sequence[Message]) -> None:
+    def _on_hello_in_loop(self, peer: ShmPeerConnection, messages: Sequence[Message]) -> None:
         message = messages[0] if len(messages) == 1 else None
         if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
@@ -270,33 +268,33 @@ class ShmListener(Listener):
         self._greeting.pop(peer, None)
         peer.channel.send(self._producer.hello)
         for arena in self._producer.pool.prefaulted:
-            self._pass_ahead(peer, arena)
+            self._pass_ahead_in_loop(peer, arena)
 
-    def _on_exit(self, peer: ShmPeerConnection) -> None:
+    def _on_exit_in_loop(self, peer: ShmPeerConnection) -> None:
         """The peer's process ended. A child of it may hold the socket open: read what it sent."""
         if peer in self._peers:
             peer.channel.finish_receiving()
-            self._receive(peer, float("inf"))
-        self._disconnect(peer)
-        self._reap(peer)
+            self._receive_in_loop(peer, float("inf"))
+        self._disconnect_in_loop(peer)
+        self._reap_in_loop(peer)
 
-    def _finish(self, peer: ShmPeerConnection) -> None:
+    def _finish_in_loop(self, peer: ShmPeerConnection) -> None:
         """Send a peer nothing more. It learns that, and sends a Release of all that it holds."""
-        if self._detach(peer):
+        if self._detach_in_loop(peer):
             peer.channel.finish()
-            self._watch(peer)
+            self._watch_in_loop(peer)
         else:
-            self._disconnect(peer)
+            self._disconnect_in_loop(peer)
 
-    def _disconnect(self, peer: ShmPeerConnection) -> None:
+    def _disconnect_in_loop(self, peer: ShmPeerConnection) -> None:
         """Close a connection; until its process ends, the peer may still read what it mapped."""
-        may_read = self._detach(peer)
+        may_read = self._detach_in_loop(peer)
         self._loop.unwatch(peer.channel)
         peer.channel.close()
         if not may_read or peer.pidfd < 0:
-            self._reap(peer)
+            self._reap_in_loop(peer)
 
-    def _detach(self, peer: ShmPeerConnection) -> bool:
+    def _detach_in_loop(self, peer: ShmPeerConnection) -> bool:
         """Lease a peer nothing more; return whether it may still read what it was leased."""
         if peer in self._peers:
             self._peers.discard(peer)
@@ -304,7 +302,7 @@ class ShmListener(Listener):
             self._detached.add(peer)
         return self._producer.on_disconnect(peer)
 
-    def _reap(self, peer: ShmPeerConnection) -> None:
+    def _reap_in_loop(self, peer: ShmPeerConnection) -> None:
         """A disconnected peer can read no more: the memory of its leases may be reused."""
         if peer in self._detached:
             self._detached.discard(peer)

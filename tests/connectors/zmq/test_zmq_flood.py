@@ -140,13 +140,13 @@ def handled(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> Counter[tu
     counts = Counter[tuple[Any, int]]()
     end: Any = producer._end
     (listener,) = end.listeners
-    on_message = listener._on_message
+    on_message = listener._on_message_in_loop
 
     def record(peer: Any, message: Message) -> None:
         counts[peer, listener._socket.rounds] += 1
         on_message(peer, message)
 
-    monkeypatch.setattr(listener, "_on_message", record)
+    monkeypatch.setattr(listener, "_on_message_in_loop", record)
     return counts
 
 
