@@ -56,12 +56,9 @@ class AutoConsumer(ControlConsumer):
         ucx_stats = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
         return {**super().health(), **ucx_stats, "transport": transport, "why": reason}
 
-    def _make_session(self) -> ZmqSession:
-        return ZmqSession(self._resources)
-
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
-        control = self._connect_session(self._make_session(), timeout, no_wait=no_wait)
+        control = self._connect_session(ZmqSession(self._resources), timeout, no_wait=no_wait)
         try:
             session, choice = self._choose(control, deadline)
         except BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from abc import abstractmethod
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +19,8 @@ from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.errors import PeerLostError, SchemaError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
@@ -30,10 +31,10 @@ digests, and without; ranges that were fetched again; and payloads that were not
 
 
 class ControlConsumer(SessionConsumer):
-    """Opens the sessions of one link, with one event loop and one memory pool for all of them.
+    """Opens the sessions of one link, with one event loop and one memory pool for all of them."""
 
-    Subclasses choose the type of the sessions.
-    """
+    _make_session: Callable[[SessionResources], ControlSession]
+    """Returns a new session of the type that a subclass has, not yet connected."""
 
     def __init__(self, address: ControlAddress, options: Options):
         if address.protocol == "tcp" and address.address.endswith(":0"):
@@ -59,12 +60,8 @@ class ControlConsumer(SessionConsumer):
             address, credentials, self._context, self._loop, self._receive_pool, self.counters
         )
 
-    @abstractmethod
-    def _make_session(self) -> ControlSession:
-        """Return a new session, not yet connected."""
-
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
-        return self._connect_session(self._make_session(), timeout, no_wait=no_wait)
+        return self._connect_session(self._make_session(self._resources), timeout, no_wait=no_wait)
 
     def _connect_session(self, session: S, timeout: float, *, no_wait: bool = False) -> S:
         """Connect a session, and wait until its handshake is done."""

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.control.inboxes import Inboxes
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer
-from omni_kvlink.connectors.control.peer import PeerConnection, RangeSender
-from omni_kvlink.connectors.control.router_socket import RouterSocket
+from omni_kvlink.connectors.control.peer import Inboxes, PeerConnection, RangeSender
+from omni_kvlink.connectors.control.router_socket import RouterSocket, UngreetedConnections
 from omni_kvlink.connectors.control.security import (
     ZapAuth,
     find_credentials,
     random_routing_ids,
 )
-from omni_kvlink.connectors.control.ungreeted import UngreetedConnections
 from omni_kvlink.connectors.protocol.fetch_plan import EAGER
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,

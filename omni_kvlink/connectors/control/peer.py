@@ -1,4 +1,4 @@
-"""A peer of the control channel, and the sender of the bytes that it fetches."""
+"""A peer of the control channel: the sender of its bytes, and the limits of what it sends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
 from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
+MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
+"""Messages of one peer, and their bytes, that may be read and not handled; then it is disconnected.
+
+The socket itself has no limit: ZMQ would stop reading from a peer, see `MonitoredSocket`.
+"""
+MAX_INBOX_AGAIN = 256
+"""The same, in the minute after a peer of the same process or host had too many."""
+ROUND, SHARE = 2 * TURN, 8
+"""Messages that one round of reads handles; and those of each peer that it handles nevertheless."""
 _CREDENTIALS = struct.calcsize("3i")
 _UNREAD_WAIT_MS = 10
 """Time for which a closed connection is checked for unread data; a frozen peer costs this once."""
@@ -134,3 +144,35 @@ def _address_of(connection: socket.socket | None) -> str:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     except OSError:  # it has ended
         return "unknown"
+
+
+class Inboxes:
+    """Decides how many messages of a peer one round of reads handles, and how many are kept."""
+
+    def __init__(self) -> None:
+        self._floods = RecentNames()  # hosts
+        self._round, self._handled = -1, 0  # the last round; messages that were handled in it
+
+    def has_turn(self, peer: PeerConnection, round_number: int) -> bool:
+        """Count a message of a peer; return whether this round of reads handles it."""
+        if self._round != round_number:
+            self._round, self._handled = round_number, 0
+        if peer.round != self._round:
+            peer.round, peer.handled = self._round, 0
+        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
+            return False
+        peer.handled += 1
+        self._handled += 1
+        return True
+
+    def keep(self, peer: PeerConnection, data: bytes) -> bool:
+        """Keep a message until a turn of its peer; False if it is to be disconnected."""
+        peer.inbox.append(data)
+        peer.inbox_nbytes += len(data)
+        count = len(peer.inbox)
+        if count > MAX_INBOX_AGAIN and peer.host in self._floods:
+            count += MAX_INBOX
+        if count > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
+            self._floods.add(peer.host)
+            return False
+        return True

@@ -43,10 +43,11 @@ class RemoteGet(SessionGet):
     delivery: Delivery | None = None  # that the receiver has taken, for `wait`
 
     def __init__(self, session: Session, get_state: GetState, receiver: InlineReceiver):
-        self.session, self._get_table, self._get_state = session, session.get_table, get_state
-        self._receiver = receiver
+        self.session, self._get_table, self._receiver = session, session.get_table, receiver
         assert get_state.ready is not None
-        self._done, self._pid = get_state.ready, os.getpid()
+        self.get_state = self._get_state = get_state
+        self._done = self.ready = get_state.ready
+        self._pid = os.getpid()
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
@@ -96,20 +97,6 @@ class RemoteGet(SessionGet):
             if inbound.ready.error is None:
                 inbound.release_unread()
         get_state.settle()
-
-    def set_done(self) -> None:
-        """Wake those who wait for the get: its payload came inside its offer."""
-        self._done.set_result(None)
-
-    @property
-    def key(self) -> str:
-        """The payload's key."""
-        return self._get_state.key
-
-    @property
-    def get_state(self) -> GetState:
-        """The get in the session's table."""
-        return self._get_state
 
     @property
     def _inbound(self) -> InboundTransfer:
@@ -196,7 +183,7 @@ class InlineReceiver(LeadingReceiver):
             if get.delivery is not None:
                 socket.skip()
         if get.delivery is not None:
-            get.set_done()
+            get.ready.set_result(None)
             get.get_state.settle()
         return not frames
 
@@ -227,7 +214,7 @@ class InlineReceiver(LeadingReceiver):
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self._get_table, offer.get_id, offer.epoch)
         get.delivery = Delivery(
-            get.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
+            get_state.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
         )
 
     def _on_answer(self, wake: Wake, answer: object) -> None:

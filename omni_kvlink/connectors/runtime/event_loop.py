@@ -63,6 +63,24 @@ def _ignore(error: BaseException) -> None:
     pass
 
 
+class Wake:
+    """A descriptor that is readable after `set`; closed when nobody has this object any more."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not by its owner: a thread may still wait for it, and its number must not be reused.
+        CallAtEnd.of(self, closer(self.fd))
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+
 class EventLoop:
     """A daemon thread around an epoll; handlers and `tick` run in it.
 
@@ -83,14 +101,12 @@ class EventLoop:
         tick: Callable[[float], float] = _no_deadline,
         crashed: Callable[[BaseException], None] = _ignore,
     ):
-        self._wake = -1
-        self._ended_wake: deque[int] = deque()  # the descriptor, from the end until it is closed
+        self._wake: Wake | None = None
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
         self._deferred: deque[Callable[[], None]] = deque()
         self._paused: deque[Callable[[], None]] = deque()
         self._paused_until = 0.0
-        self._writers: deque[None] = deque()  # threads that write to `_wake` now
         self._sleeps_until = 0.0
         # Numbers: of the sleep that the thread is in, 0 while it runs; of its last sleep; of the
         # last one that a call has ended.
@@ -101,15 +117,13 @@ class EventLoop:
         self._watched: dict[int, tuple[int, Handler]] = {}
         self._epoll = select.epoll()
         try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self.watch(self._wake, READ, self._on_wake)
+            self._wake = Wake()
+            self.watch(self._wake.fd, READ, self._on_wake)
             start_thread(self._thread)
         except (OSError, CapacityError):  # no thread runs; the loop is in a reference cycle
             self._watched.clear()
             self._epoll.close()
-            wake, self._wake = self._wake, -1
-            if wake >= 0:
-                os.close(wake)
+            self._wake = None
             raise
         _loops.add(self)
 
@@ -120,7 +134,7 @@ class EventLoop:
         if sleep and sleep != self._woken:  # a thread that runs looks for calls before it sleeps
             self._wake_up()
             self._woken = sleep
-        if self._wake < 0:  # the loop has ended: a call that is kept would be a reference cycle
+        if self._wake is None:  # the loop has ended: a call that is kept would be a reference cycle
             self._calls.clear()
 
     def give_way(self) -> None:
@@ -207,19 +221,14 @@ class EventLoop:
         self._running = False
 
     def _wake_up(self) -> None:
-        # A forked child shares the descriptor, not the thread.
-        if os.getpid() != self._pid:
-            return
-        self._writers.append(None)
         wake = self._wake
-        if wake >= 0:
-            os.eventfd_write(wake, 1)
-        self._writers.pop()
-        if self._ended_wake:
-            self._close_wake()
+        # A forked child shares the descriptor, not the thread.
+        if wake is not None and os.getpid() == self._pid:
+            os.eventfd_write(wake.fd, 1)
 
     def _on_wake(self, events: int) -> None:
-        os.eventfd_read(self._wake)
+        assert self._wake is not None
+        os.eventfd_read(self._wake.fd)
 
     def _run(self) -> None:
         try:
@@ -251,9 +260,7 @@ class EventLoop:
             self._calls.clear()
             self._deferred.clear()
             self._paused.clear()
-            wake, self._wake = self._wake, -1  # for each `call` that begins now
-            self._ended_wake.append(wake)
-            self._close_wake()
+            self._wake = None  # closed once no `call` of another thread writes to it
 
     def _run_deferred(self) -> None:
         if self._deferred:
@@ -261,20 +268,6 @@ class EventLoop:
         if self._paused and (now := time.monotonic()) >= self._paused_until:
             self._paused_until = now + _PAUSE
             self._paused.popleft()()
-
-    def _close_wake(self) -> None:
-        """Close the descriptor, unless a late `call` may write to it: its number could be reused.
-
-        The last of them closes it. One that an exception ended stays a writer; `__del__` closes the
-        descriptor then.
-        """
-        if not self._writers:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                os.close(self._ended_wake.pop())
-
-    def __del__(self) -> None:
-        for descriptor in {self._wake, *self._ended_wake} - {-1}:
-            os.close(descriptor)
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)
@@ -310,24 +303,6 @@ def readable_pidfd(pid: int) -> int:
         if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
             raise
         return -1
-
-
-class Wake:
-    """A descriptor that is readable after `set`; closed when nobody has this object any more."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Not by its owner: a thread may still wait for it, and its number must not be reused.
-        CallAtEnd.of(self, closer(self.fd))
-
-    def set(self) -> None:
-        """Make the descriptor readable."""
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """Undo `set`."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
 
 
 class LeadingReceiver(ABC):

@@ -21,6 +21,7 @@ from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireErro
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.protocol.messages import Chunk, Message
+    from omni_kvlink.connectors.runtime.consumer import Session
     from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 
@@ -42,11 +43,12 @@ class UcxConsumer(ControlConsumer):
         else:
             super().close()
 
-    def _make_session(self) -> UcxSession:
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         if self._ucx_transport is None:
             settings = UcxSettings.of_link(self._address, self._options)
             self._ucx_transport = UcxTransport(settings, device=self.device)
-        return UcxSession(self._resources, self._ucx_transport)
+            self._make_session = partial(UcxSession, ucx_transport=self._ucx_transport)
+        return super()._open(timeout, no_wait=no_wait)
 
     def _make_pool(self, options: Options) -> ReceivePool:
         memory = PayloadMemory.of_link(self._address, options)

@@ -6,7 +6,7 @@ from omni_kvlink.connectors.base import Backend, Consumer, Options
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.zmq.consumer import ZmqConsumer
+from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, keep_freed_memory
 from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.memory.region import Mapping
 
@@ -18,7 +18,9 @@ def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
 
 
 def _connect(protocol: str, location: str, options: Options, timeout: float) -> Consumer:
-    return ZmqConsumer(ControlAddress(protocol, location), options).connect(timeout)
+    consumer = ZmqConsumer(ControlAddress(protocol, location), options)
+    keep_freed_memory()
+    return consumer.connect(timeout)
 
 
 TCP = Backend(serve=partial(_serve, "tcp"), connect=partial(_connect, "tcp"))

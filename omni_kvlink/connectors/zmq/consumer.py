@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits
 from omni_kvlink.connectors.protocol.messages import MAX_MESSAGE
-
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.base import Options
-    from omni_kvlink.connectors.control.address import ControlAddress
 
 _MALLOC_KEEPS = 31 << 20
 """Bytes; glibc adapts its threshold to freed blocks of at most 32 MiB."""
@@ -27,12 +21,7 @@ class ZmqSession(ControlSession):
 class ZmqConsumer(ControlConsumer):
     """The consumer of `zmq+tcp://host:port` and `zmq+ipc:///path`."""
 
-    def __init__(self, address: ControlAddress, options: Options):
-        super().__init__(address, options)
-        keep_freed_memory()
-
-    def _make_session(self) -> ZmqSession:
-        return ZmqSession(self._resources)
+    _make_session = ZmqSession
 
 
 def keep_freed_memory() -> None:
