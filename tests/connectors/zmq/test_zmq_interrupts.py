@@ -130,7 +130,7 @@ def test_a_stream_is_requested_again_over_a_new_connection(
 
     def cut_and_write() -> None:
         until_requested(producer, 1)
-        session._loop.call(partial(session.disconnect, PeerLostError("it was cut")))
+        session._loop.call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
         with producer.open_stream("s", chunk) as stream:
             stream.append(chunk)
 
