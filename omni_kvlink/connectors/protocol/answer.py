@@ -175,18 +175,3 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
         return seconds
     limit: float = _TIMEOUT.read(seconds, name)
     return min(MAX_TIMEOUT, limit)
-
-
-def result_of(future: Future[T], timeout: float | None = None) -> T:
-    """Return a future's result, or raise a copy of its error.
-
-    The traceback of the error itself would keep the frames that wait, which hold the future: a
-    reference cycle with all that they use.
-    """
-    error = future.exception(timeout)
-    if error is None:
-        return future.result()
-    try:
-        raise copy.copy(error)
-    finally:
-        del error

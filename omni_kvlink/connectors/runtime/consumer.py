@@ -248,11 +248,6 @@ class SessionConsumer(Consumer):
         self._session: Session | None = None
         self._sessions = 0
 
-    def _open_session(self, timeout: float, *, no_wait: bool = False) -> Session:
-        """Do what `_open` does; what the system refuses is an error of the library."""
-        with translate_errors(self._url):
-            return self._open(timeout, no_wait=no_wait)
-
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         """Wait for a producer and complete the handshake, both within `timeout` seconds.
@@ -373,7 +368,8 @@ class SessionConsumer(Consumer):
         try:
             self._check_open()
             if self._session is None or self._session.is_closed:
-                self._session = self._open_session(deadline - time.monotonic(), no_wait=no_wait)
+                with translate_errors(self._url):
+                    self._session = self._open(deadline - time.monotonic(), no_wait=no_wait)
                 self._sessions += 1
             return self._session
         finally:

@@ -8,11 +8,10 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from omni_kvlink._native import cuda_context
-from omni_kvlink.connectors.protocol.answer import result_of
+from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
@@ -92,11 +91,12 @@ class UcxTransport:
         self._worker: UcxWorker | None = None
         self._device = device or "cpu"  # the last one whose context became the thread's
         self._context = cuda_context.current() if "cuda" in self.settings.transports else 0
-        opened: Future[tuple[bytes, dict[str, Any]]] = Future()
+        opened: Answer[tuple[bytes, dict[str, Any]]] = Answer()
         self._loop = EventLoop("kvlink-ucx", self._tick_in_loop, self._crashed_in_loop)
         self._loop.call(lambda: self._open_in_loop(opened))
         try:
-            self.address, self._facts = result_of(opened)
+            opened.wait(MAX_TIMEOUT)
+            self.address, self._facts = opened.result()
         except BaseException:
             self._loop.close()
             raise
@@ -199,7 +199,7 @@ class UcxTransport:
                 raise ClosedError("the UCX transport is closed")
             self._loop.call(function)
 
-    def _open_in_loop(self, opened: Future[tuple[bytes, dict[str, Any]]]) -> None:
+    def _open_in_loop(self, opened: Answer[tuple[bytes, dict[str, Any]]]) -> None:
         try:
             # UCX looks for devices in its thread's context.
             if self._device == "cpu":
@@ -208,7 +208,7 @@ class UcxTransport:
                 cuda_context.use_device(int(self._device.partition(":")[2]))
             worker = self._worker = UcxWorker(self.settings)
         except BaseException as error:
-            opened.set_exception(error)
+            opened.set_error(error)  # type: ignore[arg-type]  # it is raised alike
         else:
             worker.set_close_on_exec()
             self._loop.watch(worker.fd, READ, lambda events: None)  # `_tick` does the work
