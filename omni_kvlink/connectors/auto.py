@@ -105,17 +105,13 @@ class AutoConsumer(ControlConsumer):
             raise ConnectorError(missing)
         if self._ucx_transport is None:
             self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
+            self._closers.append(self._ucx_transport.close)
         session = UcxSession(self._resources, self._ucx_transport)
         return self._connect_session(session, deadline - time.monotonic()), "both ends have UCX"
 
     def _interrupt(self) -> None:
         self._cancelled.set()
         super()._interrupt()
-
-    def _close_resources_in_loop(self) -> None:
-        super()._close_resources_in_loop()
-        if self._ucx_transport is not None:
-            self._ucx_transport.close()
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

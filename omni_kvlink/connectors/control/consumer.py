@@ -49,6 +49,7 @@ class ControlConsumer(SessionConsumer):
         self._closing = self._is_shut_down = False
         self.counters = Counter[str]()
         self._sessions_opened: list[ControlSession] = []
+        self._closers: list[Callable[[], None]] = []  # of parts that subclasses have opened
         self._context: zmq.Context[Any] = zmq.Context()
         with contextlib.ExitStack() as opened:
             opened.callback(self._context.term)
@@ -93,6 +94,8 @@ class ControlConsumer(SessionConsumer):
         for session in self._sessions_opened:
             session.disconnect_in_loop(closed_here(self._url))
         self._context.term()
+        for close in self._closers:
+            close()
 
     def _make_pool(self, options: Options) -> ReceivePool:
         """Return the memory of the host that payloads are received in; subclasses have others."""

@@ -145,8 +145,6 @@ class ControlListener(Listener):
         """Whether the caller is a sender's own thread."""
         return any(sender.is_own_thread for sender in self._senders)
 
-    # Outgoing messages
-
     def send(self, peer: PeerConnection, message: Message) -> None:
         """Queue a message for a peer; any thread, never blocks."""
         self._outbox.append((peer, message))
@@ -215,8 +213,6 @@ class ControlListener(Listener):
             else:
                 self._disconnected.append(peer)
                 self.loop.call(self._on_idle_in_loop)
-
-    # Incoming messages
 
     def _is_known(self, identity: bytes) -> bool:
         return identity in self._peers or identity in self._flooders
@@ -420,8 +416,6 @@ class ControlListener(Listener):
             self._socket.drain()
         return now + _REFUSAL_RETRY if self._refusals else float("inf")
 
-    # Outgoing bytes
-
     def _on_fetch_in_loop(
         self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange
     ) -> None:
@@ -466,8 +460,6 @@ class ControlListener(Listener):
                 return
             self._send_pending_in_loop(peer, peer.sender)
         self._socket.drain()
-
-    # The end
 
     def _count(self, reason: str) -> None:
         self._refused[reason] += 1

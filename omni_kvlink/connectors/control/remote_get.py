@@ -46,8 +46,7 @@ class RemoteGet(SessionGet):
         self.session, self._get_table, self._receiver = session, session.get_table, receiver
         assert get_state.ready is not None
         self.get_state = self._get_state = get_state
-        self._done = self.ready = get_state.ready
-        self._pid = os.getpid()
+        self._done, self._pid = get_state.ready, os.getpid()
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
@@ -183,7 +182,7 @@ class InlineReceiver(LeadingReceiver):
             if get.delivery is not None:
                 socket.skip()
         if get.delivery is not None:
-            get.ready.set_result(None)
+            get._done.set_result(None)
             get.get_state.settle()
         return not frames
 

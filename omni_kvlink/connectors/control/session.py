@@ -171,22 +171,20 @@ class ControlSession(Session):
         """Start connecting; `ready` tells the outcome."""
         if self.ready.is_set() or self.is_closed:
             return
+        callbacks = self._on_frames_in_loop, self._on_event_in_loop, self._on_idle_in_loop
+        size = self.max_frame_nbytes
         try:
             with translate_errors(self._url, self._address.other):
-                self._open_socket_in_loop()
+                self._socket = MonitoredSocket(
+                    self._context, zmq.DEALER, self._loop, *callbacks, max_frame=size
+                )
+                if self._credentials is not None:
+                    self._credentials.secure_client(self._socket.socket)
+                self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
+                self._socket.socket.connect(self._address.zmq_endpoint)
+                self._socket.watch()
         except KVLinkError as error:
             self.set_ready(error)
-
-    def _open_socket_in_loop(self) -> None:
-        callbacks = self._on_frames_in_loop, self._on_event_in_loop, self._on_idle_in_loop
-        self._socket = MonitoredSocket(
-            self._context, zmq.DEALER, self._loop, *callbacks, max_frame=self.max_frame_nbytes
-        )
-        if self._credentials is not None:
-            self._credentials.secure_client(self._socket.socket)
-        self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
-        self._socket.socket.connect(self._address.zmq_endpoint)
-        self._socket.watch()
 
     def _transmit_in_loop(self, message: Message) -> None:
         assert self._socket is not None

@@ -22,7 +22,6 @@ MAX_TIMEOUT = 1e9
 _TIMEOUT = Seconds(endless=True)
 _NUMBERS = (float, int)
 
-
 _making = threading.RLock()  # a finalizer, or a signal handler, may come while it is held
 
 

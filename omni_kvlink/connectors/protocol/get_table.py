@@ -406,22 +406,21 @@ def get_error(key: str, message: Failed) -> KVLinkError:
     return kind(text, key=key, reason=message.reason)
 
 
-class GetLease:
+class GetLease(NamedTuple):
     """The lease that a get of a table has."""
 
-    __slots__ = ("_get_table", "epoch", "get_id")
-
-    def __init__(self, get_table: GetTable, get_id: int, epoch: int):
-        self._get_table, self.get_id, self.epoch = get_table, get_id, epoch
+    get_table: GetTable
+    get_id: int
+    epoch: int
 
     def release(self, outcome: Outcome, reason: str) -> None:
         """See `DeliveryLease.release`."""
-        self._get_table.release(self.get_id, self.epoch, outcome, reason)
+        self.get_table.release(self.get_id, self.epoch, outcome, reason)
 
     def reject(self, reason: str) -> None:
         """See `DeliveryLease.reject`."""
-        self._get_table.reject(self.get_id, self.epoch, reason)
+        self.get_table.reject(self.get_id, self.epoch, reason)
 
     def coalesce(self, act: Callable[[], T]) -> T:
         """See `DeliveryLease.coalesce`."""
-        return self._get_table.coalesce(act)
+        return self.get_table.coalesce(act)

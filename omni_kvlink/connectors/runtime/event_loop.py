@@ -1,8 +1,4 @@
-"""The thread of a connection, and threads that receive in its place; none of them polls.
-
-`EventLoop` sleeps until a descriptor, a call or a deadline needs it. `LeadingReceiver` lets a
-thread that waits for an answer receive that itself.
-"""
+"""The thread of a connection, and waiting threads that receive in its place; none of them polls."""
 
 from __future__ import annotations
 
@@ -308,9 +304,8 @@ def readable_pidfd(pid: int) -> int:
 class LeadingReceiver(ABC):
     """Lets a thread that waits for an answer receive it itself, and not the loop's thread.
 
-    One thread at a time leads. The others sleep until their answers are set: by the leader, or by
-    the loop once nobody leads. An interrupt at any line leaves no lock held, and the connection to
-    the loop.
+    One thread at a time leads; the others sleep until their answers are set. An interrupt at any
+    line leaves no lock held, and the connection to the loop.
     """
 
     _loop: EventLoop

@@ -164,20 +164,26 @@ class ShmChannel:
 
         Raises ConnectionError if the connection has ended, WireError if the peer sent no message.
         """
-        data: bytes | None = b""
         # With the lock: `close`, by another thread, must not free the descriptor meanwhile.
         with self._lock:
-            if self._sock is not None:
-                data = _peeked(self._sock)
-        if data == b"":
+            try:
+                data = b"" if self._sock is None else self._sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
+            except BlockingIOError:
+                return []
+            except OSError as error:
+                raise ConnectionError(f"the connection broke: {error.strerror}") from None
+        if not data:
             raise ConnectionError("the connection was closed")
-        return [] if data is None else decode_all(data)
+        return decode_all(data)
 
     def skip(self) -> None:
         """Discard the messages that `peek` returned."""
         with self._lock:
-            if self._sock is not None:
-                _skip(self._sock)
+            try:
+                if self._sock is not None:
+                    self._sock.recv(1)
+            except OSError:  # the connection has ended
+                pass
 
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
@@ -222,22 +228,6 @@ class ShmChannel:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         return True
-
-
-def _peeked(sock: socket.socket) -> bytes | None:
-    try:
-        return sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        raise ConnectionError(f"the connection broke: {error.strerror}") from None
-
-
-def _skip(sock: socket.socket) -> None:
-    try:  # noqa: SIM105 (a context manager costs a small `get` more than the call)
-        sock.recv(1)
-    except OSError:  # the connection has ended
-        pass
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

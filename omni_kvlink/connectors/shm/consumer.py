@@ -98,11 +98,8 @@ class ShmConsumer(SessionConsumer):
                 if no_wait:
                     raise
                 if wait <= 0:
-                    text, phase = (
-                        f"{error}, which it did for {format_seconds(timeout)}",
-                        "shaking hands",
-                    )
-                    raise TransferTimeout(text, waited=timeout, phase=phase) from None
+                    text = f"{error}, which it did for {format_seconds(timeout)}"
+                    raise TransferTimeout(text, waited=timeout, phase="shaking hands") from None
                 wait_readable(min(wait, _RETRY_SECONDS), self._cancelled.fd)
 
 
@@ -138,14 +135,13 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._throttled = 0
         self._has_ended = False
         self._close_done = threading.Event()
-        self._wake: Wake
         self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
             pid, uid = rendezvous.peer_identity(sock)
             if uid != os.geteuid():
                 raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
-            self._wake = Wake()
+            self._wake: Wake = Wake()
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)

@@ -87,21 +87,17 @@ class ShmListener(Listener):
         return self._accept_again
 
     def health(self) -> dict[str, Any]:
-        """Return the socket, the readers, refusals by reason, who floods and who is detached."""
+        """Return the socket, readers, refusals by reason, floods, and bytes of detached readers."""
+        detached = Counter[str]()
+        for peer in list(self._detached):
+            detached[peer.name] += self._producer.pinned_nbytes(peer)
         return {
             "socket": self._path,
             "readers": len(self._peers),
             "refused": dict(self._refused),
             "throttled": self._throttled.stats(),
-            "detached": self._detached_nbytes(),
+            "detached": dict(detached),
         }
-
-    def _detached_nbytes(self) -> dict[str, int]:
-        """Return the bytes that each disconnected process may still read, by its name."""
-        counts = Counter[str]()
-        for peer in list(self._detached):
-            counts[peer.name] += self._producer.pinned_nbytes(peer)
-        return dict(counts)
 
     def send(self, peer: ShmPeerConnection, message: Message) -> None:
         """Send a message; before an offer, the memory file that it refers to."""

@@ -47,6 +47,7 @@ class UcxConsumer(ControlConsumer):
         if self._ucx_transport is None:
             settings = UcxSettings.of_link(self._address, self._options)
             self._ucx_transport = UcxTransport(settings, device=self.device)
+            self._closers.append(self._ucx_transport.close)
             self._make_session = partial(UcxSession, ucx_transport=self._ucx_transport)
         return super()._open(timeout, no_wait=no_wait)
 
@@ -58,11 +59,6 @@ class UcxConsumer(ControlConsumer):
         return ReceivePool(
             options.quota, self._loop, self._close_if_unused_in_loop, make=memory.make
         )
-
-    def _close_resources_in_loop(self) -> None:
-        super()._close_resources_in_loop()
-        if self._ucx_transport is not None:
-            self._ucx_transport.close()
 
 
 class UcxSession(ControlSession):

@@ -18,9 +18,8 @@ def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
 
 
 def _connect(protocol: str, location: str, options: Options, timeout: float) -> Consumer:
-    consumer = ZmqConsumer(ControlAddress(protocol, location), options)
     keep_freed_memory()
-    return consumer.connect(timeout)
+    return ZmqConsumer(ControlAddress(protocol, location), options).connect(timeout)
 
 
 TCP = Backend(serve=partial(_serve, "tcp"), connect=partial(_connect, "tcp"))
