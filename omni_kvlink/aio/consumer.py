@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
 
 
 class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
-    from omni_kvlink.connectors.protocol.get_table import LazyEvent
+    from omni_kvlink.connectors.protocol.answer import LazyEvent
+    from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region

@@ -1,7 +1,7 @@
 """Links: `KVLink` opens a `KVProducer` or a `KVConsumer`; streams and allocations."""
 
-from omni_kvlink.connectors.protocol.get_table import MAX_TIMEOUT as MAX_TIMEOUT
-from omni_kvlink.connectors.protocol.get_table import check_timeout as check_timeout
+from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT as MAX_TIMEOUT
+from omni_kvlink.connectors.protocol.answer import check_timeout as check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process as check_process
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.append_stream import AppendStream as AppendStream

@@ -9,7 +9,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import (
     CapacityError,

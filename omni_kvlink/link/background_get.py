@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.base import MAX_RETRIES
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 from omni_kvlink.link.consumer import can_retry
 from omni_kvlink.system.deadline import Deadline
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.link.consumer import KVConsumer
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
@@ -37,7 +37,7 @@ from omni_kvlink.settings import Choice, Integer
 from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import RequestSizes

@@ -7,7 +7,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.errors import (
     ClosedError,

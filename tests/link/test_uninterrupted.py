@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import BusyError, KVLink, KVProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer
+from omni_kvlink.connectors.shm.consumer import ShmConsumer
 from omni_kvlink.system.threads import is_abandoned, start_detached, uninterrupted
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until

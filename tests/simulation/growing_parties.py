@@ -108,7 +108,7 @@ class GrowingReader:
         self._connection: Connection = connection
         self._is_over, self._epoch, self._number = False, 0, 0
         try:
-            head = connection.get_table.request(key, streamed=True, of=ChunkOf(0, 0))
+            head = connection.get_table.request(key, streamed=True, chunk=ChunkOf(0, 0))
         except PeerLostError:
             return
         self._head = head
@@ -131,9 +131,9 @@ class GrowingReader:
     def _request(self) -> None:
         if self._is_over:
             return
-        of, table = ChunkOf(self._head.get_id, self._number), self._connection.get_table
+        chunk, table = ChunkOf(self._head.get_id, self._number), self._connection.get_table
         try:
-            get = table.request(self._key, streamed=False, of=of)
+            get = table.request(self._key, streamed=False, chunk=chunk)
         except PeerLostError:
             self._leave("stream failed")
             return

@@ -31,7 +31,8 @@ from omni_kvlink.connectors.protocol.messages import (
     Retire,
     encode_all,
 )
-from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
+from omni_kvlink.connectors.shm.channel import ShmChannel
+from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.link.producer import PAYLOADS_PER_TURN
 from omni_kvlink.link.put_operation import CopiedPut
 from omni_kvlink.lowlevel import begin_gets
