@@ -29,8 +29,8 @@ from omni_kvlink._native.host import crc32c
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.keys import read_all
 from omni_kvlink.connectors.protocol import messages
+from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.get_table import GetTable
-from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
@@ -132,7 +132,7 @@ def feed_producer(data: bytes) -> None:
     table.reserve([whole, stream, growing])
     table.commit([(whole, location)], 2, 100.0)
     table.begin_stream(stream, location, 100, 1)
-    table.begin_stream(growing, location, 100, 2, growing=GrowingStream(2, 9))
+    table.begin_stream(growing, location, 100, 2, window=ChunkWindow(2, 9))
     chunk = Transfer(growing.key, stream=growing)
     table.reserve([chunk])
     table.commit([(chunk, location)], 1, math.inf)

@@ -11,7 +11,8 @@ from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import SLOT, Location, Message
 from omni_kvlink.connectors.runtime.consumer import MappedSession, SessionConsumer, closed_here
-from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.errors import (
     BusyError,
     ClosedError,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from parties import LAYERS, inline_payload
 
 from omni_kvlink import PeerLostError, TransferFailed
+from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
-from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -33,22 +33,22 @@ class GrowingWriter:
         head = producer._reserve(key)
         if head is None:
             return
-        self._head, self._growing = head, GrowingStream[Transfer](readers, WINDOW)
+        self._head, self._window = head, ChunkWindow[Transfer](readers, WINDOW)
         self._appended: list[Transfer] = []
         draft, location = producer.begin_growing(head), producer._location(head)
-        producer.transfers.begin_stream(head, location, draft, readers, growing=self._growing)
+        producer.transfers.begin_stream(head, location, draft, readers, window=self._window)
         producer.clock.soon(self._append, 0.1)
 
     def _append(self) -> None:
-        producer, growing = self._producer, self._growing
+        producer, window = self._producer, self._window
         clock, table = producer.clock, producer.transfers
         if not producer.alive:
             return
         if self._head.state.is_final or clock.now > self._give_up or clock.chance.random() < 0.02:
             table.abort(self._head, "its writer fails", clock.now)
-        elif growing.is_full:
+        elif window.is_full:
             clock.soon(self._append, 0.1)
-        elif growing.stop == self._chunks:
+        elif window.stop == self._chunks:
             self._commit()
         elif clock.chance.random() < 0.3 and self._append_inline():
             clock.soon(self._append, 0.2)
@@ -67,7 +67,7 @@ class GrowingWriter:
 
     def _append_inline(self) -> bool:
         """Append a chunk that travels in its offers, unless the quota has no room."""
-        producer, number = self._producer, self._growing.stop
+        producer, number = self._producer, self._window.stop
         payload = producer.chunk_payload(self._head, number)
         chunk = producer.publish_packed(self._head.key, payload, 1, float("inf"), self._head)
         if chunk is not None:
@@ -82,7 +82,7 @@ class GrowingWriter:
         assert len(kept) <= WINDOW, f"{len(kept)} chunks are kept"
 
     def _write(self, chunk: Transfer) -> None:
-        producer, number = self._producer, self._growing.stop
+        producer, number = self._producer, self._window.stop
         if not producer.alive:
             return
         producer.write_chunk(chunk, self._head, number)

@@ -33,7 +33,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     unexpected,
 )
-from omni_kvlink.connectors.runtime.producer import Listener
+from omni_kvlink.connectors.runtime.listener import Listener
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
 from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
@@ -63,6 +63,8 @@ class ControlListener(Listener):
     `senders` open the senders, the preferred first. A peer gets the sender that needs no address,
     until it sends one.
     """
+
+    has_queue = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
-from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
 
 if TYPE_CHECKING:

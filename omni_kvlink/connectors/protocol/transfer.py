@@ -15,8 +15,8 @@ from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
-    from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
     from omni_kvlink.connectors.protocol.messages import Location
     from omni_kvlink.memory.arena import Block
 
@@ -68,7 +68,7 @@ class Transfer:
     is_lent: bool = False  # whether the caller keeps tensors of the memory
     done_callbacks: list[Callable[[], None]] | None = None
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
-    growing: GrowingStream[Transfer] | None = None  # the chunks and readers of a stream that grows
+    window: ChunkWindow[Transfer] | None = None  # the chunks and readers of an append stream
 
     def __init__(
         self,

@@ -6,8 +6,9 @@
      |   +--> STREAMING -----+                  |
      +-----------+- fail, abort, close: FAILED -+
 
-A STREAMING transfer is offered to consumers that take layers while it is written. That of a stream
-that grows (`Transfer.growing`) has chunks instead, transfers which its readers get one by one.
+A STREAMING transfer is offered to consumers that take layers while it is written. That of an append
+stream (`Transfer.window`) has chunks instead, transfers which its readers get one by one; see
+`AppendTable`.
 
 `send` and `free` are called under the owner's lock: neither may block or call back. Time is an
 argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
@@ -19,6 +20,7 @@ import heapq
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from omni_kvlink.connectors.protocol.append_table import AppendTable
 from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Ending,
@@ -38,8 +40,8 @@ from omni_kvlink.errors import DuplicateKeyError, TransferFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
-    from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 
 MAX_TOMBSTONES = 4096
 """Failed or expired keys that are remembered, and released ones: a later get learns the reason; and
@@ -57,8 +59,8 @@ Taken = tuple[bool, int]
 """What a get takes: whether layers while they are written; and the chunks of a stream from which
 number on, or `WHOLE` for a payload."""
 WHOLE = -1
-GROWS = "it is a stream that grows: use read_stream"
-GROWS_NOT = "it is no stream that grows: use get"
+IS_APPEND_STREAM = "it is an append stream: use read_stream"
+IS_PAYLOAD = "it is no append stream: use get"
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
 RESERVED, STREAMING, COMMITTED, LEASED, RELEASED, FAILED, EXPIRED = TransferState
@@ -92,12 +94,12 @@ class TransferTable:
         self._pinned: dict[int, Transfer] = {}
         self._waiting: dict[str, OrderedDict[Claim, Taken]] = {}
         self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
-        self._chunk_gets: dict[Peer, dict[int, GrowingStream[Transfer]]] = {}  # those of chunks
         self._key_chars: dict[Peer, int] = {}
         self._leases: dict[Peer, dict[int, Transfer]] = {}  # by get
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()  # keys, the oldest first
         self._aborted: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()  # by readers
+        self._appends = AppendTable(self._send_chunk, self._add_lease, self._release)
         self.counters = dict.fromkeys(
             ("committed", "released", "failed", "expired", "redelivered", "stale", "refused"), 0
         )
@@ -156,18 +158,18 @@ class TransferTable:
         draft: int,
         readers: int,
         direct: DirectSource | None = None,
-        growing: GrowingStream[Transfer] | None = None,
+        window: ChunkWindow[Transfer] | None = None,
     ) -> None:
         """Offer a payload that is still being written, to gets that take streams.
 
-        With `growing` it is a stream that grows, whose chunks follow.
+        With a `window` it is an append stream, whose chunks follow.
 
         With `direct` it is sent from the caller's tensors: it may be committed as soon as
         `Transfer.is_sent`, and cannot be delivered again after that. Raises TransferFailed if the
         transfer was aborted meanwhile.
         """
         self._check_writing(transfer)
-        transfer.direct, transfer.growing = direct, growing
+        transfer.direct, transfer.window = direct, window
         transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
         transfer.state = STREAMING
         self._offer(transfer)
@@ -203,7 +205,9 @@ class TransferTable:
             if not transfer.epoch:
                 self._add(transfer)
             if transfer.stream is not None:
-                self._append(transfer.stream, transfer, location)
+                self._check_writing(transfer.stream)
+                self._appends.append(transfer.stream, transfer, location)
+                self.counters["committed"] += 1
             else:
                 self._commit(transfer, location, readers, expires)
 
@@ -273,7 +277,7 @@ class TransferTable:
 
     def stats(self) -> dict[str, int]:
         """Return the numbers now (live, leased, waiting, pinned) and those since the start."""
-        waiting = sum(map(len, self._waiting.values())) + sum(map(len, self._chunk_gets.values()))
+        waiting = sum(map(len, self._waiting.values())) + self._appends.waiting
         leased = sum(len(transfer.leases) for transfer in self._leased.values())
         now = {"live": len(self._live), "leased": leased, "waiting": waiting}
         return {**now, "pinned": len(self._pinned), **self.counters}
@@ -322,10 +326,7 @@ class TransferTable:
         if key is not None:
             self._remove_waiting(key, (peer, get_id))
             return
-        growing = self._chunk_gets.get(peer, {}).get(get_id)
-        if growing is not None:
-            growing.waiting.pop((peer, get_id), None)
-            self._remove_chunk_get((peer, get_id))
+        if self._appends.cancel(peer, get_id):
             return
         transfer = self._leases.get(peer, {}).get(get_id)
         if transfer is not None:
@@ -378,8 +379,7 @@ class TransferTable:
         """Cancel the waiting gets of a peer; its leases stay."""
         for get_id, key in list(self._gets.get(peer, {}).items()):
             self._remove_waiting(key, (peer, get_id))
-        for get_id, growing in self._chunk_gets.pop(peer, {}).items():
-            growing.waiting.pop((peer, get_id), None)
+        self._appends.cancel_gets(peer)
 
     def on_disconnect(self, peer: Peer) -> bool:
         """A peer is disconnected, but its process lives and may read the memory of its leases.
@@ -423,8 +423,8 @@ class TransferTable:
             transfer.state = LEASED if transfer.leases else COMMITTED
             for peer, get_id in transfer.leases:
                 self._send(peer, Committed(get_id))
-            if transfer.growing is not None:
-                self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
+            if transfer.window is not None:
+                self._appends.fail_gets(transfer.window, "the stream has ended", "complete")
             self._offer(transfer)
             self._schedule(transfer)  # last, because a reader may sleep until it has the offer
         except BaseException:  # an interrupt, at any line
@@ -486,6 +486,16 @@ class TransferTable:
                 reason=transfer.reason,
             )
 
+    def _on_chunk_get(self, stream: Transfer | None, peer: Peer, get: Get) -> None:
+        window, refusal = None if stream is None else stream.window, ""
+        ending: Ending = "failed"
+        if window is None or (peer, get.stream) not in window.readers:
+            tombstone = self._tombstones.get(get.key) or self._aborted.get(get.key)
+            _, refusal, ending = tombstone or (0.0, "the stream has ended", ending)
+        elif self._appends.is_waiting(peer, get.get_id) or get.get_id in self._leases.get(peer, ()):
+            refusal = f"get {get.get_id} waits already, or has a chunk"
+        self._appends.on_get(stream, peer, get, refusal, ending)
+
     def _offer(self, transfer: Transfer) -> None:
         """Lease the payload to the gets that wait longest, as long as readers are missing."""
         if transfer.location is None or not (transfer.unclaimed or transfer.leases):
@@ -501,17 +511,18 @@ class TransferTable:
         is_leased = claim in transfer.leases
         if transfer.location is None or not (transfer.unclaimed or is_leased):
             return
-        if (start == WHOLE) is not (transfer.growing is None):
+        if (start == WHOLE) is not (transfer.window is None):
             self._remove_waiting(transfer.key, claim)
             peer, get_id = claim
-            reason = GROWS if transfer.growing is not None else GROWS_NOT
+            reason = IS_APPEND_STREAM if transfer.window is not None else IS_PAYLOAD
             self._send(peer, Failed(get_id, reason, "failed"))
         elif streamed or transfer.state is not STREAMING:
-            if transfer.growing is not None and not is_leased:
-                transfer.growing.add_reader(claim, start)
+            if transfer.window is not None and not is_leased:
+                transfer.window.add_reader(claim, start)
             self._lease(transfer, transfer.location, claim)
             self._remove_waiting(transfer.key, claim)
-            self._free_released(transfer)
+            if transfer.window is not None:
+                self._appends.release_read(transfer)
 
     def _lease(self, transfer: Transfer, location: Location, claim: Claim) -> None:
         if claim not in transfer.leases:
@@ -546,15 +557,16 @@ class TransferTable:
         if not transfer.leases:
             self._leased.pop(transfer.epoch, None)
         if transfer.stream is not None:
-            self._end_chunk_lease(transfer, claim, is_read=not redeliver)
+            was_final = transfer.state.is_final
+            self._appends.end_lease(transfer, claim, is_read=not redeliver)
+            if was_final:
+                self._free_if_unused(transfer)
             return
         if transfer.state.is_final:
             self._free_if_unused(transfer)
             return
-        if transfer.growing is not None:
-            for waiting in transfer.growing.remove_reader(claim, is_lost=redeliver):
-                self._remove_chunk_get(waiting)
-            self._free_released(transfer)
+        if transfer.window is not None:
+            self._appends.remove_reader(transfer, claim, is_lost=redeliver)
         if redeliver and transfer.is_committed and transfer.direct is not None:
             reason = "its reader was lost; it was sent from tensors that are the caller's again"
             self.fail(transfer.key, reason, "failed", self._now)
@@ -589,9 +601,9 @@ class TransferTable:
             del self._live[transfer.key]
             if state is RELEASED:
                 self._remember_released(transfer.key)
-        if transfer.growing is not None:
-            self._fail_chunk_gets(transfer.growing, reason, ending)
-            for chunk in transfer.growing.take_all():
+        if transfer.window is not None:
+            self._appends.fail_gets(transfer.window, reason, ending)
+            for chunk in transfer.window.take_all():
                 self._end(chunk, state, reason, ending)
         self.counters[state.value] += 1
         if transfer.direct is not None:
@@ -599,99 +611,16 @@ class TransferTable:
         transfer.finish(state, reason)
         self._free_if_unused(transfer)
 
+    def _send_chunk(self, peer: Peer, message: Message) -> None:
+        self._send(peer, message)
+
+    def _release(self, transfer: Transfer) -> None:
+        self._end(transfer, RELEASED, "", "closed")
+
     def _free_if_unused(self, transfer: Transfer) -> None:
         is_used = transfer.leases or transfer.pins or transfer.has_writer or transfer.is_lent
         if transfer.state.is_final and not is_used:
             self._free(transfer)
-
-    # Chunks of streams that grow
-
-    def _append(self, stream: Transfer, chunk: Transfer, location: Location) -> None:
-        """Add the next chunk to its stream, and offer it to the readers that wait for it."""
-        self._check_writing(stream)
-        growing = stream.growing
-        assert growing is not None
-        number = growing.stop
-        chunk.location, chunk.is_committed, chunk.state = location, True, LEASED
-        growing.chunks.append(chunk)  # before this, `abort` ends it
-        chunk.has_writer = False
-        self.counters["committed"] += 1
-        for claim, reader in growing.take_waiting(number):
-            self._remove_chunk_get(claim)
-            self._lease_chunk(growing, chunk, claim, reader, number)
-        self._free_released(stream)
-
-    def _on_chunk_get(self, stream: Transfer | None, peer: Peer, get: Get) -> None:
-        """A reader requests a chunk, before or after it is written."""
-        growing, claim = None if stream is None else stream.growing, (peer, get.get_id)
-        reader, reason = (peer, get.stream), ""
-        ending: Ending = "failed"
-        if growing is None or reader not in growing.readers:
-            tombstone = self._tombstones.get(get.key) or self._aborted.get(get.key)
-            _, reason, ending = tombstone or (0.0, "the stream has ended", ending)
-        elif len(growing.waiting) >= MAX_WAITING:
-            reason = f"more than {MAX_WAITING} readers wait already"
-        elif any(get.get_id in gets.get(peer, ()) for gets in (self._chunk_gets, self._leases)):
-            reason = f"get {get.get_id} waits already, or has a chunk"
-        else:
-            reason = growing.refusal(reader, get.chunk)
-        chunk = None if reason or growing is None else growing.find(get.chunk)
-        if not reason and chunk is None and stream is not None and stream.is_committed:
-            reason, ending = "the stream has ended", "complete"
-        if reason or growing is None:
-            self._send(peer, Failed(get.get_id, reason, ending))
-        elif chunk is not None:
-            self._lease_chunk(growing, chunk, claim, reader, get.chunk)
-        else:
-            growing.waiting[claim] = reader, get.chunk
-            self._chunk_gets.setdefault(peer, {})[get.get_id] = growing
-
-    def _lease_chunk(
-        self,
-        growing: GrowingStream[Transfer],
-        chunk: Transfer,
-        claim: Claim,
-        reader: Claim,
-        number: int,
-    ) -> None:
-        assert chunk.location is not None
-        growing.begin_reading(claim, reader, number)
-        self._add_lease(chunk, claim)
-        peer, get_id = claim
-        inline = memoryview(chunk.inline)
-        self._send(peer, Offer(get_id, chunk.epoch, chunk.location, inline=inline))
-
-    def _end_chunk_lease(self, chunk: Transfer, claim: Claim, *, is_read: bool) -> None:
-        stream = chunk.stream
-        assert stream is not None
-        assert stream.growing is not None
-        stream.growing.end_reading(claim, is_read=is_read)
-        if chunk.state.is_final:
-            self._free_if_unused(chunk)
-        else:
-            self._free_released(stream)
-
-    def _free_released(self, stream: Transfer) -> None:
-        """Release the chunks that every reader has released."""
-        if stream.growing is not None:
-            for chunk in stream.growing.take_released():
-                self._end(chunk, RELEASED, "", "closed")
-
-    def _fail_chunk_gets(
-        self, growing: GrowingStream[Transfer], reason: str, ending: Ending
-    ) -> None:
-        """No more chunks will come: fail the gets that wait for one."""
-        for peer, get_id in list(growing.waiting):
-            del growing.waiting[peer, get_id]
-            self._remove_chunk_get((peer, get_id))
-            self._send(peer, Failed(get_id, shorten(reason), ending))
-
-    def _remove_chunk_get(self, claim: Claim) -> None:
-        peer, get_id = claim
-        gets = self._chunk_gets[peer]
-        del gets[get_id]
-        if not gets:
-            del self._chunk_gets[peer]
 
     def _leases_of(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
         leases = self._leases.get(peer, {})
@@ -740,6 +669,6 @@ def _is_lost(transfer: Transfer) -> bool:
     """Whether it has not ended, and is no chunk that its stream has: it was given up."""
     if transfer.state.is_final:
         return False
-    if transfer.stream is None or transfer.stream.growing is None:
+    if transfer.stream is None or transfer.stream.window is None:
         return True
-    return transfer not in transfer.stream.growing.chunks
+    return transfer not in transfer.stream.window.chunks

@@ -1,4 +1,4 @@
-"""The producer of every connector with pooled memory, and the contract of its listeners."""
+"""The producer of every connector with pooled memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
+from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
-from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Abort,
@@ -36,6 +35,7 @@ from omni_kvlink.connectors.protocol.transfer import Claim, Ledger, Peer, Receip
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.errors import (
     CapacityError,
     SchemaError,
@@ -51,68 +51,6 @@ if TYPE_CHECKING:
     from typing import TypeGuard
 
     from omni_kvlink.system.deadline import Deadline
-
-
-class Listener(ABC):
-    """Accepts the consumers of one transport, and carries messages between them and the producer.
-
-    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop. By
-    `transports` ("shm", "ucx", "zmq") a consumer that connects here can have its bytes. `bound_url`
-    is the address as the URL gave it, and as it was bound, with the port assigned.
-    """
-
-    transports: tuple[str, ...] = ()
-    bound_url: tuple[str, str] = ("", "")
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is a thread of the listener's own, which `close` waits for."""
-        return False
-
-    @abstractmethod
-    def open(self) -> None:
-        """Begin to accept: the producer has all its listeners now."""
-
-    @abstractmethod
-    def send(self, peer: Any, message: Message) -> None:
-        """Send a message to a peer of this listener; the lock is held, so it must not block."""
-
-    def send_all(self, peer: Any, messages: Sequence[Message]) -> None:
-        """Send messages to a peer together, if the transport can; the lock is held."""
-        for message in messages:
-            self.send(peer, message)
-
-    def direct_refusal(self, device: str) -> str:
-        """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
-        return "readers look into the link's own memory, so put without direct=True, which copies"
-
-    def flush(self) -> None:  # noqa: B027 (most listeners send at once)
-        """Send queued messages now; in the thread that queued them, with no lock held."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send the last messages, then close every connection; called once."""
-
-    def health(self) -> dict[str, Any]:
-        """Return state and counters, as JSON values."""
-        return {}
-
-    def tick(self, now: float) -> float:
-        """Do what is due at `now`; return when to call next (`time.monotonic`)."""
-        return float("inf")
-
-    def pass_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
-        """An arena was mapped ahead: its consumers may map it, too."""
-
-    def retire_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
-        """An arena was freed; any thread, with the pool's lock held."""
-
-
-class PeerHandle:
-    """A connected consumer, as the producer's `TransferTable` knows it."""
-
-    def __init__(self, listener: Listener):
-        self.listener = listener
 
 
 class PackedLease(Lease):
@@ -166,6 +104,7 @@ class PooledProducer(Producer):
         try:
             for opener in openers:
                 self.listeners.append(opener(self))
+            self._queueing = [listener for listener in self.listeners if listener.has_queue]
             if options.prefault and pooled and not is_one_arena:
                 on_mapped = partial(_call, weakref.WeakMethod(self._pass_arena))
                 self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
@@ -373,7 +312,7 @@ class PooledProducer(Producer):
 
     def _wait_for_window(self, stream: Transfer, deadline: Deadline) -> None:
         """Block until an append stream may have another chunk: the oldest is released."""
-        window = stream.growing
+        window = stream.window
         assert window is not None
         while True:
             with self.lock:
@@ -383,7 +322,7 @@ class PooledProducer(Producer):
             if not oldest.done.wait(deadline.timeout_left):
                 raise CapacityError(
                     f"stream {oldest.key!r}: not every reader has released chunk {window.first} "
-                    f"within {format_seconds(deadline.timeout)}, and {window.window} chunks are "
+                    f"within {format_seconds(deadline.timeout)}, and {window.size} chunks are "
                     f"kept (window=); readers: {window.describe_readers()}"
                 )
 
@@ -427,7 +366,7 @@ class PooledProducer(Producer):
         write_head(slot, transfer.epoch, header_end, committed=False)  # it may have shrunk
         slot.write(SLOT + header_end, draft)
         location = _location(transfer, nbytes or header_end)
-        chunks = GrowingStream[Transfer](readers, window) if window else None
+        chunks = ChunkWindow[Transfer](readers, window) if window else None
         with self.lock:
             self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
 
@@ -458,7 +397,7 @@ class PooledProducer(Producer):
             payloads = [self._complete(lease) for lease in leases]
             while (unsent := self._commit(payloads, readers, expires)) is not None:
                 unsent.wait_sent(deadline)
-            for listener in self.listeners:
+            for listener in self._queueing:
                 listener.flush()
         except BaseException:
             # An interrupt after the commit leaves payloads that are whole and will expire.

@@ -21,7 +21,7 @@ from omni_kvlink.connectors.protocol.messages import (
     common_version,
 )
 from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, readable_pidfd
-from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle, PooledProducer
+from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.channel import ShmChannel
@@ -30,6 +30,8 @@ from omni_kvlink.errors import ClosedError, ConnectorError, WireError
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
+
+    from omni_kvlink.connectors.runtime.producer import PooledProducer
 
 MAX_PEERS = 1024
 MAX_GREETING = 128

@@ -8,8 +8,8 @@ import pytest
 from transfer_table_fixtures import HERE, Bench, offer, state_of
 
 from omni_kvlink import TransferFailed
-from omni_kvlink.connectors.protocol import transfer_table
-from omni_kvlink.connectors.protocol.growing_stream import MAX_AHEAD, GrowingStream
+from omni_kvlink.connectors.protocol import append_table
+from omni_kvlink.connectors.protocol.chunk_window import MAX_AHEAD, ChunkWindow
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Get, Message
 from omni_kvlink.connectors.protocol.transfer import Transfer
 
@@ -22,9 +22,8 @@ class StreamBench(Bench):
     def __init__(self, readers: int = 1, window: int = 9) -> None:
         super().__init__()
         self.head = self.reserve("g")
-        growing = GrowingStream[Transfer](readers, window)
-        self.transfers.begin_stream(self.head, HERE, 50, readers, growing=growing)
-        self.growing = growing
+        self.window = ChunkWindow[Transfer](readers, window)
+        self.transfers.begin_stream(self.head, HERE, 50, readers, window=self.window)
 
     def open(self, peer: str, start: int = 0, number: int = 1) -> None:
         self.transfers.on_get(peer, Get(number, "g", True, number, start), 0.0)
@@ -74,7 +73,7 @@ def test_a_chunk_is_kept_until_each_reader_has_released_it_and_those_before() ->
     bench.release("c", 12, chunks[2])
     assert bench.freed == chunks
     assert [state_of(chunk) for chunk in chunks] == 3 * ["released"]
-    assert bench.growing.first == bench.growing.stop == 3
+    assert bench.window.first == bench.window.stop == 3
 
 
 def test_a_get_waits_for_its_chunk_and_learns_the_end() -> None:
@@ -258,7 +257,7 @@ def test_gets_that_are_not_a_readers_are_refused(monkeypatch: pytest.MonkeyPatch
     assert "ended" in refusal("a", 0, 5, 4), "its get 4 is of no stream"
     assert "waits already" in refusal("a", 0, 2)
     assert "ahead" in refusal("a", MAX_AHEAD, 5)
-    monkeypatch.setattr(transfer_table, "MAX_WAITING", 1)
+    monkeypatch.setattr(append_table, "MAX_CHUNK_GETS", 1)
     assert "wait already" in refusal("a", 1, 5)
     chunk = bench.append()
     bench.append()
@@ -297,7 +296,7 @@ def test_a_reader_gets_the_place_that_begins_nearest_before_its_start() -> None:
     bench.transfers.on_peer_lost("a")
     for peer, start in (("c", 3), ("d", 0), ("e", 2)):
         bench.open(peer, start)
-    cursors = {peer: cursor.position for (peer, _), cursor in bench.growing.readers.items()}
+    cursors = {peer: cursor.position for (peer, _), cursor in bench.window.readers.items()}
     assert cursors == {"c": 3, "d": 0, "e": 2}
     assert not bench.freed, "a third reader needs all chunks"
     bench.transfers.on_peer_lost("c")
@@ -339,15 +338,15 @@ def test_a_start_that_a_reader_was_told_gives_up_no_chunk() -> None:
 
 
 def test_the_window() -> None:
-    growing = GrowingStream[str](1, 2)
-    assert not growing.is_full
-    growing.chunks.extend("ab")
-    assert growing.is_full
-    growing.add_reader(("p", 1), 1)
-    assert list(growing.take_released()) == ["a"]
-    assert not growing.is_full
-    assert growing.find(1) == "b"
-    assert growing.find(2) is None
+    window = ChunkWindow[str](1, 2)
+    assert not window.is_full
+    window.chunks.extend("ab")
+    assert window.is_full
+    window.add_reader(("p", 1), 1)
+    assert list(window.take_released()) == ["a"]
+    assert not window.is_full
+    assert window.find(1) == "b"
+    assert window.find(2) is None
 
 
 def test_gets_of_the_other_kind_are_refused() -> None:
@@ -361,6 +360,6 @@ def test_gets_of_the_other_kind_are_refused() -> None:
     bench.put("p")
     bench.put("q")
     bench.transfers.on_get("a", Get(4, "q", True, 4), 0.0)
-    assert [why for _, _, why in bench.failures()] == 2 * ["it is no stream that grows: use get"]
+    assert [why for _, _, why in bench.failures()] == 2 * ["it is no append stream: use get"]
     bench.open("a")
     assert len(bench.offers()) == 1

@@ -1,4 +1,4 @@
-"""The producer's state of a stream that grows, without I/O: chunks, and a cursor a reader."""
+"""The producer's state of an append stream, without I/O: its chunks, and a cursor a reader."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Cursor:
         return not self.has_released(number) and (number <= self.position or not self.is_strict)
 
 
-class GrowingStream(Generic[T]):
+class ChunkWindow(Generic[T]):
     """The chunks of one stream from the oldest that a reader still needs, and its readers.
 
     A chunk is kept until every declared reader has released it and all chunks before it, so that
-    the cursor of a reader that is lost can be given to another one. `window` is the number of
+    the cursor of a reader that is lost can be given to another one. `size` is the number of
     chunks that may be kept.
     """
 
-    def __init__(self, readers: int, window: int):
-        self.window = window
+    def __init__(self, readers: int, size: int):
+        self.size = size
         self.chunks: deque[T] = deque()
         self.first = 0
         """The number of the oldest chunk that is kept."""
@@ -81,7 +81,7 @@ class GrowingStream(Generic[T]):
     @property
     def is_full(self) -> bool:
         """Whether a chunk must be released before there may be another."""
-        return len(self.chunks) >= self.window
+        return len(self.chunks) >= self.size
 
     def describe_readers(self) -> str:
         """How many read, were lost and have no other in their place, and have not come yet."""

@@ -1,0 +1,75 @@
+"""The contract of a producer's listeners, which accept the consumers of one transport each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.connectors.protocol.messages import Message
+
+
+class Listener(ABC):
+    """Accepts the consumers of one transport, and carries messages between them and the producer.
+
+    Everything but `send`, `flush` and `retire_arena` is called in the producer's loop. By
+    `transports` ("shm", "ucx", "zmq") a consumer that connects here can have its bytes. `bound_url`
+    is the address as the URL gave it, and as it was bound, with the port assigned.
+    """
+
+    transports: tuple[str, ...] = ()
+    has_queue = False
+    """Whether `send` leaves messages for `flush`."""
+    bound_url: tuple[str, str] = ("", "")
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is a thread of the listener's own, which `close` waits for."""
+        return False
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begin to accept: the producer has all its listeners now."""
+
+    @abstractmethod
+    def send(self, peer: Any, message: Message) -> None:
+        """Send a message to a peer of this listener; the lock is held, so it must not block."""
+
+    def send_all(self, peer: Any, messages: Sequence[Message]) -> None:
+        """Send messages to a peer together, if the transport can; the lock is held."""
+        for message in messages:
+            self.send(peer, message)
+
+    def direct_refusal(self, device: str) -> str:
+        """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
+        return "readers look into the link's own memory, so put without direct=True, which copies"
+
+    def flush(self) -> None:  # noqa: B027 (most listeners have no queue)
+        """Send queued messages now; in the thread that queued them, with no lock held."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send the last messages, then close every connection; called once."""
+
+    def health(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
+        return {}
+
+    def tick(self, now: float) -> float:
+        """Do what is due at `now`; return when to call next (`time.monotonic`)."""
+        return float("inf")
+
+    def pass_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
+        """An arena was mapped ahead: its consumers may map it, too."""
+
+    def retire_arena(self, arena: int) -> None:  # noqa: B027 (most listeners map no arenas)
+        """An arena was freed; any thread, with the pool's lock held."""
+
+
+class PeerHandle:
+    """A connected consumer, as the producer's `TransferTable` knows it."""
+
+    def __init__(self, listener: Listener):
+        self.listener = listener
