@@ -185,17 +185,17 @@ class Producer(Connector):
     """The end of a link that sends payloads. A batch is the primitive, one payload a batch of one.
 
     The bytes of a payload lie in its lease's region, unless they are packed or the caller's own.
+
+    Attributes:
+        inline_limit: bytes of the largest payload that may be packed; 0: none.
     """
+
+    inline_limit = 0
 
     @property
     def bound_url(self) -> tuple[str, str]:
         """The address as in the URL, and the bound one with the port that was assigned."""
         return "", ""
-
-    @property
-    def inline_limit(self) -> int:
-        """Bytes of the largest payload that may be packed; 0: none."""
-        return 0
 
     def give_way(self) -> None:
         """Let the connector's thread answer readers, if one has sent a message; blocks for that.

@@ -78,6 +78,7 @@ class CopiedPut(PayloadPut):
         super().__init__(plan.request_id, plan.nbytes, ledger, stream=stream)
         self.operation, self.plan, self.views = operation, plan, views
         self.allocation = allocation
+        operation.has_allocations |= allocation is not None
 
     @property
     def can_announce(self) -> bool:
@@ -182,6 +183,7 @@ class PutOperation:
     ):
         self.producer, self.copier, self.deadline = producer, copier, deadline
         self.readers, self.ttl, self.digests = readers, ttl, digests
+        self.has_allocations = False
 
     def for_chunks(self, deadline: Deadline) -> PutOperation:
         """Return the operation that puts a chunk of the append stream whose head this one puts."""
@@ -277,12 +279,15 @@ class PutOperation:
     def reserve(self, puts: Sequence[PayloadPut], leases: list[Lease]) -> None:
         """Append the lease of each payload; after an error the caller releases them."""
         started = time.perf_counter()
-        unallocated = [put for put in puts if put.allocation is None]
+        unallocated = puts
+        if self.has_allocations:
+            unallocated = [put for put in puts if put.allocation is None]
         self.producer.reserve(unallocated, deadline=self.deadline, leases=leases)
-        for number, put in enumerate(puts):
-            if put.allocation is not None:
-                leases.insert(number, put.allocation.take())
-                leases[number].shrink(put.nbytes)
+        if self.has_allocations:
+            for number, put in enumerate(puts):
+                if put.allocation is not None:
+                    leases.insert(number, put.allocation.take())
+                    leases[number].shrink(put.nbytes)
         seconds = time.perf_counter() - started
         for put in puts:
             put.ledger.seconds["reserve"] = seconds

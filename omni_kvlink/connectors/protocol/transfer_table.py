@@ -442,7 +442,8 @@ class TransferTable:
             return
         if self._live.setdefault(transfer.key, transfer) is not transfer:
             self._check_free(transfer.key)
-        transfer.epoch = self._next_epoch()
+        self._epoch += 1
+        transfer.epoch = self._epoch
         self._tombstones.pop(transfer.key, None)
         self._aborted.pop(transfer.key, None)
         self._released.pop(transfer.key, None)

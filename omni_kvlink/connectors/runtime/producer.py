@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
@@ -85,7 +86,7 @@ class PooledProducer(Producer):
         is_one_arena: bool = False,
     ):
         super().__init__(repr(name))
-        self._name, self._options = name, options
+        self._name, self._options, self.inline_limit = name, options, options.inline
         self.lock = threading.Lock()
         self.transfers = TransferTable(self._send, self._free)
         self.listeners: list[Listener] = []
@@ -198,11 +199,6 @@ class PooledProducer(Producer):
     # The contract of `Producer`
 
     @property
-    def inline_limit(self) -> int:
-        """Bytes of the largest payload that `publish_inline` takes; 0 on a device."""
-        return 0 if self.device else self._options.inline
-
-    @property
     def bound_url(self) -> tuple[str, str]:
         """The bound address of the first listener that has one."""
         return next((one.bound_url for one in self.listeners if one.bound_url[0]), ("", ""))
@@ -227,32 +223,27 @@ class PooledProducer(Producer):
         """Reserve memory; blocks while the pool, or the window of an append stream, is full."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        transfers = list[Transfer]()
+        transfers, packed, sizes = list[Transfer](), list[Transfer](), list[int]()
         for request in requests:
             stream = None if request.stream is None else _transfer(request.stream)
             if stream is not None:
                 self._wait_for_window(stream, deadline)
-            transfers.append(Transfer(request.key, inline=request.packed, stream=stream))
+            transfer = Transfer(request.key, inline=request.packed, stream=stream)
+            transfers.append(transfer)
+            if request.packed:
+                packed.append(transfer)
+                sizes.append(request.nbytes)
         try:
-            if self._share_quota(transfers):
-                leases += [PackedLease(transfer, self._abort) for transfer in transfers]
-            else:
-                self._reserve_slots(transfers, requests, deadline, leases)
+            if packed and not self.pool.share_all(sizes, packed):
+                for transfer in packed:  # without room in the quota they get slots, as others do
+                    transfer.inline = b""
+            elif len(packed) == len(transfers):
+                leases.extend(map(PackedLease, transfers, repeat(self._abort)))
+                return
+            self._reserve_slots(transfers, requests, deadline, leases)
         except BaseException:
             self._end_all(transfers)
             raise
-
-    def _share_quota(self, transfers: Sequence[Transfer]) -> bool:
-        """Reserve a part of the quota for packed payloads; return whether these are all.
-
-        Without room in the quota they get slots, as the others do.
-        """
-        packed = [transfer for transfer in transfers if transfer.inline]
-        if packed and not self.pool.share_all([len(each.inline) for each in packed], packed):
-            for transfer in packed:
-                transfer.inline = b""
-            return False
-        return len(packed) == len(transfers)
 
     def _reserve_slots(
         self,
@@ -390,7 +381,7 @@ class PooledProducer(Producer):
             self._check_open()
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
-        transfers, expires = [_transfer(lease) for lease in leases], time.monotonic() + ttl
+        expires = time.monotonic() + ttl
         try:
             if fault_points.enabled:
                 fault_points.point("publish.before")
@@ -401,16 +392,18 @@ class PooledProducer(Producer):
                 listener.flush()
         except BaseException:
             # An interrupt after the commit leaves payloads that are whole and will expire.
-            self._end_all(transfers)
+            self._end_all([_transfer(lease) for lease in leases])
             raise
         self.loop.tick_by(expires)
         if fault_points.enabled:
             fault_points.point("publish.after")
-        return [*map(Receipt, transfers, ledgers)]
+        pairs = zip(payloads, ledgers, strict=True)
+        return [Receipt(transfer, ledger) for (transfer, _), ledger in pairs]
 
     def _complete(self, lease: Lease) -> tuple[Transfer, Location]:
         """Spend a lease and mark its slot as committed; return its transfer and where it lies."""
-        transfer = _transfer(lease)
+        transfer = lease.tag
+        assert isinstance(transfer, Transfer)
         if transfer.inline:
             return transfer, Location(0, 0, len(transfer.inline))
         region = lease.move()

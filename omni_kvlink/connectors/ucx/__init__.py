@@ -39,6 +39,8 @@ def _serve(location: str, options: Options) -> PooledProducer:
     is_one_arena = bool(memory.device)
     producer = PooledProducer(address.url, options, memory.make, opener, is_one_arena=is_one_arena)
     producer.device, producer.host_reason = memory.device, memory.host_reason
+    if memory.device:
+        producer.inline_limit = 0
     return producer
 
 
