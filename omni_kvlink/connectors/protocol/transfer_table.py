@@ -195,17 +195,14 @@ class TransferTable:
         TransferFailed if one was aborted while it was being written.
         """
         for transfer, _ in payloads:
-            if transfer.epoch:
-                self._check_writing(transfer)
-            elif transfer.stream is None:
-                self._check_free(transfer.key)
+            if transfer.epoch or transfer.stream is not None:
+                self._check_writing(transfer.stream or transfer)
             else:
-                self._check_writing(transfer.stream)
+                self._check_free(transfer.key)
         for transfer, location in payloads:
             if not transfer.epoch:
                 self._add(transfer)
             if transfer.stream is not None:
-                self._check_writing(transfer.stream)
                 self._appends.append(transfer.stream, transfer, location)
                 self.counters["committed"] += 1
             else:
