@@ -142,14 +142,16 @@ INT(34, zmq_bind, (P a, P b), (a, b))
 INT(35, zmq_connect, (P a, P b), (a, b))
 INT(36, zmq_setsockopt, (P a, int b, P c, size_t d), (a, b, c, d))
 INT(37, zmq_getsockopt, (P a, int b, P c, P d), (a, b, c, d))
-/* A ROUTER's message may have no route; that of another socket never lacks one. */
+/* A ROUTER's message may have no route, which its first frame tells; that of another socket has. */
 int zmq_msg_send(P message, P socket, int flags) {
+    static __thread P unfinished; /* the socket whose message has more frames */
     static int (*real)(P, P, int), (*option)(P, int, void *, size_t *);
     int type = 0, error = 0;
     size_t nbytes = sizeof type;
     if (!option) option = (__typeof__(option))find("zmq_getsockopt");
-    if (!option(socket, 16, &type, &nbytes) && type == 6)
+    if (socket != unfinished && !option(socket, 16, &type, &nbytes) && type == 6)
         error = due(38, __builtin_return_address(0));
+    unfinished = !error && flags & 2 ? socket : NULL;
     if (error) {
         errno = error;
         return -1;
