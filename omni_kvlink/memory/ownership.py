@@ -32,10 +32,13 @@ def take(into: list[T], function: Callable[..., T], *arguments: object) -> T:
     return into[-1]
 
 
-def closer(descriptor: int) -> Callable[[], object]:
-    """Return a function that closes a descriptor, once; no signal handler runs in between."""
-    items = [None, descriptor]  # `iter` ends at the None
-    return partial(deque, map(os.close, iter(items.pop, None)), 0)
+def closer(descriptors: list[Any]) -> Callable[[], object]:
+    """Return a function that closes the descriptors of a list, each once, and empties it.
+
+    No signal handler runs in between. The list gets a None as its first element here.
+    """
+    descriptors.insert(0, None)  # `iter` ends at it
+    return partial(deque, map(os.close, iter(descriptors.pop, None)), 0)
 
 
 class Finalizer(weakref.ref[Any]):

@@ -334,7 +334,7 @@ class Mapping:
         self, pages: mmap.mmap | _FilePages, nbytes: int, *, fd: int = -1, readonly: bool = False
     ):
         self.fd, self.nbytes = fd, nbytes
-        self._file = None if fd < 0 else CallAtEnd.of(self, closer(fd))
+        self._file = None if fd < 0 else CallAtEnd.of(self, closer([fd]))
         self._pages = MappedPages(pages, nbytes, readonly=readonly)
         self.region = Region(self._pages.address, nbytes, self._pages, readonly=readonly)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink.errors import CapacityError
-from omni_kvlink.memory.ownership import CallAtEnd, closer
+from omni_kvlink.memory.ownership import CallAtEnd, closer, take
 from omni_kvlink.system.failures import system_error
 from omni_kvlink.system.threads import start_thread
 
@@ -63,9 +63,10 @@ class Wake:
     """A descriptor that is readable after `set`; closed when nobody has this object any more."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Not by its owner: a thread may still wait for it, and its number must not be reused.
-        CallAtEnd.of(self, closer(self.fd))
+        descriptors = list[int]()
+        # Not closed by its owner: a thread may still wait for it, and its number be reused.
+        CallAtEnd.of(self, closer(descriptors))
+        self.fd = take(descriptors, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def set(self) -> None:
         """Make the descriptor readable."""
