@@ -84,6 +84,7 @@ ONLY = {
         "_native",
         "payload.digests",
         "payload.format",
+        "payload.layouts",
         "payload.manifest",
         "connectors",
     },

@@ -18,6 +18,7 @@ from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLO
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
 from omni_kvlink.system.deadline import Deadline
 
@@ -129,6 +130,7 @@ class Connector(ABC):
         device: the device whose memory its payloads lie in, such as "cuda:0"; "" for the host's.
         host_reason: why that is the host's although `Options.device` names a device, with the cure;
             "" if the connector always uses the host's.
+        layouts: those of the payloads that went over this end.
     """
 
     device: str = ""
@@ -136,6 +138,7 @@ class Connector(ABC):
 
     def __init__(self, label: str):
         self._label, self._pid, self._closed = label, os.getpid(), False
+        self.layouts = LayoutCache()
 
     @abstractmethod
     def health(self) -> dict[str, Any]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
+    from omni_kvlink.payload.layouts import Layout
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 
 _SMALL = 1 << 20
@@ -98,7 +99,7 @@ class NativeCopier(Copier):
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
         """Put dense tensors together in one call of the library."""
-        packed, request_id = manifest.template.packed, manifest.request_id
+        packed, request_id = manifest.packed, manifest.request_id
         if packed is None:
             return super().pack(sources, manifest)
         sizes = manifest.nbytes, manifest.header_nbytes

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Ledger
     from omni_kvlink.copier import Copier
     from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.manifest import Layout, Manifest
+    from omni_kvlink.payload.layouts import Layout
+    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
 

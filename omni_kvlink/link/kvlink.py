@@ -15,7 +15,7 @@ from omni_kvlink.copier import COPIER, Copier, named_copier
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
-from omni_kvlink.payload.bundle import PAYLOAD_KINDS
+from omni_kvlink.payload.bundle import PAYLOAD_TYPES
 from omni_kvlink.settings import Flag, Text, shown, there_are
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import uninterrupted
@@ -225,6 +225,6 @@ def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
     scheme, rest = split_url(url)
     address, _, query = rest.partition("?")
     values = Options.parse(parse_qsl(query, keep_blank_values=True)) | options
-    if isinstance(values.get("prefault"), tuple(PAYLOAD_KINDS.values())):
+    if isinstance(values.get("prefault"), tuple(PAYLOAD_TYPES)):
         values["prefault"] = values["prefault"].plan(digests=True).nbytes
     return scheme, address, Options.read(values)

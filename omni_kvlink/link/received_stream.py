@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest
 
 LayerKey: TypeAlias = tuple[str, int]
@@ -98,12 +99,20 @@ class ReceivedStream(ReadBlock):
 
     WHOLE: ClassVar[str] = "its commit"
 
-    def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
+    def __init__(
+        self,
+        delivery: Delivery,
+        copier: Copier,
+        layouts: LayoutCache,
+        *,
+        timeout: float,
+        started: float,
+    ):
         self.delivery, self.ledger = delivery, Ledger()
         self._copier, self.timeout = copier, check_timeout(timeout)
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
-            self.manifest = delivery.open_manifest(delivery.open_region())
+            self.manifest = delivery.open_manifest(delivery.open_region(), layouts)
             self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
             self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
             layers = self.manifest.layers()

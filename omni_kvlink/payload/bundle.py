@@ -227,12 +227,12 @@ Payload: TypeAlias = KVPayload | TensorTransferData
 PAYLOAD_KINDS: dict[str, type[Payload]] = {
     kind.__name__: kind for kind in (KVCacheTransferData, TensorTransferData, KVCacheBundle)
 }
-_KINDS = frozenset(PAYLOAD_KINDS.values())
+PAYLOAD_TYPES = frozenset(PAYLOAD_KINDS.values())
 
 
 def check_payload(data: object, call: str) -> None:
     """Raise SchemaError, which says what `call` takes, unless `data` is a payload."""
-    if type(data) in _KINDS or isinstance(data, PayloadBase):  # the first costs a third
+    if isinstance(data, PayloadBase):
         return
     cure = "wrap tensors as TensorTransferData(request_id, {name: tensor}), K and V of layers as "
     raise SchemaError(

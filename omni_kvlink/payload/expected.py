@@ -11,13 +11,14 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.digests import verify as verify_digests
 from omni_kvlink.payload.header_template import is_simple, quote_id
-from omni_kvlink.payload.manifest import KnownHeader
+from omni_kvlink.payload.layouts import KnownHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.manifest import Layout, Manifest
+    from omni_kvlink.payload.layouts import Layout
+    from omni_kvlink.payload.manifest import Manifest
 
 
 class ExpectedPayload:

@@ -18,12 +18,14 @@ import torch
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.chunk_requests import read_sizes
 from omni_kvlink.payload.digests import ChunkDigest, compare
+from omni_kvlink.payload.layouts import Layout
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 from omni_kvlink.payload.views import check_view, payload_views
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import PackedRequests, RequestSizes
+    from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
@@ -88,12 +90,12 @@ class _PlannedChunk(TensorTransferData):
     def tensors(self) -> list[TensorView]:
         return list(self._views)
 
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        if capacity is not None:
-            return super().plan(digests=digests, capacity=capacity)
+    def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
         plan = self._plans.get(digests)
         if plan is None:
-            plan = self._plans[digests] = super().plan(digests=digests)
+            layout = super().layout_or_plan(layouts, digests=digests)
+            plan = layout.plan(self.request_id) if isinstance(layout, Layout) else layout
+            self._plans[digests] = plan
         return plan
 
 

@@ -28,7 +28,7 @@ from omni_kvlink.payload.branches import (
     tensor_names,
 )
 from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.manifest import Layout, Manifest, find_layout, remember_plan
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
 from omni_kvlink.payload.views import (
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.layouts import Layout, LayoutCache
 
 T = TypeVar("T")
 
@@ -236,29 +237,24 @@ class PayloadBase(ABC):
             return None
         return msgspec.json.encode(branches), self._shapes()
 
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        if capacity is not None:
-            return self._lay_out(digests, capacity)
-        found = self.layout_or_plan(digests=digests)
-        return found.plan(self.request_id) if isinstance(found, Layout) else found
-
-    def layout_or_plan(self, *, digests: bool) -> Layout | Manifest:
+    def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Layout | Manifest:
         """The layout of an earlier payload whose header differs in request id and digests only.
 
-        Without one the plan of this payload, whose layout is remembered.
+        Without one the plan of this payload, whose layout is added to the cache.
         """
         structure = self._key()
-        key = None if structure is None else (self._is_bundle, digests, structure)
-        layout = None if key is None else find_layout(key)
+        if structure is None:
+            return self.plan(digests=digests)
+        key = self._is_bundle, digests, structure
+        layout = layouts.find(key)
         if layout is not None:
             return layout
-        plan = self._lay_out(digests, None)
-        if key is not None:
-            remember_plan(key, plan)
+        plan = self.plan(digests=digests)
+        layouts.add_plan(key, plan)
         return plan
 
-    def _lay_out(self, digests: bool, capacity: Manifest | None) -> Manifest:
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
         branches = self._branches()
         tensors = chain.from_iterable(map(self.reserve, branches))
         return Manifest.lay_out(

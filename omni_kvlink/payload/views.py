@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.branches import Branch
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
+    from omni_kvlink.payload.layouts import KnownHeader
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""

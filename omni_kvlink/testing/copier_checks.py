@@ -13,7 +13,7 @@ import torch
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload import manifest
+from omni_kvlink.payload import layouts
 from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
@@ -100,10 +100,10 @@ def check_a_known_layout_is_packed(copier: Copier) -> None:
         sources = _sources("float16", layout, 5, 3, 4)
         data = TensorTransferData("r 1", {str(n): one for n, one in enumerate(sources)})
         plan = data.plan(digests=digests)
-        found = copier.pack_known(sources, manifest.Layout(plan), data.request_id)
+        found = copier.pack_known(sources, layouts.Layout(plan), data.request_id)
         assert found in (None, copier.pack(sources, plan)), layout
     sources = _sources("float16", "contiguous", 5, 2, 4)
-    known, (first, *rest) = manifest.Layout(_cache(sources).plan()), sources
+    known, (first, *rest) = layouts.Layout(_cache(sources).plan()), sources
     others = (first.view(2, 5, 4), first.view(torch.int16), first.to("meta"))
     for other in ([], rest, [*sources, first], *([one, *rest] for one in others)):
         assert copier.pack_known(other, known, "r") is None

@@ -19,7 +19,8 @@ from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload import views
 from omni_kvlink.payload.format import DIGEST_CHUNK
-from omni_kvlink.payload.manifest import Layout, Manifest
+from omni_kvlink.payload.layouts import Layout
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing import COPIER_CHECKS
 

@@ -27,6 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ class FarSession(RemoteSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
     def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
-        super().__init__("sim://", loop, pool)  # type: ignore[arg-type]  # simulated ones
+        super().__init__("sim://", loop, pool, LayoutCache())  # type: ignore[arg-type]  # simulated ones
         self._connection = connection
 
     @property

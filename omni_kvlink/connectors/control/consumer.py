@@ -113,9 +113,8 @@ class ControlSession(RemoteSession):
     """The longest frame that the producer may send."""
 
     def __init__(self, consumer: ControlConsumer):
-        super().__init__(
-            consumer._address.url, consumer._loop, consumer._receive_pool, consumer.counters
-        )
+        resources = consumer._address.url, consumer._loop, consumer._receive_pool, consumer.layouts
+        super().__init__(*resources, consumer.counters)
         self._address, self._credentials = consumer._address, consumer._credentials
         self._context = consumer._context
         self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
@@ -126,7 +125,7 @@ class ControlSession(RemoteSession):
         self._is_greeted = self._was_connected = self._is_handshaken = self._is_lost = False
         self._handshake_error = ""
         self._inline_receiver = InlineReceiver(
-            self._loop, self.get_table, self._receive_pool, self._counters
+            self._loop, self.get_table, self._receive_pool, self._layouts, self._counters
         )
 
     def receive_inline(self, get: RemoteGet, deadline: float) -> None:

@@ -17,7 +17,6 @@ from omni_kvlink.errors import ClosedError, VersionError, WireError
 from omni_kvlink.memory.ownership import CallAtEnd, closer
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.digests import verify
-from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
     from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
+    from omni_kvlink.payload.layouts import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest
 
 _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
 
@@ -68,10 +69,11 @@ class InlineReceiver:
         loop: EventLoop,
         get_table: GetTable,
         receive_pool: ReceivePool,
+        layouts: LayoutCache,
         counters: Counter[str],
     ):
         self._loop, self._get_table, self._receive_pool = loop, get_table, receive_pool
-        self._counters = counters
+        self._layouts, self._counters = layouts, counters
         # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
         self._receiving = threading.RLock()
         self._receiver = 0  # the thread that has it
@@ -156,7 +158,7 @@ class InlineReceiver:
             has_room = self._receive_pool.share(owner, payload.nbytes)
         if not has_room:
             return  # the loop waits for room
-        opened = _open(payload, get_state, get.inline_target)
+        opened = _open(payload, get_state, get.inline_target, self._layouts)
         if opened is None:  # the loop fetches again what is wrong
             self._loop.call(partial(self._receive_pool.free_share, owner))
             return
@@ -210,7 +212,7 @@ def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get_state: GetState) ->
 
 
 def _open(
-    payload: memoryview, get_state: GetState, target: InlineTarget | None
+    payload: memoryview, get_state: GetState, target: InlineTarget | None, layouts: LayoutCache
 ) -> tuple[Region, Manifest | None, bool] | None:
     """Memory with the payload, its manifest if it was decoded, and whether each byte was compared.
 
@@ -225,7 +227,7 @@ def _open(
         return region, None, False
     manifest: Manifest | None = None
     with contextlib.suppress(WireError, VersionError):
-        decoded = Manifest.decode(payload)
+        decoded = layouts.decode(payload)
         verify(decoded, region)
         manifest = decoded
     return None if manifest is None else (region, manifest, manifest.is_covered)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options, PendingGet
     from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
     from omni_kvlink.connectors.protocol.get_table import ChunkOf, Delivery
+    from omni_kvlink.payload.layouts import LayoutCache
 
 VERIFICATION = ("verified", "unverified", "refetched", "rejected")
 """Counters of `stats()["verification"]`: payloads delivered with all of their bytes compared with
@@ -142,9 +143,11 @@ class RemoteSession(Session):
         url: str,
         loop: EventLoop,
         receive_pool: ReceivePool,
+        layouts: LayoutCache,
         counters: Counter[str] | None = None,
     ):
         self._url, self._loop, self._receive_pool = url, loop, receive_pool
+        self._layouts = layouts
         self._counters = Counter[str]() if counters is None else counters
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
@@ -277,6 +280,7 @@ class RemoteSession(Session):
             inline_bytes,
             chunk,
             self._counters,
+            self._layouts,
         )
         self._inbound_transfers[offer.get_id] = inbound
         if fault_points.enabled:
