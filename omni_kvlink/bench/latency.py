@@ -180,10 +180,12 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
             baseline.name: BaselineSender(baseline, pair.peer, nbytes)
             for baseline in baselines_of(setup.connector, nbytes)
         }
-        rounds, faults = list[dict[str, float]](), {"producer": list[int](), "reader": list[int]()}
+        rounds, ledgers = list[dict[str, float]](), list[Ledger]()
+        faults: dict[str, list[int]] = {"producer": [], "reader": []}
         for _ in range(setup.warmup + setup.rounds):
             one, pages, ledger = _round(pair, data, setup, plain, senders)
             rounds.append(one)
+            ledgers.append(ledger)
             for side, count in pages.items():
                 faults[side].append(count)
             step()
@@ -193,7 +195,7 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     cold = rounds[0]["total"] if setup.warmup else None
     seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in rounds[0]}
     faults = {side: counts[setup.warmup :] for side, counts in faults.items()}
-    return LatencyResult(seconds, setup, faults, cold, ledger, plain.what, idle)
+    return LatencyResult(seconds, setup, faults, cold, ledgers[-1], plain.what, idle)
 
 
 def _round(

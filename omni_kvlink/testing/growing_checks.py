@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from omni_kvlink.aio import AsyncKVConsumer
-    from omni_kvlink.link import AppendStream
+    from omni_kvlink.link import AppendStream, ReceivedChunk
 
 LENGTHS = (3, 1, 0, 700, 2)
 """Rows of the chunks: none, and more than what travels inside an offer."""
@@ -145,17 +145,18 @@ def check_one_thread_receives_from_many_streams(rig: Rig) -> None:
     outs = {key: producer.open_stream(key, chunk(0)) for key in "abc"}
     streams = {key: consumer.read_stream(key, timeout=60) for key in "abc"}
     together = ChunkStreams(streams.values())
+    last: ReceivedChunk | None = None
     for number, key in enumerate("caabcb"):
         rows = LENGTHS[number % len(LENGTHS)]
         outs[key].append(chunk(number, rows), timeout=60)
-        stream, found = together.receive(timeout=60)
+        stream, last = together.receive(timeout=60)
         assert stream is streams[key]
-        assert found is not None
-        assert hash_tensors(found.data.tensors()) == hash_chunk(chunk(number, rows))
-        assert found.number == stream.position - 1
+        assert last is not None
+        assert hash_tensors(last.data.tensors()) == hash_chunk(chunk(number, rows))
+        assert last.number == stream.position - 1
     expect(TransferTimeout, together.receive, timeout=0.0, mentions=("3 streams",))
-    assert found is not None
-    expect(ClosedError, found.data.tensors)
+    assert last is not None
+    expect(ClosedError, last.data.tensors)
     outs["b"].commit()
     assert together.receive(timeout=60) == (streams["b"], None)
     assert (len(together), streams["b"].count) == (2, 2)
