@@ -30,42 +30,7 @@ if TYPE_CHECKING:
 
 
 class LinkOptions(TypedDict, total=False):
-    """Options of both ends; a connector uses those that concern it. They may stand in the URL, too.
-
-    Sizes are whole numbers of bytes, or texts: "8GB" is 8 × 10⁹ bytes, "512MiB" is 512 × 2²⁰. Flags
-    are True or False, and in a URL true, false, 1 or 0. SchemaError if a value is something else.
-
-    Attributes:
-        quota: bytes of memory that all payloads not yet released may take together.
-        mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
-            memory file of its own, so that a peer sees nothing but what it was offered.
-        prefault: bytes of payloads for which memory is mapped and touched in a thread from the
-            moment the link opens, so that the first transfer is as fast as the later ones; or a
-            payload as large as the largest one, such as `KVCacheTransferData.blank` returns. Of a
-            `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
-            `stats()["memory"]["prefault"]` says when it is mapped.
-        inline: bytes of the largest payload of host tensors that a producer sends inside the
-            message that offers it, at most 32,768 (default 16,384): its reader gets a copy of its
-            own, sooner. Larger ones, and with 0 all, are sent from the link's memory.
-        directory: where the shared-memory sockets lie; by default a directory of this user.
-        keys: of an encrypted link, the file with this side's secret key; without it, both ends on
-            loopback use a key of their user.
-        peers: of an encrypted link, who the other side may be: for a producer the directory with
-            its readers' public keys, for a consumer the producer's public key file.
-        insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
-            the address can then read, forge and abort payloads. At both ends.
-        trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
-            every user of the machine, can write into this process's memory, read payloads, and end
-            the process.
-        ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
-        ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
-            loopback if empty; name them for a link to other machines.
-        tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
-        device: the CUDA device, such as "cuda:0", in whose memory this end's payloads are to lie:
-            those of `put` are copied there, those of `get` are tensors there. Memory for the whole
-            `quota` is allocated at once. It takes a `ucx://` link with a CUDA transport in
-            `ucx_tls`; elsewhere they lie in the host's, and `stats()` says why.
-    """
+    """The options of both ends as keywords; `omni_kvlink.lowlevel.Options` describes each."""
 
     quota: int | str
     mode: str
