@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.bench.setups import (
@@ -64,14 +65,14 @@ def make_parser() -> Parser:
         required=True, metavar="COMMAND", title="commands", dest="command"
     )
     for name, command in COMMANDS.items():
-        made = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=command.about,
             description=command.about,
             epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {command.example}"),
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
-        command.add_options(made)
+        command.add_options(subparser)
     keygen = commands.add_parser("keygen", add_help=False)  # until 0.3
     keygen.add_argument("arguments", nargs="*")
     return parser
@@ -106,18 +107,37 @@ def _add_link(parser: Parser) -> None:
 def _add_inline(parser: Parser) -> None:
     add = parser.group("link").add_argument
     limit, usual = NumberArgument("a number of bytes", 0, INLINE), LatencySetup.inline
-    what = (
+    largest = (
         "bytes of the largest payload that is sent inside the message that offers it "
         f"(default: {usual}; without BYTES: {INLINE})"
     )
-    add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=what)
+    add(
+        "--inline",
+        type=limit,
+        nargs="?",
+        const=INLINE,
+        default=usual,
+        metavar="BYTES",
+        help=largest,
+    )
     no_digests = "compute no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
 
 
-def _add_rounds(parser: Parser, usual: int, what: str) -> None:
-    add, text = parser.group("measurement").add_argument, f"{what} (default: {usual})"
-    add("--rounds", type=POSITIVE, default=usual, metavar="N", help=text)
+def _add_number(
+    parser: Parser,
+    group: str,
+    setup: type[Any],
+    name: str,
+    about: str,
+    kind: NumberArgument = POSITIVE,
+    metavar: str = "N",
+) -> None:
+    """An option that takes a number; its default is that of the setup's field of this name."""
+    usual = getattr(setup, name)
+    text = f"{about} (default: {usual:g})"
+    add = parser.group(group).add_argument
+    add(f"--{name}", type=kind, default=usual, metavar=metavar, help=text)
 
 
 def _add_corrupt(parser: Parser) -> None:
@@ -127,17 +147,18 @@ def _add_corrupt(parser: Parser) -> None:
 
 def _add_output(parser: Parser) -> None:
     add = parser.group("output").add_argument
-    what = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
-    add("--json", default="", metavar="FILE", help=what)
+    document = (
+        "write setup, machine and result there as JSON; '-': to standard output, nothing else"
+    )
+    add("--json", default="", metavar="FILE", help=document)
 
 
-def _add_transfers(parser: Parser, paged: str, usual: type[LatencySetup | StreamSetup]) -> None:
+def _add_transfers(parser: Parser, paged: str, setup: type[LatencySetup | StreamSetup]) -> None:
     _add_payload(parser, tuple(PRESETS))
     parser.group("payload").add_argument("--paged", action="store_true", help=paged)
     _add_link(parser)
-    _add_rounds(parser, usual.rounds, "rounds that are counted")
-    add, warm = parser.group("measurement").add_argument, f"rounds before (default: {usual.warmup})"
-    add("--warmup", type=COUNT, default=usual.warmup, metavar="N", help=warm)
+    _add_number(parser, "measurement", setup, "rounds", "rounds that are counted")
+    _add_number(parser, "measurement", setup, "warmup", "rounds before", COUNT)
 
 
 def _add_latency(parser: Parser) -> None:
@@ -159,8 +180,8 @@ def _add_latency(parser: Parser) -> None:
     add = parser.group("measurement").add_argument
     busy = "put others just before: the producer's code is in the processor's caches"
     add("--busy", action="store_true", help=busy)
-    threads = "threads of torch, at both ends (default: 1)"
-    add("--threads", type=THREADS, default=1, metavar="N", help=threads)
+    threads = "threads of torch, at both ends"
+    _add_number(parser, "measurement", LatencySetup, "threads", threads, THREADS)
     idle = "measure the CPU of the waiting link, too, for so long"
     add("--idle", type=SECONDS, default=0.0, metavar="SECONDS", help=idle)
     _add_output(parser)
@@ -173,67 +194,56 @@ def _add_stream(parser: Parser) -> None:
 
 
 def _add_first(parser: Parser) -> None:
-    usual = FirstSetup
     _add_payload(parser, tuple(PRESETS))
     _add_link(parser)
-    _add_rounds(parser, usual.rounds, "links of each kind")
-    add = parser.group("measurement").add_argument
-    opened = f"between a link's opening and its first transfer (default: {usual.wait:g})"
-    add("--wait", type=SECONDS, default=usual.wait, metavar="SECONDS", help=opened)
+    add = partial(_add_number, parser, "measurement", FirstSetup)
+    add("rounds", "links of each kind")
+    add("wait", "between a link's opening and its first transfer", SECONDS, "SECONDS")
     _add_output(parser)
 
 
 def _add_copy(parser: Parser) -> None:
     _add_payload(parser, ("small", "bagel", "bagel36"))
-    _add_rounds(parser, CopySetup.rounds, "times that each method is timed")
-    add = parser.group("measurement").add_argument
-    add("--threads", type=THREADS, default=1, metavar="N", help="threads of torch (default: 1)")
+    add = partial(_add_number, parser, "measurement", CopySetup)
+    add("rounds", "times that each method is timed")
+    add("threads", "threads of torch", THREADS)
     _add_output(parser)
 
 
 def _add_growing(parser: Parser) -> None:
-    usual, add = GrowingSetup, parser.group("chunks").add_argument
-    streams = f"streams that grow at the same time (default: {usual.streams})"
-    add("--streams", type=POSITIVE, default=usual.streams, metavar="N", help=streams)
-    rate = f"chunks a second of each stream (default: {usual.rate:g})"
-    add("--rate", type=PER_SECOND, default=usual.rate, metavar="N", help=rate)
-    tokens = f"tokens of a chunk (default: {usual.tokens})"
-    add("--tokens", type=POSITIVE, default=usual.tokens, metavar="N", help=tokens)
-    hidden = f"elements of a token (default: {usual.hidden})"
-    add("--hidden", type=POSITIVE, default=usual.hidden, metavar="N", help=hidden)
+    usual, add = GrowingSetup, partial(_add_number, parser, "chunks", GrowingSetup)
+    add("streams", "streams that grow at the same time")
+    add("rate", "chunks a second of each stream", PER_SECOND)
+    add("tokens", "tokens of a chunk")
+    add("hidden", "elements of a token")
     together = "the chunks of all streams are due at the same moment, as after a batched step"
-    add("--together", action="store_true", help=together)
+    parser.group("chunks").add_argument("--together", action="store_true", help=together)
     _add_link(parser)
     _add_inline(parser)
-    _add_rounds(parser, usual.rounds, "rounds of link and pipe, in turn")
-    add = parser.group("measurement").add_argument
-    seconds = f"for the link, and for the pipe, all rounds together (default: {usual.seconds:g})"
-    positive = dataclasses.replace(SECONDS, least=0.01)
-    add("--seconds", type=positive, default=usual.seconds, metavar="SECONDS", help=seconds)
+    add, positive = partial(_add_number, parser, "measurement", usual), replace(SECONDS, least=0.01)
+    add("rounds", "rounds of link and pipe, in turn")
+    add("seconds", "for the link, and for the pipe, all rounds together", positive, "SECONDS")
     waits = (
         f"how the reader's one thread waits for all streams (default: {usual.reader}); steps: one "
         "stream carries them, each chunk of it what is due together (append_requests)"
     )
-    add("--reader", choices=READERS, default=usual.reader, help=waits)
+    add_choice = parser.group("measurement").add_argument
+    add_choice("--reader", choices=READERS, default=usual.reader, help=waits)
     _add_corrupt(parser)
     _add_output(parser)
 
 
 def _add_many(parser: Parser) -> None:
-    usual, add = ManySetup, parser.group("payloads").add_argument
-    payload = f"bytes of a payload, an even number (default: {usual.bytes})"
-    add("--bytes", type=EVEN, default=usual.bytes, metavar="BYTES", help=payload)
-    transfers = f"payloads of a run (default: {usual.transfers})"
-    add("--transfers", type=POSITIVE, default=usual.transfers, metavar="N", help=transfers)
-    outstanding = f"gets requested, and payloads not yet released (default: {usual.outstanding})"
-    add("--outstanding", type=POSITIVE, default=usual.outstanding, metavar="N", help=outstanding)
-    batch = f"payloads of one put_many, and of one get_many (default: {usual.batch})"
-    add("--batch", type=POSITIVE, default=usual.batch, metavar="N", help=batch)
-    live = f"payloads that nobody reads, live meanwhile; compared with 10 (default: {usual.live})"
-    add("--live", type=POSITIVE, default=usual.live, metavar="N", help=live)
+    add = partial(_add_number, parser, "payloads", ManySetup)
+    add("bytes", "bytes of a payload, an even number", EVEN, "BYTES")
+    add("transfers", "payloads of a run")
+    add("outstanding", "gets requested, and payloads not yet released")
+    add("batch", "payloads of one put_many, and of one get_many")
+    add("live", "payloads that nobody reads, live meanwhile; compared with 10")
     _add_link(parser)
     _add_inline(parser)
-    _add_rounds(parser, usual.rounds, "rounds, each with a run of every kind")
+    rounds = "rounds, each with a run of every kind"
+    _add_number(parser, "measurement", ManySetup, "rounds", rounds)
     _add_corrupt(parser)
     _add_output(parser)
 
@@ -253,13 +263,13 @@ def _schemes() -> list[str]:
 
 
 def _link_url(text: str) -> str:
-    known = _schemes()
+    schemes = _schemes()
     try:
-        is_known = registry.split_url(text)[0] in known
+        is_known = registry.split_url(text)[0] in schemes
     except ValueError:
         is_known = False
     if not is_known:
-        urls = ", ".join(f"{name}://…" for name in known)
+        urls = ", ".join(f"{name}://…" for name in schemes)
         raise argparse.ArgumentTypeError(f"wanted the URL of a link ({urls}), got {text!r}")
     return text
 

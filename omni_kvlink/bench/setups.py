@@ -1,4 +1,4 @@
-"""What each command measures, as its options say it; neither torch nor numpy is imported here."""
+"""The setup of each command, as its options say it; neither torch nor numpy is imported here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE
 BLOCK = 16
 """Tokens of a block of paged sources."""
 READERS = ("streams", "callbacks", "asyncio", "steps")
-"""How the one thread of `growing`'s reader waits for all streams."""
+"""The ways in which the one thread of `growing`'s reader waits for all streams."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,51 +77,58 @@ class Paced(NamedTuple):
         return 2 * self.tokens * self.hidden
 
     def at(self, stream: int, number: int) -> int:
-        """Where a chunk stands in the results: stream by stream."""
+        """The index of a chunk in the results: stream by stream."""
         return stream * self.chunks + number
 
 
 @dataclasses.dataclass(frozen=True)
-class LatencySetup:
-    """What `latency` measures, and how."""
+class LinkSetup:
+    """The link that a command measures."""
 
     connector: str
-    shape: Shape
     url: str = ""
+    copier: str = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallSetup(LinkSetup):
+    """A link for payloads that may travel inside their offers."""
+
+    mode: str = "pooled"
+    digests: bool = True
+    inline: int = DEFAULT_INLINE
+
+
+@dataclasses.dataclass(frozen=True)
+class LatencySetup(SmallSetup):
+    """Everything that `latency` measures, and how."""
+
+    shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = False
     branches: int = 0
     rounds: int = 20
     warmup: int = 3
-    mode: str = "pooled"
-    digests: bool = True
-    copier: str = "auto"
     verify: str = "auto"
     threads: int = 1
     idle: float = 0.0
     direct: bool = False
     busy: bool = False
-    inline: int = DEFAULT_INLINE
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamSetup:
-    """What `stream` measures, and how."""
+class StreamSetup(LinkSetup):
+    """Everything that `stream` measures, and how."""
 
-    connector: str
-    shape: Shape
-    url: str = ""
+    shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = False
     rounds: int = 20
     warmup: int = 3
-    copier: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
-class GrowingSetup:
-    """What `growing` measures: `seconds` of each kind, in `rounds` rounds that alternate."""
+class GrowingSetup(SmallSetup):
+    """Everything that `growing` measures: `seconds` of each kind, in `rounds` that alternate."""
 
-    connector: str
-    url: str = ""
     streams: int = 64
     rate: float = 50.0
     seconds: float = 4.0
@@ -130,10 +137,6 @@ class GrowingSetup:
     hidden: int = 2048
     together: bool = False
     reader: str = "callbacks"
-    mode: str = "pooled"
-    copier: str = "auto"
-    digests: bool = True
-    inline: int = DEFAULT_INLINE
     corrupt: int = -1
 
     @property
@@ -154,39 +157,30 @@ class GrowingSetup:
 
 
 @dataclasses.dataclass(frozen=True)
-class ManySetup:
-    """What `many` measures: `rounds`, each with a run of `transfers` payloads of each kind."""
+class ManySetup(SmallSetup):
+    """Everything that `many` measures: in each round `transfers` payloads of each kind."""
 
-    connector: str
-    url: str = ""
     bytes: int = 4096
     transfers: int = 2000
     outstanding: int = 256
     batch: int = 64
     live: int = 10000
     rounds: int = 6
-    mode: str = "pooled"
-    copier: str = "auto"
-    digests: bool = True
-    inline: int = DEFAULT_INLINE
     corrupt: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstSetup:
-    """What `first` measures: `rounds` links of each kind, in turn."""
+class FirstSetup(LinkSetup):
+    """Everything that `first` measures: `rounds` links of each kind, in turn."""
 
-    connector: str
-    shape: Shape
-    url: str = ""
+    shape: Shape = dataclasses.field(kw_only=True)
     rounds: int = 5
-    copier: str = "auto"
     wait: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class CopySetup:
-    """What `copy` measures; `threads` are torch's."""
+    """Everything that `copy` measures; `threads` are torch's."""
 
     shape: Shape
     rounds: int = 20
@@ -194,12 +188,9 @@ class CopySetup:
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifySetup:
-    """What `verify` sends; a bit of the case of the number `corrupt` is flipped on the way."""
+class VerifySetup(LinkSetup):
+    """The payloads of `verify`; a bit of the case of number `corrupt` is flipped on the way."""
 
-    connector: str
-    url: str = ""
     mode: str = "pooled"
-    copier: str = "auto"
     quick: bool = False
     corrupt: int = -1
