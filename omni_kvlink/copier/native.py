@@ -115,10 +115,10 @@ class NativeCopier(Copier):
         self, sources: Sequence[TensorView], layout: Layout, request_id: str
     ) -> bytes | None:
         """Put dense tensors together in one call of the library."""
-        packed = layout.packed
+        packed = layout.template.packed
         if packed is None:
             return None
-        header_nbytes = layout.header_nbytes(len(request_id) + SIMPLE_QUOTES)
+        header_nbytes = layout.template.header_nbytes(len(request_id) + SIMPLE_QUOTES)
         nbytes = header_nbytes + layout.data_nbytes
         payload = self._pack_plain(packed, nbytes, header_nbytes, request_id, sources)
         if payload is not None:
@@ -127,7 +127,7 @@ class NativeCopier(Copier):
         if addresses is None:
             return None
         quoted_id = quote_id(request_id)
-        header_nbytes = layout.header_nbytes(len(quoted_id))
+        header_nbytes = layout.template.header_nbytes(len(quoted_id))
         return packed.pack(header_nbytes + layout.data_nbytes, header_nbytes, quoted_id, addresses)
 
     def _pack_plain(

@@ -57,7 +57,7 @@ class ExpectedPayload:
         self.plan = self._layout.plan(self._request_id)
         self.is_covered = self.plan.is_covered
         region = self._region = Region.private(self.plan.nbytes)
-        packed, sizes = self._layout.packed, (self.plan.nbytes, self.plan.header_nbytes)
+        packed, sizes = self._layout.template.packed, (self.plan.nbytes, self.plan.header_nbytes)
         if packed is not None:
             quoted_id = quote_id(self._request_id)
             self._is_packed = partial(packed.is_packed, region.address, *sizes, quoted_id)

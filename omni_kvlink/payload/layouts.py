@@ -28,6 +28,7 @@ class Layout:
 
     Attributes:
         data_nbytes: bytes behind the header.
+        template: their headers.
         tensors: the tensors, the digits of their digests zero.
         is_plain: whether the payloads are a `TensorTransferData` without metadata or nesting.
         names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
@@ -44,33 +45,15 @@ class Layout:
         )
         self.data_nbytes = manifest.data_nbytes
         self.names = () if manifest.bundle else tuple(first.tree or ())
-        self._template = manifest.template or manifest.make_template()
+        self.template = manifest.template or manifest.make_template()
         rows = [(spec.name, spec.dtype, spec.shape, spec.start, spec.stop) for spec in tensors]
         self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
-        self.tensors = tuple(map(TensorSpec, *self._columns, self._template.blank_digests))
-
-    @property
-    def is_small(self) -> bool:
-        """Whether a cache may keep it: see `HeaderTemplate.is_small`."""
-        return self._template.is_small
+        self.tensors = tuple(map(TensorSpec, *self._columns, self.template.blank_digests))
 
     def plan(self, request_id: str) -> Manifest:
         """The manifest that `Manifest.lay_out` returns for a payload of this layout."""
-        header_nbytes = self._template.header_nbytes(len(quote_id(request_id)))
+        header_nbytes = self.template.header_nbytes(len(quote_id(request_id)))
         return self._manifest(request_id, self.tensors, header_nbytes, is_plan=True)
-
-    def header_nbytes(self, quoted_nbytes: int) -> int:
-        """Bytes of a header whose request id has `quoted_nbytes` bytes after `quote_id`."""
-        return self._template.header_nbytes(quoted_nbytes)
-
-    def header(self, request_id: str, digests: Sequence[str]) -> bytes:
-        """The bytes that `plan(request_id).with_digests(digests).encode()` returns."""
-        return self._template.render(request_id, digests)
-
-    @property
-    def packed(self) -> PackedLayout | None:
-        """The layout as the native library takes it; None if there is no library."""
-        return self._template.packed
 
     def match(self, text: bytes, total: int) -> str:
         """The request id in a header's JSON; "" if it is not of this layout.
@@ -79,11 +62,11 @@ class Layout:
         """
         if 8 + len(text) + self.data_nbytes != total:
             return ""
-        return self._template.match(text)
+        return self.template.match(text)
 
     def manifest(self, request_id: str, text: bytes) -> Manifest:
         """The manifest of a header with this JSON, of which `match` has returned the request id."""
-        digests = self._template.digests(request_id, text)
+        digests = self.template.digests(request_id, text)
         tensors = tuple(map(TensorSpec, *self._columns, digests))
         return self._manifest(request_id, tensors, 8 + len(text), is_plan=False)
 
@@ -110,7 +93,7 @@ class Layout:
             header_nbytes=header_nbytes,
             nbytes=header_nbytes + self.data_nbytes,
             producer=self._producer.copy(),
-            template=self._template,
+            template=self.template,
             is_plan=is_plan,
         )
 
@@ -136,7 +119,7 @@ class KnownHeader(msgspec.Struct, frozen=True, gc=False):
     @property
     def packed(self) -> PackedLayout | None:
         """The layout as the native library takes it; None if there is no library."""
-        return self.layout.packed
+        return self.layout.template.packed
 
     def manifest(self) -> Manifest:
         """The manifest of this header."""
@@ -172,7 +155,7 @@ class LayoutCache:
 
     def add_plan(self, key: Any, plan: Manifest) -> None:
         """Keep what `Manifest.lay_out` returned, for later payloads with this key."""
-        if (layout := Layout(plan)).is_small:
+        if (layout := Layout(plan)).template.is_small:
             self._add(key, layout)
 
     def _add(self, key: Any, layout: Layout) -> None:

@@ -10,6 +10,7 @@ touched. docs/wire.md describes the format; a change here is a change of the for
 from __future__ import annotations
 
 import math
+import operator
 import platform
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,6 +40,11 @@ SLACK = 4096
 """Bytes of a header that `Manifest.as_capacity` keeps for metadata that is not known yet."""
 _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
+
+
+_content = operator.attrgetter(
+    *("request_id", "bundle", "branches", "tensors", "header_nbytes", "nbytes", "producer")
+)
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -99,12 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Whether `template` says the same of the branches; those of a received one may be modified."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and self._content == other._content
-
-    @property
-    def _content(self) -> tuple[object, ...]:
-        tensors, sizes = self.tensors, (self.header_nbytes, self.nbytes)
-        return self.request_id, self.bundle, self.branches, tensors, sizes, self.producer
+        return isinstance(other, Manifest) and _content(self) == _content(other)
 
     @property
     def data_nbytes(self) -> int:

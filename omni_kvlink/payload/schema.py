@@ -159,27 +159,15 @@ class KVMetadata:
         reuse: Reuse | None = None,
     ) -> Branch:
         """This metadata as the wire carries it; the types were checked when it was made."""
-        return Branch(
-            name=name,
-            kv_lens=self.kv_lens,
-            ropes=self.ropes,
-            num_layers=self.num_layers,
-            seq_len=self.seq_len,
-            dtype=self.dtype,
-            layout=self.layout,
-            shape=shape,
-            block_size=self.block_size,
-            block_ids=block_ids,
-            image_shape=self.image_shape,
-            extra=json_copy(self.extra, "metadata: extra") if self.extra else {},
-            reuse=reuse,
-            shard=self.shard,
-        )
+        extra = json_copy(self.extra, "metadata: extra") if self.extra else {}
+        fields = {**vars(self), "extra": extra}
+        return Branch(name=name, shape=shape, block_ids=block_ids, reuse=reuse, **fields)
 
     @classmethod
     def from_branch(cls, branch: Branch) -> KVMetadata:
         """Read the metadata of a branch that was validated."""
         metadata = object.__new__(cls)  # a second validation would take longer than all the rest
+        extra = json_copy(branch.extra, "metadata: extra") if branch.extra else {}
         metadata.__dict__.update(
             kv_lens=branch.kv_lens,
             ropes=branch.ropes,
@@ -189,7 +177,7 @@ class KVMetadata:
             layout=branch.layout,
             block_size=branch.block_size,
             image_shape=branch.image_shape,
-            extra=json_copy(branch.extra, "metadata: extra") if branch.extra else {},
+            extra=extra,
             shard=branch.shard,
         )
         return metadata

@@ -237,7 +237,7 @@ def test_torch_is_asked_nothing_about_tensors_that_lie_as_planned(
     }
     data = TensorTransferData("r", named | {"wide": torch.ones(2, requires_grad=True)})
     known, right = Layout(data.plan()), NativeCopier().pack(data.tensors(), data.plan())
-    assert known.packed is not None
+    assert known.template.packed is not None
     monkeypatch.setattr(native, "dense_addresses", None)
     assert NativeCopier().pack_known(data.tensors(), known, "r") == right
 

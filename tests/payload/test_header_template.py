@@ -174,7 +174,7 @@ def test_the_bytes_are_those_of_one_encoder(
     assert manifest.encode() == plan.encode(found) == reference(manifest)
     other = msgspec.structs.replace(manifest, request_id=request_id, header_nbytes=0)
     layout = Layout(plan)
-    assert layout.header(request_id, found) == other.encode() == reference(other)
+    assert layout.template.render(request_id, found) == other.encode() == reference(other)
     assert layout.plan(data.request_id) == plan
     assert layout.plan(request_id).header_nbytes == len(reference(other))
     larger = plan.as_capacity()
@@ -232,12 +232,12 @@ def test_a_header_of_a_known_layout(
 ) -> None:
     plan = planned_cold(data, digests=digests)
     found = hexadecimal(plan, seed)
-    header = Layout(plan).header(request_id, found)
+    header = Layout(plan).template.render(request_id, found)
     assert template_of(plan).match(header[8:]) == request_id
     assert template_of(plan).digests(request_id, header[8:]) == found
     assert not template_of(plan).match(header[8:] + b" " * ALIGN)  # the CRC is of all
     assert not template_of(plan).match(header[8:-1]) or header[-1:] == b"}"
-    first = Layout(plan).header("first", hexadecimal(plan, seed + 1))
+    first = Layout(plan).template.render("first", hexadecimal(plan, seed + 1))
     total = plan.nbytes - plan.header_nbytes
     forget()
     layouts.decode(first, len(first) + total)
