@@ -30,8 +30,9 @@ from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.growing import check_chunk, open_chunk, tensors_of_chunk
+from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.layouts import KnownHeader
-from omni_kvlink.payload.schema import check_reason, check_request_id
+from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.targets import targets_of
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Choice, Integer

@@ -33,10 +33,11 @@ from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES, check_payload, payload_list
 from omni_kvlink.payload.growing import StreamPosition, StreamSpec
+from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.layouts import Layout
 from omni_kvlink.payload.manifest import Manifest, TensorSpec
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import check_reason, check_request_id
+from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_memory import address_of
 from omni_kvlink.payload.views import aliases, check_view_fits
 from omni_kvlink.settings import Flag, Integer, Seconds

@@ -71,12 +71,7 @@ class Layout:
         return self._manifest(request_id, tensors, 8 + len(text), is_plan=False)
 
     def _manifest(
-        self,
-        request_id: str,
-        tensors: tuple[TensorSpec, ...],
-        header_nbytes: int,
-        *,
-        is_plan: bool,
+        self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int, *, is_plan: bool
     ) -> Manifest:
         branches = self._branches
         if self.is_plain:  # what `_copied` returns of it costs a small payload more

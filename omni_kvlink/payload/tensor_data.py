@@ -11,7 +11,8 @@ import torch
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import Branch, check_branches, flatten, is_nested
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
-from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
+from omni_kvlink.payload.kv_checks import json_copy
+from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id
 from omni_kvlink.payload.views import (
     TensorView,
     branch_views,
