@@ -499,6 +499,7 @@ class PendingBatch:
         or the batch was cancelled.
         """
         consumer, verify = self._consumer, self._verify
+        opened = partial(open_delivery, consumer, started=self._started, verify=verify)
         attempts = GetAttempts(check_timeout(timeout))
         pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
@@ -508,9 +509,7 @@ class PendingBatch:
             for request_id, get in zip(self._request_ids, pending, strict=True):
                 repeat = partial(begin_get, consumer, request_id, verify=verify)
                 delivery = consumer._await(get, attempts, repeat)[1]
-                received.append(
-                    open_delivery(consumer, delivery, started=self._started, verify=verify)
-                )
+                received.append(opened(delivery))
             return ReceivedBatch(received)
         except BaseException as error:
             for one in received:

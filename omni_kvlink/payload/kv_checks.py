@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branches import (
-    PART_WORDS,
-    PARTS,
-    Branch,
-    Shard,
-    as_int,
-    length_complaints,
-)
+from omni_kvlink.payload.branches import PART_WORDS, PARTS, Branch, Shard, as_int, length_complaints
 from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.views import check_view, dtype_name
-
-if TYPE_CHECKING:
-    from omni_kvlink.payload.views import TensorView
+from omni_kvlink.payload.views import TensorView, check_view, dtype_name
 
 T = TypeVar("T")
-LayerBlocks = Mapping[str, "Sequence[TensorView | None]"]
+LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 
 CACHES = {"key": "key_cache", "value": "value_cache", "latent": "latent_cache"}
 """The RFC's names of `layer_blocks`, by the wire's name of the part."""

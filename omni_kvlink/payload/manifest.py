@@ -18,13 +18,7 @@ import msgspec
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import SchemaError, WireError
-from omni_kvlink.payload.branches import (
-    PART_WORDS,
-    Branch,
-    check_branches,
-    leaves,
-    tensor_names,
-)
+from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, leaves, tensor_names
 from omni_kvlink.payload.dtypes import ITEMSIZE
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 from omni_kvlink.payload.header import Header, HeaderEntry, excess
@@ -40,11 +34,6 @@ SLACK = 4096
 """Bytes of a header that `Manifest.as_capacity` keeps for metadata that is not known yet."""
 _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
-
-
-_content = operator.attrgetter(
-    *("request_id", "bundle", "branches", "tensors", "header_nbytes", "nbytes", "producer")
-)
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -64,7 +53,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
     def rows(self, rows: range) -> TensorSpec:
-        """These rows of the tensor, without a digest, which is of the whole tensor.
+        """Some rows of the tensor, without a digest, which is of the whole tensor.
 
         Raises:
             SchemaError: the tensor does not have them, or they are not consecutive.
@@ -77,7 +66,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return TensorSpec(self.name, self.dtype, (len(rows), *self.shape[1:]), start, stop)
 
     def where(self) -> str:
-        """How errors name the tensor: by branch, layer, K or V, or by branch and path."""
+        """The name of the tensor in errors: by branch, layer, K or V, or by branch and path."""
         branch, is_path, path = self.name.partition("/")
         if is_path:
             return f"branch {branch!r}, tensor {path[:80]!r}"
@@ -277,6 +266,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         total = len(buffer) if nbytes is None else nbytes
         return decode_header(header_text(buffer, total), total)
+
+
+_content = operator.attrgetter(*Manifest.__struct_fields__[:-2])  # all but template and is_plan
 
 
 def decode_header(text: bytes, total: int) -> Manifest:

@@ -146,8 +146,7 @@ class RemoteSession(Session):
         layouts: LayoutCache,
         counters: Counter[str] | None = None,
     ):
-        self._url, self._loop, self._receive_pool = url, loop, receive_pool
-        self._layouts = layouts
+        self._url, self._loop, self._receive_pool, self._layouts = url, loop, receive_pool, layouts
         self._counters = Counter[str]() if counters is None else counters
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
