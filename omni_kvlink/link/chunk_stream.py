@@ -39,7 +39,7 @@ AHEAD = 4
 
 
 class OpenedChunk(Protocol):
-    """What the stream needs of a `ReceivedChunk`."""
+    """The part of a `ReceivedChunk` that the stream needs."""
 
     _delivery: Delivery
 

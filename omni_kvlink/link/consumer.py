@@ -170,13 +170,13 @@ class KVConsumer(LinkEnd):
         self, pending: PendingGet, attempts: GetAttempts, begin: Callable[..., PendingGet]
     ) -> tuple[PendingGet, Delivery]:
         """Wait for a get; if only the connection broke, `begin` it again and wait for that one."""
-        own: GetAttempts | None = None  # several gets may have the same deadline
+        retries: GetAttempts | None = None  # several gets may have the same deadline
         while True:
             try:
                 return pending, pending.wait(timeout=attempts.seconds_left())
             except PeerLostError:
-                own, left = own or attempts.again(), attempts.seconds_left()
-                if not own.may_retry() or not can_retry(self, pending, timeout=left):
+                retries, seconds = retries or attempts.again(), attempts.seconds_left()
+                if not retries.may_retry() or not can_retry(self, pending, timeout=seconds):
                     raise
             pending = begin(timeout=attempts.seconds_left())
 
@@ -512,8 +512,8 @@ class PendingBatch:
                 received.append(opened(delivery))
             return ReceivedBatch(received)
         except BaseException as error:
-            for one in received:
-                one.release_unread()
+            for payload in received:
+                payload.release_unread()
             if isinstance(error, KVLinkError):
                 for get in pending[len(received) + 1 :]:
                     get.cancel()

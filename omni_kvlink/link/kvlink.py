@@ -74,9 +74,9 @@ class LinkUrl(Text):
         except SchemaError as error:
             raise SchemaError(f"{name}: {error}") from None
         if not is_known(scheme):
-            known = schemes()
+            existing = schemes()
             raise SchemaError(
-                f"{name}={shown(text)}: no connector {scheme}{there_are(scheme, known)}"
+                f"{name}={shown(text)}: no connector {scheme}{there_are(scheme, existing)}"
             )
         return text
 
@@ -111,16 +111,16 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             SchemaError: the URL, an option or the copier's name is not valid.
         """
         Flag().read(digests, "digests")
-        scheme, address, given = _parse(url, dict(options))
-        found = named_copier(copier)
-        parsed, refusal = _without_device(given, found)
+        scheme, address, requested = _parse(url, dict(options))
+        copier = named_copier(copier)
+        parsed, refusal = _without_device(requested, copier)
         connector = _loaded(url, scheme)
 
         def open_end() -> KVProducer:
             with translate_errors(url):
                 end = connector.serve(address, parsed)
-            bound, reason = url.replace(*end.bound_url, 1), _host_reason(scheme, given, end)
-            return KVProducer(bound, end, found, digests=digests, host_reason=refusal or reason)
+            bound, reason = url.replace(*end.bound_url, 1), _host_reason(scheme, requested, end)
+            return KVProducer(bound, end, copier, digests=digests, host_reason=refusal or reason)
 
         return uninterrupted(open_end, undo=KVProducer.close)
 
@@ -145,16 +145,16 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             SchemaError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
-        scheme, address, given = _parse(url, dict(options))
-        found = named_copier(copier)
-        parsed, refusal = _without_device(given, found)
+        scheme, address, requested = _parse(url, dict(options))
+        copier = named_copier(copier)
+        parsed, refusal = _without_device(requested, copier)
         connector = _loaded(url, scheme)
 
         def open_end() -> KVConsumer:
             with translate_errors(url):
                 end = connector.connect(address, parsed, limit)
-            reason = refusal or _host_reason(scheme, given, end)
-            return KVConsumer(url, end, found, host_reason=reason)
+            reason = refusal or _host_reason(scheme, requested, end)
+            return KVConsumer(url, end, copier, host_reason=reason)
 
         return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
 
@@ -187,8 +187,8 @@ def _host_reason(scheme: str, options: Options, end: Connector) -> str:
 
 def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
     """Split a URL into scheme, address and options; keyword options take precedence."""
-    scheme, rest = split_url(url)
-    address, _, query = rest.partition("?")
+    scheme, location = split_url(url)
+    address, _, query = location.partition("?")
     values = Options.parse(parse_qsl(query, keep_blank_values=True)) | options
     if isinstance(values.get("prefault"), tuple(PAYLOAD_TYPES)):
         values["prefault"] = values["prefault"].plan(digests=True).nbytes

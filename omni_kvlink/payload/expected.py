@@ -87,7 +87,7 @@ class ExpectedPayload:
         self.header = None
 
     def _is_as_expected(self, *, digests: bool) -> bool:
-        """What `_is_packed` tells, without the native library."""
+        """Whether the payload is as expected, as `_is_packed` tells, without the native library."""
         region = self._region
         text = region.read(8, self.plan.header_nbytes)
         if int.from_bytes(region.read(0, 8), "little") != len(text):

@@ -187,20 +187,20 @@ class LayoutCache:
 
     def _add_received(self, layout: Layout) -> None:
         """Make a layout the first that `read_header` compares."""
-        known = self._received
-        is_repeated = bool(known) and known[0] is layout
+        received = self._received
+        is_repeated = bool(received) and received[0] is layout
         self._repeated = layout if is_repeated else None
         if not is_repeated:
-            others = [other for other in known if other is not layout]
-            self._received = (layout, *others[: _MAX_RECEIVED - 1])
+            older = [other for other in received if other is not layout]
+            self._received = (layout, *older[: _MAX_RECEIVED - 1])
 
-    def repeated(self, most: int) -> Layout | None:
+    def repeated(self, limit: int) -> Layout | None:
         """The layout of the last two headers that were read, if it was the same one.
 
-        None also if its payloads have more than `most` bytes behind the header.
+        None also if its payloads have more than `limit` bytes behind the header.
         """
         layout = self._repeated
-        return layout if layout is not None and layout.data_nbytes <= most else None
+        return layout if layout is not None and layout.data_nbytes <= limit else None
 
 
 def _copied(branches: Sequence[Branch]) -> tuple[Branch, ...]:

@@ -108,11 +108,11 @@ class KVMetadata:
         """Read the RFC's dict; keys for which this class has no field go into `extra`."""
         names = {field.name for field in dataclasses.fields(cls)}
         check_names("metadata", ("kv_lens", "ropes", "num_layers"), values)
-        known = {name: value for name, value in values.items() if name in names}
-        known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
+        fields = {name: value for name, value in values.items() if name in names}
+        fields["extra"] = json_copy(fields.get("extra", {}), "metadata: extra") | {
             name: value for name, value in values.items() if name not in names
         }
-        return cls(**known)
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the RFC's dict: `kv_lens` and `ropes` as lists, every field present."""
@@ -152,7 +152,7 @@ class KVMetadata:
 
 
 class PayloadBase(ABC):
-    """What all payloads share: their layout, views of received memory, files."""
+    """The part that all payloads share: their layout, views of received memory, files."""
 
     request_id: str
     _is_bundle: ClassVar[bool] = False
@@ -184,7 +184,7 @@ class PayloadBase(ABC):
         """The branches of a validated payload as views."""
 
     def _key(self) -> Hashable | None:
-        """What a header says of the payload besides request id and digests.
+        """Everything that a header says of the payload besides request id and digests.
 
         None if other payloads rarely say the same.
         """
@@ -284,8 +284,8 @@ class KVCacheTransferData(PayloadBase):
     ):
         self.request_id = check_request_id(request_id)
         if not isinstance(metadata, (KVMetadata, Mapping)):
-            given = "is missing" if metadata is None else f"is {described(metadata)}"
-            raise SchemaError(f"metadata {given}: kv_lens, ropes and num_layers at least")
+            state = "is missing" if metadata is None else f"is {described(metadata)}"
+            raise SchemaError(f"metadata {state}: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         try:
@@ -418,8 +418,8 @@ class KVCacheTransferData(PayloadBase):
     def difference(self, other: KVCacheTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
         fields = [f"metadata.{field.name}" for field in dataclasses.fields(KVMetadata)]
-        if found := self._first_difference(other, ("request_id", "block_ids", *fields)):
-            return found
+        if difference := self._first_difference(other, ("request_id", "block_ids", *fields)):
+            return difference
         parts = PARTS[self.metadata.layout]
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         for index, (mine, theirs) in enumerate(pairs):
@@ -445,8 +445,8 @@ class KVCacheTransferData(PayloadBase):
         data = object.__new__(cls)  # a second validation would double the time
         data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
         data._blocks = {
-            CACHES[part]: list(views[at :: len(parts)]) or [None] * branch.num_layers
-            for at, part in enumerate(parts)
+            CACHES[part]: list(views[first :: len(parts)]) or [None] * branch.num_layers
+            for first, part in enumerate(parts)
         }
         data.metadata = KVMetadata.from_branch(branch)
         return data

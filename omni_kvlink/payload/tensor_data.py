@@ -115,8 +115,8 @@ class TensorTransferData(PayloadBase):
 
     def difference(self, other: TensorTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
-        if found := self._first_difference(other, ("request_id", "metadata")):
-            return found
+        if difference := self._first_difference(other, ("request_id", "metadata")):
+            return difference
         mine, theirs = _skeleton(self.tree), _skeleton(other.tree)
         if mine != theirs or list(self) != list(other):
             return f"tensors: {mine!r:.100} here, {theirs!r:.100} there"
@@ -202,10 +202,10 @@ class TensorTransferData(PayloadBase):
 def _checked_dict(values: Mapping[str, Any], path: str, depth: int) -> dict[str, TensorTree]:
     tree: dict[str, TensorTree] = {}
     for key, child in values.items():
-        here = f"{path}/{key}" if path else str(key)
+        subpath = f"{path}/{key}" if path else str(key)
         if not isinstance(key, str) or _SURROGATE.search(key):
-            raise SchemaError(f"tensors: key {here!r:.200} is no string of Unicode characters")
-        tree[key] = _checked(child, here, depth)
+            raise SchemaError(f"tensors: key {subpath!r:.200} is no string of Unicode characters")
+        tree[key] = _checked(child, subpath, depth)
     return tree
 
 
