@@ -129,12 +129,13 @@ def feed_producer(data: bytes) -> None:
     table = TransferTable(lambda peer, message: None, freed.append)
     location = messages.Location(0, 0, 1000)
     whole, stream, growing = Transfer("k"), Transfer("k2"), Transfer("g")
-    table.reserve_all([whole, stream, growing])
-    table.commit(whole, location, 2, 100.0)
+    table.reserve([whole, stream, growing])
+    table.commit([(whole, location)], 2, 100.0)
     table.begin_stream(stream, location, 100, 1)
     table.begin_stream(growing, location, 100, 2, growing=GrowingStream(2, 9))
-    chunk = table.reserve_chunk(growing)
-    table.commit(chunk, location, 1, math.inf)
+    chunk = Transfer(growing.key, stream=growing)
+    table.reserve([chunk])
+    table.commit([(chunk, location)], 1, math.inf)
     for number, part in enumerate(split(data)):
         with contextlib.suppress(WireError):
             message, peer = messages.decode(part), "peer"

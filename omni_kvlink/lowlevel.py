@@ -1,4 +1,4 @@
-"""What lies below `KVProducer` and `KVConsumer`: for event loops, integrations and engines.
+"""Calls below `KVProducer` and `KVConsumer`: for event loops, integrations and engines.
 
 Stable and documented like the rest of the public API. Application code needs none of it.
 
@@ -6,7 +6,8 @@ A get without a waiting thread: `begin_get` sends the request; wait for `Pending
 event loop; `PendingGet.wait(timeout=0.0)` then returns the `Delivery` or raises its error, and
 `open_delivery` checks the payload and makes views of it. After PeerLostError, `can_retry` says
 whether to call `begin_get` again. A `Delivery` that is neither opened nor released keeps memory of
-the producer.
+the producer. `BackgroundGet` does all this, with a deadline and a cancel, and runs the copy in a
+thread pool.
 
 | names | for |
 |---|---|
@@ -14,6 +15,7 @@ the producer.
 | `begin_gets` | several at once |
 | `begin_chunks`, `open_chunks` | the same for streams that grow |
 | `PendingGet`, `Delivery` | what they return |
+| `BackgroundGet`, `GetPhase` | one get with a deadline that no thread waits for |
 | `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |
 | `backend`, `check_verify` | validate a configuration before a link is opened |
 | `check_request_id` | validate a key that a client chose |
@@ -28,7 +30,7 @@ the producer.
 from omni_kvlink.connectors.base import Device as Device
 from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
-from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
+from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
 from omni_kvlink.connectors.registry import backend as backend
 from omni_kvlink.connectors.runtime.lock_file import LockFile as LockFile
 from omni_kvlink.connectors.runtime.user_dirs import check_private as check_private
@@ -42,7 +44,9 @@ from omni_kvlink.copier import GatherHandle as GatherHandle
 from omni_kvlink.copier import StreamEvents as StreamEvents
 from omni_kvlink.copier import TorchCopier as TorchCopier
 from omni_kvlink.copier import named_copier as named_copier
+from omni_kvlink.link import BackgroundGet as BackgroundGet
 from omni_kvlink.link import ConnectOptions as ConnectOptions
+from omni_kvlink.link import GetPhase as GetPhase
 from omni_kvlink.link import LinkUrl as LinkUrl
 from omni_kvlink.link import ServeOptions as ServeOptions
 from omni_kvlink.link import begin_chunks as begin_chunks

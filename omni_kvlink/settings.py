@@ -44,37 +44,37 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def similar(name: object, known: Iterable[str]) -> str:
+def similar(name: object, names: Iterable[str]) -> str:
     """The text "; did you mean …?" with the known name that is most like this one, or none."""
     text = name if isinstance(name, str) else ""
-    found = difflib.get_close_matches(text, list(known), 1, cutoff=0.65)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(text, list(names), 1, cutoff=0.65)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
-def there_are(name: object, known: Collection[str]) -> str:
+def there_are(name: object, names: Collection[str]) -> str:
     """The text "; there are …" of an error about a name that is not known."""
-    meant = similar(name, known)
-    return f"{meant} There are {', '.join(known)}" if meant else f"; there are {', '.join(known)}"
+    meant = similar(name, names)
+    return f"{meant} There are {', '.join(names)}" if meant else f"; there are {', '.join(names)}"
 
 
-def check_names(given: Iterable[object], known: Collection[str], at: str = "") -> None:
+def check_names(names: Iterable[object], allowed: Collection[str], prefix: str = "") -> None:
     """Raise SchemaError if one of the names is not known; `at` is what stands before the name."""
-    for name in given:
-        if not (isinstance(name, str) and name in known):
+    for name in names:
+        if not (isinstance(name, str) and name in allowed):
             text = name if isinstance(name, str) else shown(name)
-            text = f"{at}{text:.{_TEXT_SHOWN}}: no such setting"
-            raise SchemaError(f"{text}{there_are(name, known)}")
+            text = f"{prefix}{text:.{_TEXT_SHOWN}}: no such setting"
+            raise SchemaError(f"{text}{there_are(name, allowed)}")
 
 
 class Rule:
-    """What the values of one setting may be."""
+    """A rule for the values of one setting."""
 
     def read(self, value: Any, name: str) -> Any:
         """The value, checked; SchemaError names the setting, the value and what is allowed."""
         return self._read(value, name)
 
     def parse(self, text: str, name: str) -> Any:
-        """As `read`, of a text that a URL, an environment variable or a command line has."""
+        """Read the text of a URL, an environment variable or a command line, as `read` does."""
         return self._parse(text, name)
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class Rule:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, for errors."""
+        """The allowed values in words, for errors."""
         return self._allowed()
 
     def _read(self, value: Any, name: str) -> Any:
@@ -106,10 +106,10 @@ class Flag(Rule):
         return value if type(value) is bool else self.refuse(value, name)
 
     def _parse(self, text: str, name: str) -> bool:
-        found = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
-        if found is None:
+        flag = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+        if flag is None:
             raise SchemaError(f"{name}={shown(text)}: wanted true, false, 1 or 0")
-        return found
+        return flag
 
     def _allowed(self) -> str:
         return "true or false, a boolean and not a text"
@@ -146,22 +146,22 @@ class Size(Integer):
     def _read(self, value: Any, name: str) -> int:
         if not isinstance(value, str):
             return super()._read(value, name)
-        found = _SIZE.fullmatch(value)
-        if found is None or (found[3] and not found[2]) or len(found[1]) > 30:
+        match = _SIZE.fullmatch(value)
+        if match is None or (match[3] and not match[2]) or len(match[1]) > 30:
             self.refuse(value, name)
-        power = " kMGT".index(found[2].replace("K", "k") or " ")
-        whole, _, part = found[1].partition(".")
-        unit = 1024**power if found[3] else 1000**power
-        nbytes, rest = divmod(int(whole + part) * unit, 10 ** len(part))
-        return self.refuse(value, name) if rest else super()._read(nbytes, name)
+        power = " kMGT".index(match[2].replace("K", "k") or " ")
+        integer, _, part = match[1].partition(".")
+        unit = 1024**power if match[3] else 1000**power
+        nbytes, remainder = divmod(int(integer + part) * unit, 10 ** len(part))
+        return self.refuse(value, name) if remainder else super()._read(nbytes, name)
 
     def _parse(self, text: str, name: str) -> int:
         return self._read(text, name)
 
     def _allowed(self) -> str:
-        most = "2**63 - 1" if self.most == LARGEST_SIZE else self.most
+        limit = "2**63 - 1" if self.most == LARGEST_SIZE else self.most
         return (
-            f'bytes{_range(self.least, most)}: a whole number, or a text such as "8GB" or "16KiB"'
+            f'bytes{_range(self.least, limit)}: a whole number, or a text such as "8GB" or "16KiB"'
         )
 
 
@@ -254,14 +254,14 @@ class Choice(Rule):
         self.values = values
 
     def _read(self, value: Any, name: str) -> Any:
-        for each in self.values:
-            if type(value) is type(each) and value == each:
-                return each
-        meant = similar(value, [each for each in self.values if isinstance(each, str)])
+        for choice in self.values:
+            if type(value) is type(choice) and value == choice:
+                return choice
+        meant = similar(value, [choice for choice in self.values if isinstance(choice, str)])
         raise SchemaError(f"{name}={shown(value)}: wanted {self.allowed}{meant}")
 
     def _parse(self, text: str, name: str) -> Any:
-        by_text = {str(each): each for each in self.values}
+        by_text = {str(choice): choice for choice in self.values}
         return self.read(by_text.get(text, text), name)
 
     def _allowed(self) -> str:
@@ -293,7 +293,7 @@ class ListOf(Rule):
     def _read(self, value: Any, name: str) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or self.length not in (None, len(value)):
             self.refuse(value, name)
-        return tuple(self.rule.read(each, f"{name}[{at}]") for at, each in enumerate(value))
+        return tuple(self.rule.read(item, f"{name}[{index}]") for index, item in enumerate(value))
 
     def _allowed(self) -> str:
         return f"a list of {self.length or 'any number of'} elements, each {self.rule.allowed}"
@@ -320,8 +320,8 @@ class MapOf(Rule):
             self.refuse(value, name)
         filled = Text(filled=True)
         return {
-            filled.read(key, f"a key of {name}"): self.rule.read(each, f"{name}.{key}")
-            for key, each in value.items()
+            filled.read(key, f"a key of {name}"): self.rule.read(item, f"{name}.{key}")
+            for key, item in value.items()
         }
 
     def _allowed(self) -> str:
@@ -335,7 +335,7 @@ class Json(Rule):
         if isinstance(value, Mapping):
             return MapOf(self).read(value, name)
         if isinstance(value, (list, tuple)):
-            return [self.read(each, f"{name}[{at}]") for at, each in enumerate(value)]
+            return [self.read(item, f"{name}[{index}]") for index, item in enumerate(value)]
         is_number = isinstance(value, float) and math.isfinite(value)
         is_right = value is None or is_number or isinstance(value, (bool, int, str))
         return value if is_right else self.refuse(value, name)
@@ -375,7 +375,7 @@ class SomeOf(Nested):
 
     def _read(self, value: Any, name: str) -> dict[str, Any]:
         checked = self.kind.read(value, f"{name}.")
-        return {each: getattr(checked, each) for each in value}
+        return {key: getattr(checked, key) for key in value}
 
 
 class Settings:
@@ -386,50 +386,56 @@ class Settings:
             object.__setattr__(self, name, rule.read(getattr(self, name), name))
 
     @classmethod
-    def read(cls: type[S], given: object, at: str = "") -> S:
+    def read(cls: type[S], values: object, prefix: str = "") -> S:
         """The settings of a mapping; `at` is the prefix of a setting's name in errors.
 
         Raises:
             SchemaError: it is no mapping, has an unknown key, lacks one that has no default, or a
                 value is not what its setting allows.
         """
-        known = rules(cls)
-        if not isinstance(given, Mapping):
-            what = at.rstrip(".: ") or "settings"
-            raise SchemaError(f"{what}={shown(given)}: wanted a map of {', '.join(known)}")
-        check_names(given, known, at)
+        field_rules = rules(cls)
+        if not isinstance(values, Mapping):
+            subject = prefix.rstrip(".: ") or "settings"
+            raise SchemaError(
+                f"{subject}={shown(values)}: wanted a map of {', '.join(field_rules)}"
+            )
+        check_names(values, field_rules, prefix)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # each is a dataclass
-            if field.name not in given and _is_needed(field):
-                raise SchemaError(f"{at}{field.name} is missing: {known[field.name].allowed}")
+            if field.name not in values and _is_needed(field):
+                raise SchemaError(
+                    f"{prefix}{field.name} is missing: {field_rules[field.name].allowed}"
+                )
         try:
-            return cls(**given)
+            return cls(**values)
         except SchemaError as error:
-            raise SchemaError(f"{at}{error}") from None
+            raise SchemaError(f"{prefix}{error}") from None
 
     @classmethod
     def parse(cls, texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
         """The values of settings that were given as texts, by name; errors as `read`."""
-        known, found = rules(cls), dict[str, Any]()
+        field_rules, values = rules(cls), dict[str, Any]()
         for name, text in texts:
-            check_names((name,), known)
-            value = known[name].parse(text, name)
-            if found.setdefault(name, value) != value:
+            check_names((name,), field_rules)
+            value = field_rules[name].parse(text, name)
+            if values.setdefault(name, value) != value:
                 raise SchemaError(
-                    f"{name}={shown(text)}: it was also given as {shown(found[name])}"
+                    f"{name}={shown(text)}: it was also given as {shown(values[name])}"
                 )
-        return found
+        return values
 
 
-_known: dict[Any, dict[str, Rule]] = {}
+_rules_by_class: dict[Any, dict[str, Rule]] = {}
 
 
 def rules(kind: type[Settings]) -> dict[str, Rule]:
     """The rule of each field of a class of settings; TypeError if the type of one has none."""
-    if kind not in _known:
+    if kind not in _rules_by_class:
         hints = typing.get_type_hints(kind, include_extras=True)
         fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # each is a dataclass
-        _known[kind] = {each.name: _rule_of(hints[each.name]) for each in fields if each.init}
-    return _known[kind]
+        _rules_by_class[kind] = {
+            field.name: _rule_of(hints[field.name]) for field in fields if field.init
+        }
+    return _rules_by_class[kind]
 
 
 def from_environment(name: str, rule: Rule, default: Any) -> Any:
@@ -445,14 +451,14 @@ def _rule_of(hint: Any) -> Rule:
     """The rule that a type declares."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        own = [each for each in inner[1:] if isinstance(each, Rule)]
-        return own[0] if own else _rule_of(inner[0])
+        declared = [item for item in inner[1:] if isinstance(item, Rule)]
+        return declared[0] if declared else _rule_of(inner[0])
     if hint in _BY_TYPE:
         return _BY_TYPE[hint]
     if origin is Literal:
         return Choice(*inner)
     if origin in (Union, types.UnionType) and type(None) in inner and len(inner) == 2:
-        return Optional(_rule_of(next(each for each in inner if each is not type(None))))
+        return Optional(_rule_of(next(item for item in inner if item is not type(None))))
     if origin is tuple:
         is_any_length = inner[-1] is Ellipsis
         if is_any_length or len(set(inner)) == 1:

@@ -50,7 +50,9 @@ Shapes = dict[str, tuple[int, int]]
 def bagel_shapes() -> Shapes:
     """Outputs and inputs of each linear layer of the tests' language model."""
     layers = lora_layers(pipeline().model).items()
-    sizes = {name: part.cut.whole for name, part in layers if name.startswith("language_model.")}
+    sizes = {
+        name: part.cut.full_shape for name, part in layers if name.startswith("language_model.")
+    }
     return {name: (size[0], size[1]) for name, size in sizes.items()}
 
 

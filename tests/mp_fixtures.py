@@ -85,8 +85,8 @@ class EngineUnderTest:
 def patient_calls() -> Iterator[None]:
     """Workers that are not frozen have as long as they need to answer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ar_engine, "_ANSWER", WAIT)
-        patch.setattr(stage_engine, "_ANSWER", WAIT)
+        patch.setattr(ar_engine, "_ANSWER_SECONDS", WAIT)
+        patch.setattr(stage_engine, "_ANSWER_SECONDS", WAIT)
         patch.setattr(remote_kv, "_STATS_TIMEOUT", WAIT)
         yield
 

@@ -15,7 +15,8 @@ from omni_kvlink.connectors import base
 from omni_kvlink.connectors.control import listener, monitored_socket
 from omni_kvlink.connectors.protocol import fetch_plan, transfer_table
 from omni_kvlink.connectors.runtime import consumer
-from omni_kvlink.connectors.shm import transport
+from omni_kvlink.connectors.shm.channel import MAX_BACKLOG
+from omni_kvlink.connectors.shm.listener import MAX_PEERS
 from omni_kvlink.memory import arena
 from omni_kvlink.memory.region import Mapping
 
@@ -99,7 +100,7 @@ def test_zmq_names_every_reason_of_a_refusal() -> None:
     counted = {
         reason
         for path in sources
-        for reason in re.findall(r"_count(?:\(|, )\"([\w ]+)\"", path.read_text())
+        for reason in re.findall(r"(?:_count(?:\(|, )|_refused\[)\"([\w ]+)\"", path.read_text())
     }
     named = set(re.findall(r"^\| `([\w ]+)` \|", (DOCS / "zmq.md").read_text(), re.MULTILINE))
     assert counted == named
@@ -116,7 +117,7 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         (operations, f"tried again for {consumer._RECONNECT_SECONDS:g} s"),
         (operations, f"at most {base.MAX_RETRIES} times within one `get`"),
         (operations, f"reason | {transfer_table.TOMBSTONE_SECONDS / 60:g} minutes"),
-        (operations, f"unless {transport.MAX_BACKLOG:,} messages wait"),
+        (operations, f"unless {MAX_BACKLOG:,} messages wait"),
         (operations, f"{base.Options().quota >> 30} GiB by default"),
         (operations, f"arenas of {arena.MIN_ARENA >> 20} MiB"),
         (protocol, f"for {transfer_table.TOMBSTONE_SECONDS:g} seconds"),
@@ -127,6 +128,6 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         (protocol, f"`Chunk`s of at most {fetch_plan.CHUNK >> 20} MiB"),
         (protocol, f"{fetch_plan.WINDOW >> 20} MiB at most"),
         (protocol, f"multiple of {arena.GRAIN:,}"),
-        (protocol, f"consumers of a listener | {transport.MAX_PEERS:,}"),
+        (protocol, f"consumers of a listener | {MAX_PEERS:,}"),
     ):
         assert figure in text, figure

@@ -21,6 +21,7 @@ from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
 from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
 from omni_kvlink.integrations.vllm.settings import (
+    EngineSettings,
     PoolConnectOptions,
     PoolServeOptions,
     VllmSettings,
@@ -58,6 +59,7 @@ DECLARED = re.compile(
 NOT_READ = {
     "engine.entrypoints.deploy.DeployConfig": "made of a file, whose stages become settings",
     "engine.config.StageConfig": "a base",
+    "integrations.vllm.settings.EngineSettings": "a base",
     "engine.tokens.sampling.TextSamplingParams": "a base",
 }
 """Dataclasses with such a name that nobody configures."""
@@ -66,14 +68,14 @@ NOT_READ = {
 def test_the_list_is_complete() -> None:
     """No class of settings is missing, and none checks its fields in another way."""
     listed = {f"{kind.__module__.partition('.')[2]}.{kind.__name__}" for kind in KINDS}
-    found = set[str]()
+    declared = set[str]()
     for path in ROOT.rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found |= {f"{module}.{name}" for name in DECLARED.findall(path.read_text())}
-    assert found - NOT_READ.keys() == listed
-    assert NOT_READ.keys() <= found
-    made = {kind for kind in _below(Settings) if kind.__module__.startswith("omni_kvlink.")}
-    assert made - {engine.StageConfig, TextSamplingParams} == set(KINDS)
+        declared |= {f"{module}.{name}" for name in DECLARED.findall(path.read_text())}
+    assert declared - NOT_READ.keys() == listed
+    assert NOT_READ.keys() <= declared
+    subclasses = {kind for kind in _below(Settings) if kind.__module__.startswith("omni_kvlink.")}
+    assert subclasses - {engine.StageConfig, EngineSettings, TextSamplingParams} == set(KINDS)
 
 
 def _below(kind: type[Settings]) -> set[type[Settings]]:
@@ -124,66 +126,66 @@ def hints_of(kind: type[Settings]) -> dict[str, Any]:
 HINTS: dict[Any, dict[str, Any]] = {}
 
 
-def means(hint: Any, given: Any, found: Any) -> bool:
-    """Whether a value that was found means what was given, by the declared type alone."""
+def means(hint: Any, source: Any, value: Any) -> bool:
+    """Whether a value that was read means the input, by the declared type alone."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        some = next((each for each in inner[1:] if isinstance(each, SomeOf)), None)
-        if some is None:
-            return means(inner[0], given, found)
-        hints = hints_of(some.kind)
-        return set(found) == set(given) and all(
-            means(hints[name], given[name], found[name]) for name in given
+        options = next((rule for rule in inner[1:] if isinstance(rule, SomeOf)), None)
+        if options is None:
+            return means(inner[0], source, value)
+        hints = hints_of(options.kind)
+        return set(value) == set(source) and all(
+            means(hints[name], source[name], value[name]) for name in source
         )
     if hint is bool:
-        return given is found and type(given) is bool
+        return source is value and type(source) is bool
     if hint is int:
-        is_size = isinstance(given, str) and (given.endswith("GB") or given == str(found))
-        return type(found) is int and (is_size or (type(given) is int and given == found))
+        is_size = isinstance(source, str) and (source.endswith("GB") or source == str(value))
+        return type(value) is int and (is_size or (type(source) is int and source == value))
     if hint is float:
-        return type(found) is float and type(given) in (int, float) and float(given) == found
+        return type(value) is float and type(source) in (int, float) and float(source) == value
     if hint is str:
-        return type(found) is str and (
-            given == found or (isinstance(given, Path) and str(given) == found)
+        return type(value) is str and (
+            source == value or (isinstance(source, Path) and str(source) == value)
         )
     if origin is Literal:
-        return found in inner and type(given) is type(found) and given == found
+        return value in inner and type(source) is type(value) and source == value
     if origin in (Union, types.UnionType):
-        return given is None or any(
-            means(each, given, found) for each in inner if each is not type(None)
+        return source is None or any(
+            means(kind, source, value) for kind in inner if kind is not type(None)
         )
     if origin is tuple:
-        return len(given) == len(found) and all(
-            map(lambda *both: means(inner[0], *both), given, found)
+        return len(source) == len(value) and all(
+            map(lambda *pair: means(inner[0], *pair), source, value)
         )
     if origin is dict:
-        return given.keys() == found.keys() and all(
-            means(inner[1], given[name], found[name]) for name in given
+        return source.keys() == value.keys() and all(
+            means(inner[1], source[name], value[name]) for name in source
         )
     if isinstance(hint, type) and issubclass(hint, Settings):
         hints = hints_of(hint)
-        return given is found or all(means(hints[n], given[n], getattr(found, n)) for n in given)
-    return hint is Any and str(given).replace("(", "[").replace(")", "]").replace(",]", "]") == str(
-        found
-    )
+        return source is value or all(means(hints[n], source[n], getattr(value, n)) for n in source)
+    return hint is Any and str(source).replace("(", "[").replace(")", "]").replace(
+        ",]", "]"
+    ) == str(value)
 
 
-def is_taken(kind: type[Settings], name: str, value: Any) -> bool:
-    """Whether a setting takes a value; it then means what was given. No other error leaves."""
+def is_taken(kind: type[Settings], name: str, source: Any) -> bool:
+    """Whether a setting takes a value; it then means the same. No other error leaves."""
     try:
-        found = kind.read({**KINDS[kind], name: value})
+        value = kind.read({**KINDS[kind], name: source})
     except SchemaError as error:
         return not str(error)
     hint = hints_of(kind)[name]
-    assert means(hint, value, getattr(found, name)), (name, value, found)
+    assert means(hint, source, getattr(value, name)), (name, source, value)
     return True
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_value_is_taken_for_what_it_is_or_refused(kind: type[Settings]) -> None:
     """Nothing raises a bare error, and no value is taken for its opposite."""
-    some = PLAIN[::4]
-    inner: list[Any] = [[], {}, *([each] for each in some), *({"x": each} for each in some)]
+    samples = PLAIN[::4]
+    inner: list[Any] = [[], {}, *([item] for item in samples), *({"x": item} for item in samples)]
     for name in rules(kind):
         assert [is_taken(kind, name, value) for value in (*PLAIN, *inner)].count(False)
 
@@ -224,10 +226,10 @@ def test_a_link_is_opened_with_what_was_said_or_not_at_all(
     name: str, value: Any, in_url: bool
 ) -> None:
     """Only errors of the library leave `KVLink.serve`, as a keyword and as a word of the URL."""
-    given: dict[str, Any] = {} if in_url else {name: value}
+    options: dict[str, Any] = {} if in_url else {name: value}
     url = f"inproc://every-setting?{name}={value}" if in_url else "inproc://every-setting"
     try:
-        KVLink.serve(url, **given).close()
+        KVLink.serve(url, **options).close()
     except KVLinkError:
         return
     text = str(value).lower()

@@ -38,9 +38,9 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, (ast.Load, ast.Del)):
             yield node.id, node.lineno
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, (ast.Load, ast.Del)):
             yield node.attr, node.lineno
         elif isinstance(node, ast.ExceptHandler) and node.name:
             yield node.name, node.lineno
@@ -59,9 +59,9 @@ def fragments(tree: ast.AST) -> Iterator[tuple[str, int]]:
             value = getattr(statement, "value", None)
             is_text = isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
             if is_text and isinstance(value.value, str):  # type: ignore[union-attr]
-                words = value.value.split()  # type: ignore[union-attr]
-                if words and words[0] in FRAGMENTS:
-                    yield words[0], statement.lineno
+                first = value.value.split()[:1]  # type: ignore[union-attr]
+                if first and first[0] in FRAGMENTS:
+                    yield first[0], statement.lineno
 
 
 def main(paths: list[str]) -> int:

@@ -86,7 +86,7 @@ def _tables() -> list[Registers]:
 
 @functools.cache
 def _shift(power: int) -> list[int]:
-    """What each bit of the register becomes after `1 << power` zero bytes."""
+    """The register that each bit becomes after `1 << power` zero bytes."""
     if power:
         half = _shift(power - 1)
         return [_apply(half, column) for column in half]
@@ -95,8 +95,8 @@ def _shift(power: int) -> list[int]:
 
 
 def _apply(columns: list[int], register: int) -> int:
-    found = 0
+    product = 0
     for bit, column in enumerate(columns):
         if register >> bit & 1:
-            found ^= column
-    return found
+            product ^= column
+    return product

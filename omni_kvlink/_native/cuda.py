@@ -59,20 +59,20 @@ class Ticket:
 
     def is_complete(self) -> bool:
         """Whether all copies are complete; does not block."""
-        found = ctypes.c_uint64()
-        _check(_load().kvlc_poll(self._number, ctypes.byref(found)))
-        return found.value > 0
+        flag = ctypes.c_uint64()
+        _check(_load().kvlc_poll(self._number, ctypes.byref(flag)))
+        return flag.value > 0
 
     def digests(self) -> bytes:
         """Block until all copies are complete; return their digests, 4 bytes each."""
-        found = array("I", bytes(4 * self._num_digests))
-        address, count = found.buffer_info()
+        buffer = array("I", bytes(4 * self._num_digests))
+        address, count = buffer.buffer_info()
         _check(
             _load().kvlc_digests(
                 self._number, ctypes.c_void_p(address if count else None), ctypes.c_uint64(count)
             )
         )
-        return host.big_endian(found).tobytes()
+        return host.big_endian(buffer).tobytes()
 
     def make_stream_wait(self, stream: int) -> None:
         """Make later work on a stream of this device wait for all copies; does not block."""
@@ -154,15 +154,15 @@ def describe(device: int) -> str:
 
 def crossover() -> int:
     """Return the crossover set by the environment, in bytes; 2**64 - 1 to have it measured."""
-    found: int = from_environment(ENVIRONMENT, Size(), _MEASURED)
-    return found
+    nbytes: int = from_environment(ENVIRONMENT, Size(), _MEASURED)
+    return nbytes
 
 
 def measured_crossovers(device: int) -> tuple[int, int]:
     """Return the bytes from which copy engines are faster than a kernel: (gather, scatter)."""
-    found = (ctypes.c_uint64 * 2)()
-    _check(_load().kvlc_crossover(ctypes.c_uint64(device), found))
-    return found[0], found[1]
+    sizes = (ctypes.c_uint64 * 2)()
+    _check(_load().kvlc_crossover(ctypes.c_uint64(device), sizes))
+    return sizes[0], sizes[1]
 
 
 def register(region: Region, device: int) -> str | None:
@@ -177,8 +177,8 @@ def register(region: Region, device: int) -> str | None:
         try:
             return _registered[pages]
         except KeyError:
-            found = _registered[pages] = _register(pages, device)
-            return found
+            reason = _registered[pages] = _register(pages, device)
+            return reason
 
 
 _register_lock = threading.Lock()

@@ -37,9 +37,9 @@ class DevicePages:
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy a few bytes to the host; blocks for that."""
-        found = ctypes.create_string_buffer(nbytes)
-        self._copy("kvlc_read", address, ctypes.cast(found, ctypes.c_void_p), nbytes)
-        return found.raw
+        buffer = ctypes.create_string_buffer(nbytes)
+        self._copy("kvlc_read", address, ctypes.cast(buffer, ctypes.c_void_p), nbytes)
+        return buffer.raw
 
     def write(self, address: int, data: bytes) -> None:
         """Copy a few bytes to the device; blocks for that."""
@@ -48,8 +48,8 @@ class DevicePages:
     def _copy(
         self, name: str, address: int, memory: ctypes.c_void_p | ctypes.c_char_p, nbytes: int
     ) -> None:
-        there = ctypes.c_uint64(self.device), ctypes.c_void_p(address)
-        cuda.call(name, *there, memory, ctypes.c_uint64(nbytes))
+        location = ctypes.c_uint64(self.device), ctypes.c_void_p(address)
+        cuda.call(name, *location, memory, ctypes.c_uint64(nbytes))
 
 
 class DeviceMapping(Mapping):
@@ -81,15 +81,15 @@ def crcs_of(region: Region, spans: Sequence[tuple[int, int]]) -> list[int]:
     packed = array("Q")
     for start, stop in spans:
         packed.extend((region.address + start, stop - start))
-    found = array("I", bytes(4 * len(spans)))
+    crcs = array("I", bytes(4 * len(spans)))
     cuda.call(
         "kvlc_digest",
         ctypes.c_uint64(device),
         ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
         ctypes.c_uint64(len(spans)),
-        ctypes.c_void_p(found.buffer_info()[0] if found else None),
+        ctypes.c_void_p(crcs.buffer_info()[0] if crcs else None),
     )
-    return found.tolist()
+    return crcs.tolist()
 
 
 def _free(address: int, pid: int) -> None:

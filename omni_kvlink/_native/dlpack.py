@@ -35,11 +35,11 @@ class Interpreter(ctypes.Structure):
     )
 
     @classmethod
-    def here(cls) -> Interpreter:
-        """That of this process, which is CPython."""
+    def current(cls) -> Interpreter:
+        """The functions of the interpreter of this process, which is CPython."""
         names = [name for name, *_ in cls._fields_]
-        found = (getattr(ctypes.pythonapi, name) for name in names)
-        return cls(*(ctypes.cast(function, ctypes.c_void_p) for function in found))
+        functions = (getattr(ctypes.pythonapi, name) for name in names)
+        return cls(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
 def describer_of(tensor_type: type) -> int:

@@ -44,7 +44,7 @@ PackedView = tuple[int, ...]
 """A `kvl_view` as 16 integers, made by `packed_view`; empty for a tensor it cannot describe."""
 _ONES, _ZEROS = (1,) * DIMS, (0,) * DIMS
 _LAST_SECOND = 1e9
-"""Of the monotonic clock, after 30 years of a machine: a later deadline is none."""
+"""A moment of the monotonic clock, after 30 years of a machine: a later deadline is none."""
 _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
 
@@ -256,9 +256,9 @@ class PackedLayout:
             self._pieces.extend((start, length, digest, dtype, rank, sizes.buffer_info()[0]))
         self.sizes = [length for _, length, *_ in pieces]
         self.itemsizes = [bits // 8 for *_, (_, bits) in pieces]
-        at = self._pieces.buffer_info()[0] if pieces else None
+        address = self._pieces.buffer_info()[0] if pieces else None
         text = (before, len(before), crc, after, len(after), *digests)
-        self._struct = _Layout(*text, at, len(pieces))
+        self._struct = _Layout(*text, address, len(pieces))
         self._address = ctypes.addressof(self._struct)
         self._addresses = struct.Struct(f"{len(pieces)}P")
 
@@ -324,8 +324,8 @@ class PackedLayout:
         """
         library = _load()
         calls = _held if len(text) <= SMALL else library
-        found: int = calls.kvl_match(text, len(text), self._address)
-        return found
+        length: int = calls.kvl_match(text, len(text), self._address)
+        return length
 
     def is_packed(
         self, address: int, nbytes: int, header_nbytes: int, quoted_id: bytes, *, digests: bool
@@ -336,10 +336,10 @@ class PackedLayout:
         not compared, and of those of more than `CHUNK` bytes it knows nothing: False then.
         """
         calls = _held if nbytes <= SMALL else _load()
-        found: int = calls.kvl_is_packed(
+        result: int = calls.kvl_is_packed(
             address, nbytes, header_nbytes, self._address, quoted_id, len(quoted_id), digests
         )
-        return bool(found)
+        return bool(result)
 
 
 def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
@@ -353,8 +353,8 @@ def crc32c(data: fallback.Bytes, crc: int = 0) -> int:
     nbytes = data.nbytes if isinstance(data, memoryview) else len(data)
     calls = _held if nbytes <= SMALL else library
     pointer = data if type(data) is bytes else np.frombuffer(data, np.uint8).ctypes.data
-    found: int = calls.kvl_crc32c(crc, pointer, nbytes)
-    return found
+    result: int = calls.kvl_crc32c(crc, pointer, nbytes)
+    return result
 
 
 def features() -> str:
@@ -400,7 +400,7 @@ def _declare(library: ctypes.CDLL) -> int:
         calls.kvl_crc32c.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64)
         calls.kvl_crc32c.restype = ctypes.c_uint32
     if sys.implementation.name == "cpython":
-        library.kvl_set_interpreter(ctypes.byref(dlpack.Interpreter.here()))
+        library.kvl_set_interpreter(ctypes.byref(dlpack.Interpreter.current()))
     _ = library.kvl_select
     forced = os.environ.get(ENVIRONMENT)
     if forced and version == ABI:

@@ -97,8 +97,8 @@ class BagelAdapter(CacheAdapter[NaiveCacheLike]):
         branches: dict[str, BundleBranch] = {GEN: gen}
         for name, context in contexts.items():
             if name != GEN:
-                own = self._export_context(context, request_id, about)
-                branches[name] = _refer(own, gen)
+                data = self._export_context(context, request_id, about)
+                branches[name] = _refer(data, gen)
         return KVCacheBundle(request_id, branches)
 
     def load_contexts(
@@ -150,20 +150,20 @@ def _layers(cache: Any, name: str) -> list[torch.Tensor | None]:
     return [cache[layer] for layer in range(len(cache))]
 
 
-def _refer(own: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
+def _refer(data: KVCacheTransferData, gen: KVCacheTransferData) -> BundleBranch:
     """Return `own`, or a reference to `gen` if all bytes are equal."""
-    tokens = own.metadata.seq_len
-    if own.is_empty:  # it has no tensor to take the dtype from
-        metadata = dataclasses.replace(own.metadata, dtype=gen.metadata.dtype)
-        return KVCacheTransferData(own.request_id, own.layer_blocks, [], metadata)
-    if own.metadata.num_layers != gen.metadata.num_layers or tokens > gen.metadata.seq_len:
-        return own
-    pairs = zip(own.tensors(), gen.tensors(), strict=True)
+    tokens = data.metadata.seq_len
+    if data.is_empty:  # it has no tensor to take the dtype from
+        metadata = dataclasses.replace(data.metadata, dtype=gen.metadata.dtype)
+        return KVCacheTransferData(data.request_id, data.layer_blocks, [], metadata)
+    if data.metadata.num_layers != gen.metadata.num_layers or tokens > gen.metadata.seq_len:
+        return data
+    pairs = zip(data.tensors(), gen.tensors(), strict=True)
     if not all(_starts_with(longer, shorter) for shorter, longer in pairs):
-        return own
+        return data
     if tokens == gen.metadata.seq_len:
-        return SameAs(GEN, own.metadata)
-    return PrefixOf(GEN, tokens, own.metadata)
+        return SameAs(GEN, data.metadata)
+    return PrefixOf(GEN, tokens, data.metadata)
 
 
 def _starts_with(longer: TensorView, shorter: TensorView) -> bool:

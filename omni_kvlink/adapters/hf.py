@@ -159,10 +159,10 @@ class DynamicCacheAdapter(CacheAdapter[DynamicCacheLike]):
         `ropes` are the next positions of the sequences; if None, the tokens seen. `extra` are JSON
         values, sent with the first branch. Raises SchemaError as `export` does.
         """
-        own: dict[str, Any] = {} if ropes is None else {"ropes": list(ropes)}
+        ropes_field: dict[str, Any] = {} if ropes is None else {"ropes": list(ropes)}
         branches = {}
         for number, layers in enumerate(_groups(_layers(cache))):
-            metadata = {**own, "extra": dict(extra or {})} if number == 0 else own
+            metadata = {**ropes_field, "extra": dict(extra or {})} if number == 0 else ropes_field
             branches[f"layers_{layers[0].index}"] = _branch(layers, request_id, metadata)
         return branches.popitem()[1] if len(branches) == 1 else KVCacheBundle(request_id, branches)
 
@@ -268,8 +268,8 @@ def _branch(
     lens = (tokens,) * batch
     if not isinstance(metadata, KVMetadata):
         seen = max((layer.seen for layer in layers), default=0)
-        own = {"kv_lens": lens, "ropes": (seen,) * batch, "num_layers": len(layers)}
-        metadata = KVMetadata.from_dict({**own, **(metadata or {})})
+        defaults = {"kv_lens": lens, "ropes": (seen,) * batch, "num_layers": len(layers)}
+        metadata = KVMetadata.from_dict({**defaults, **(metadata or {})})
     if metadata.kv_lens != lens:
         raise SchemaError(f"kv_lens {list(metadata.kv_lens)}, but the cache has {list(lens)}")
     empty = None
@@ -293,31 +293,31 @@ def _branch(
 
 
 def _token_view(
-    part: torch.Tensor | None, table: BlockTable | None, where: str
+    part: torch.Tensor | None, table: BlockTable | None, label: str
 ) -> TensorView | None:
     """View `[batch, heads, tokens, dim]` as `[batch × tokens, heads, dim]`."""
     if part is None or table is None:
         return None
     if part.shape[0] == 1:
         return part[0].transpose(0, 1)
-    return PagedTensor(part.transpose(1, 2), table, where)  # a sequence is a block
+    return PagedTensor(part.transpose(1, 2), table, label)  # a sequence is a block
 
 
 def _load(branches: Iterable[KVCacheTransferData], into: Any) -> None:
     """Fill an empty cache; everything is checked before anything is set."""
-    found = [layer for data in branches for layer in _received(data)]
-    found.sort(key=lambda layer: layer.index)
-    if [layer.index for layer in found] != list(range(len(found))):
-        raise SchemaError(f"layers {[layer.index for layer in found]} make no cache")
-    if len({layer.seen for layer in found}) > 1:
-        raise SchemaError(f"layers that have seen {[layer.seen for layer in found]} tokens")
+    layers = [layer for data in branches for layer in _received(data)]
+    layers.sort(key=lambda layer: layer.index)
+    if [layer.index for layer in layers] != list(range(len(layers))):
+        raise SchemaError(f"layers {[layer.index for layer in layers]} make no cache")
+    if len({layer.seen for layer in layers}) > 1:
+        raise SchemaError(f"layers that have seen {[layer.seen for layer in layers]} tokens")
     mine = _layers(into)
-    if mine and len(mine) != len(found):
-        raise SchemaError(f"the target has {len(mine)} layers, the data has {len(found)}")
+    if mine and len(mine) != len(layers):
+        raise SchemaError(f"the target has {len(mine)} layers, the data has {len(layers)}")
     if any(layer.tokens for layer in mine):
         raise SchemaError("the target is not empty; load into a new DynamicCache")
-    windows = [layer.window for layer in mine] or [0] * len(found)
-    fitting = [_fit(layer, window) for layer, window in zip(found, windows, strict=True)]
+    windows = [layer.window for layer in mine] or [0] * len(layers)
+    fitting = [_fit(layer, window) for layer, window in zip(layers, windows, strict=True)]
     recording = [into.layers[x.index] for x in fitting if x.records and x.window]
     if not all(hasattr(layer, "record_past") for layer in recording):
         raise SchemaError("windows that record their past: transformers has them from 5.15 on")

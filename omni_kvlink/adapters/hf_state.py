@@ -15,23 +15,23 @@ class Attributes(NamedTuple):
     """The attributes of objects of one class, in any version."""
 
     sent: frozenset[str]
-    """What a received object has as the sent one had it."""
+    """Attributes that a received object has as the sent one had them."""
     irrelevant: frozenset[str]
-    """What follows from those, or from the class, or is the receiving model's own."""
+    """Attributes that follow from those, or from the class, or are the receiving model's own."""
     refused: frozenset[str]
-    """What says that values lie elsewhere; an object that has set one is not sent."""
+    """Attributes that say that values lie elsewhere; an object that has set one is not sent."""
 
-    def check(self, holder: object, where: str) -> None:
+    def check(self, holder: object, holder_name: str) -> None:
         """Raise SchemaError if the object has an attribute that is not sent, and may count."""
         values = vars(holder)
         for name in values.keys() - self.sent - self.irrelevant:
             if name not in self.refused:
                 raise SchemaError(
-                    f"{where} has an attribute {name!r} that is not known here, and may be a state "
-                    "that is not sent: delete it, or use transformers 4.50 to 5.24"
+                    f"{holder_name} has an attribute {name!r} that is not known here, and may be a "
+                    "state that is not sent: delete it, or use transformers 4.50 to 5.24"
                 )
             if values[name]:
-                raise SchemaError(f"{where} has {name} set: its values lie elsewhere")
+                raise SchemaError(f"{holder_name} has {name} set: its values lie elsewhere")
 
 
 CACHE = Attributes(
@@ -48,7 +48,7 @@ CACHE = Attributes(
     ),
     refused=frozenset({"cache_processor", "offloading", "only_non_sliding", "prefetch_stream"}),
 )
-"""Of a `DynamicCache`."""
+"""The attributes of a `DynamicCache`."""
 
 LAYER = Attributes(
     sent=frozenset({"keys", "values", "cumulative_length", "record_past"}),
@@ -69,7 +69,7 @@ LAYER = Attributes(
     ),
     refused=frozenset(),
 )
-"""Of the layers of the classes `LAYER_CLASSES`."""
+"""The attributes of the layers of the classes `LAYER_CLASSES`."""
 
 CACHE_CLASS = "DynamicCache"
 LAYER_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer")

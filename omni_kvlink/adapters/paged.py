@@ -107,17 +107,17 @@ def _pools(cache: PagedCache) -> dict[str, Any]:
 
 def _check_targets(pairs: Sequence[tuple[PagedTensor, TensorView | None]]) -> None:
     """Raise SchemaError, before a byte is written, if pools do not fit or overlap."""
-    own = {_storage(tokens) for _, tokens in pairs if tokens is not None}
+    storages = {_storage(tokens) for _, tokens in pairs if tokens is not None}
     for target, tokens in pairs:
         assert tokens is not None
-        where, pool = target.where, target.pool
+        label, pool = target.where, target.pool
         if (target.shape, target.dtype) != (tokens.shape, tokens.dtype):
             raise SchemaError(
-                f"{where}: a pool of {pool.dtype} {list(pool.shape)} "
+                f"{label}: a pool of {pool.dtype} {list(pool.shape)} "
                 f"for tokens of {tokens.dtype} {list(tokens.shape)}"
             )
-        if _storage(target) in own:
-            raise SchemaError(f"{where}: the data lies in the pools themselves; clone it first")
+        if _storage(target) in storages:
+            raise SchemaError(f"{label}: the data lies in the pools themselves; clone it first")
     check_distinct([target for target, _ in pairs], lambda number: pairs[number][0].where)
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.errors import PeerLostError, TransferTimeout, format_seconds
 from omni_kvlink.link import (
+    BackgroundGet,
     ChunkStream,
-    GetAttempts,
     KVConsumer,
     Payload,
     Received,
@@ -26,9 +25,9 @@ from omni_kvlink.link import (
     begin_chunks,
     begin_get,
     begin_gets,
-    can_retry,
     check_timeout,
     check_verify,
+    id_list,
     open_chunks,
     open_delivery,
     open_stream,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
 
 
 class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
@@ -50,36 +49,41 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         """`KVConsumer.get`; cancelling the task cancels the request."""
         check_verify(verify)
         started = time.perf_counter()
-        begin = partial(begin_get, self.link, request_id, verify=verify)
-        _, delivery = await self._receive(begin, timeout)
-        return await self._opened(delivery, started, verify)
+        get = self._get(request_id, partial(begin_get, verify=verify), timeout)
+        return await self._opened(await self._receive(get), started, verify)
 
     async def get_many(
         self, request_ids: Sequence[str], *, timeout: float, verify: Verify = "auto"
     ) -> ReceivedBatch[Received]:
         """`KVConsumer.get_many`; cancelling the task cancels all requests."""
         check_verify(verify)
-        started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
-        gets = await self._begun_gets(request_ids, attempts.seconds_left(), verify)
+        started, keys, limit = time.perf_counter(), id_list(request_ids), check_timeout(timeout)
+        gets = [self._get(key, partial(begin_get, verify=verify), limit) for key in keys]
+
+        def begin(timeout: float) -> None:
+            requested = begin_gets(self.link, keys, timeout=timeout, verify=verify)
+            for get, pending in zip(gets, requested, strict=True):
+                get.adopt(self.link, pending)
+
         received: list[Received] = []
         try:
-            for request_id, pending in zip(request_ids, gets, strict=True):
-                await _wait_for(pending.future, attempts.seconds_left())
-                delivery = await self._repeated(pending, request_id, attempts.again(), verify)
+            await self._begin(begin, limit)
+            for get in gets:
+                delivery = await self._take(get)
                 received.append(await self._opened(delivery, started, verify))
         except BaseException:
-            for one in received:
-                one.release_unread()
-            for pending in gets[len(received) :]:
-                pending.cancel()
+            for payload in received:
+                payload.release_unread()
+            for get in gets:
+                get.cancel()
             raise
         return ReceivedBatch(received)
 
     async def stream_get(self, request_id: str, *, timeout: float) -> AsyncReceivedStream:
         """`KVConsumer.stream_get`; cancelling the task cancels the request."""
         started = time.perf_counter()
-        begin = partial(begin_get, self.link, request_id, streamed=True)
-        _, delivery = await self._receive(begin, timeout)
+        get = self._get(request_id, partial(begin_get, streamed=True), timeout)
+        delivery = await self._receive(get)
         stream = open_stream(self.link, delivery, started=started, timeout=timeout)
         return AsyncReceivedStream(stream)
 
@@ -88,8 +92,8 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     ) -> AsyncChunkStream:
         """`KVConsumer.read_stream`; cancelling the task cancels the request."""
         limit = check_timeout(timeout)
-        begin = partial(begin_chunks, self.link, request_id, start=start, verify=verify)
-        head, delivery = await self._receive(begin, limit)
+        get = self._get(request_id, partial(begin_chunks, start=start, verify=verify), limit)
+        delivery, head = await self._receive(get), get.pending
         stream = open_chunks(self.link, head, delivery, start=start, timeout=limit, verify=verify)
         return AsyncChunkStream(stream)
 
@@ -99,77 +103,49 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
             await _Verification(received).run()
         return received
 
-    async def _begun_gets(
-        self, request_ids: Sequence[str], timeout: float, verify: Verify
-    ) -> list[PendingGet]:
-        def begin(timeout: float) -> _PendingGets:
-            return _PendingGets(begin_gets(self.link, request_ids, timeout=timeout, verify=verify))
+    def _get(
+        self, request_id: str, begin: Callable[..., PendingGet], timeout: float
+    ) -> BackgroundGet:
+        return BackgroundGet(request_id, lambda timeout: self.link, begin, timeout)
 
-        request = _AsyncGet(begin, timeout)
+    async def _receive(self, get: BackgroundGet) -> Delivery:
+        """Begin a get, and return its payload."""
         try:
-            await self._begun(request)
+            await self._begin(get.begin, get.seconds_left())
+            return await self._take(get)
         except BaseException:
-            request.cancel()
+            get.cancel()
             raise
-        return request.take().gets
 
-    async def _repeated(
-        self, pending: PendingGet, request_id: str, attempts: GetAttempts, verify: Verify
-    ) -> Delivery:
-        """What a get received; if only the connection broke, what it receives when repeated."""
-        try:
-            return pending.wait(timeout=0.0)  # answered or out of time: does not block
-        except PeerLostError:
-            retry = partial(can_retry, self.link, pending, timeout=attempts.seconds_left())
-            if not await run_in_thread(retry):
-                raise
-        begin = partial(begin_get, self.link, request_id, verify=verify)
-        return (await self._receive(begin, attempts.seconds_left()))[1]
-
-    async def _receive(
-        self, begin: Callable[..., PendingGet], timeout: float
-    ) -> tuple[PendingGet, Delivery]:
-        """What `begin` requests; if only the connection broke, it is requested again."""
-        attempts = GetAttempts(check_timeout(timeout))
+    async def _take(self, get: BackgroundGet) -> Delivery:
+        """Wait for the payload of a get; if only the connection broke, request it again."""
         while True:
-            pending = await self._answered(_AsyncGet(begin, attempts.seconds_left()))
+            await _wait_for(get.pending.future, get.seconds_left())
             try:
-                return pending, pending.wait(timeout=0.0)  # answered or out of time: no block
+                return get.take()
             except PeerLostError:
-                retry = partial(can_retry, self.link, pending, timeout=attempts.seconds_left())
-                if not attempts.may_retry() or not await run_in_thread(retry):
+                if not await run_in_thread(get.can_retry):
                     raise
+            await self._begin(get.begin, get.seconds_left())
 
-    async def _answered(self, request: _AsyncGet[PendingGet]) -> PendingGet:
-        """The pending get, once its answer is there or the time is over.
-
-        `wait_for` may swallow a cancellation, `asyncio.wait` not. A reconnection needs a thread.
-        """
-        try:
-            pending = await self._begun(request)
-            await _wait_for(pending.future, request.seconds_left())
-        except BaseException:
-            request.cancel()
-            raise
-        return request.take()
-
-    async def _begun(self, request: _AsyncGet[G]) -> G:
-        """The pending get; in a thread, if the link has to reconnect first."""
+    async def _begin(self, begin: Callable[[float], None], timeout: float) -> None:
+        """Call a function that requests; in a thread, if the link has to reconnect first."""
         if self.link.is_connected:
             with contextlib.suppress(PeerLostError):  # the connection ends at this moment
-                return request(timeout=0.0)
-        begun = asyncio.ensure_future(run_in_thread(request))
+                begin(0.0)
+                return
+        begun = asyncio.ensure_future(run_in_thread(partial(begin, timeout)))
         try:
-            await asyncio.wait([begun], timeout=request.timeout)
+            await asyncio.wait([begun], timeout=timeout)
         finally:
             begun.cancel()
         if not begun.done():
             raise TransferTimeout(
-                f"{self.link.url}: no connection after {format_seconds(request.timeout)}",
-                waited=request.timeout,
+                f"{self.link.url}: no connection after {format_seconds(timeout)}",
+                waited=timeout,
                 phase="connecting",
             )
-        return begun.result()
+        begun.result()
 
 
 class AsyncReceivedStream:
@@ -225,17 +201,13 @@ class AsyncReceivedStream:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.stream.__exit__(kind, error, traceback)
 
-    async def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
-        """Uses `asyncio.wait`, because `wait_for` may swallow a cancellation."""
+    async def _wait(self, future: Future[None], name: str, timeout: float | None) -> None:
         seconds = self.stream.timeout if timeout is None else check_timeout(timeout)
-        answer = asyncio.wrap_future(future)
         try:
-            await asyncio.wait([answer], timeout=seconds)
+            await _wait_for(future, seconds)
         finally:
-            if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # retrieved here, raised by `check`
             self.stream.cancel_wait(future)
-        self.stream.check(future, what, seconds)
+        self.stream.check(future, name, seconds)
 
 
 class AsyncChunkStream:
@@ -294,76 +266,29 @@ async def _wait_for(future: Future[Any], timeout: float) -> None:
             answer.exception()  # retrieved here, raised by the get or the stream
 
 
-class _PendingGets:
-    """Several gets, which are cancelled together."""
-
-    def __init__(self, gets: list[PendingGet]):
-        self.gets = gets
-
-    def cancel(self) -> None:
-        """Cancel each."""
-        for pending in self.gets:
-            pending.cancel()
-
-
-G = TypeVar("G", "PendingGet", _PendingGets)
-
-
-class _AsyncGet(Generic[G]):
-    """Runs `begin_get` or the like, in any thread; after `cancel`, what was begun is cancelled."""
-
-    def __init__(self, begin: Callable[..., G], timeout: float):
-        self._begin: Callable[..., G] = begin
-        self.timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._cancelled = False
-        self._pending: deque[G] = deque()
-
-    def __call__(self, timeout: float | None = None) -> G:
-        pending = self._begin(timeout=self.seconds_left() if timeout is None else timeout)
-        self._pending.append(pending)
-        if self._cancelled:
-            self.cancel()
-        return pending
-
-    def seconds_left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
-
-    def take(self) -> G:
-        return self._pending.pop()
-
-    def cancel(self) -> None:
-        """Cancel the get once, in the thread that pops it, this or the other one."""
-        self._cancelled = True
-        with contextlib.suppress(IndexError):
-            self._pending.pop().cancel()
-
-
 class _Verification:
     """`verify_first` in a thread; after a cancellation the payload is released unread."""
 
     def __init__(self, received: Received):
         self._received = received
-        self._began = self._ended = self._cancelled = False
+        # Each side writes one and then reads the other: at least one of them releases.
+        self._is_hashing = self._is_cancelled = False
 
     async def run(self) -> None:
         try:
             await run_in_thread(self)
-        except asyncio.CancelledError:
-            self._cancelled = True
-            if self._ended or not self._began:
-                self._received.release_unread()
-            raise
         except BaseException:
-            self._received.release_unread()
+            self._is_cancelled = True
+            if not self._is_hashing:
+                self._received.release_unread()
             raise
 
     def __call__(self) -> None:
-        self._began = True
+        self._is_hashing = True
         try:
-            if not self._cancelled:
+            if not self._is_cancelled:
                 verify_first(self._received)
         finally:
-            self._ended = True
-            if self._cancelled:  # not before: its memory could be reused while it is hashed
+            self._is_hashing = False
+            if self._is_cancelled:  # not before: its memory could be reused while it is hashed
                 self._received.release_unread()

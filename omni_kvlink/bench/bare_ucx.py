@@ -1,4 +1,4 @@
-"""What `UcxTransport` adds to ucxx: the same bytes by both, and by one TCP connection, in turn.
+"""The cost of `UcxTransport` over bare ucxx: the same bytes by both, and by TCP, in turn.
 
 `python -m omni_kvlink.bench.bare_ucx` starts the sender in a process of its own and prints, for
 each transfer, milliseconds from the request to the last byte, and the ratio to a bare tag send.
@@ -40,11 +40,11 @@ class _CopyAndTagSend(TagSend):
         self._requests, self._copied = [], os.eventfd(0, os.EFD_NONBLOCK)
         thread = threading.Thread(target=self._copy)
         thread.start()
-        left = iter(self._messages)
+        messages = iter(self._messages)
         while self._is_busy() or len(self._requests) < len(self._messages):
             with contextlib.suppress(BlockingIOError):
                 for _ in range(os.eventfd_read(self._copied)):
-                    self._requests.append(self._endpoint.tag_send(*next(left)))
+                    self._requests.append(self._endpoint.tag_send(*next(messages)))
                 continue
             self._sleep(self._copied)
         thread.join()
@@ -63,7 +63,7 @@ class _UcxTransportSend(BufferTransfer):
     """`UcxTransport`, in messages of `step` bytes."""
 
     def __init__(self, buffer: np.ndarray[Any, Any], step: int):
-        self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
+        self._pieces = [buffer[start : start + step] for start in range(0, len(buffer), step)]
         self._transport = UcxTransport()
         self.address = self._transport.address.hex()
 
@@ -78,15 +78,15 @@ class _UcxTransportSend(BufferTransfer):
         self._begin(self._transport.receive)
 
     def _begin(self, verb: Any) -> None:
-        self._left, self._completed = len(self._pieces), threading.Event()
+        self._unfinished, self._completed = len(self._pieces), threading.Event()
         self._errors: list[BaseException] = []
         for tag, piece in enumerate(self._pieces):
             verb(self._peer, piece, tag, self._done)
 
     def _done(self, error: BaseException | None) -> None:
         self._errors += [error] if error is not None else []
-        self._left -= 1
-        if not self._left:
+        self._unfinished -= 1
+        if not self._unfinished:
             self._completed.set()
 
     def wait(self) -> None:
@@ -115,11 +115,11 @@ class _SenderCommands(CommandSet):
 
     def open(self, nbytes: int) -> list[str]:
         self._transfers = list(make_transfers(nbytes, is_sender=True).values())
-        return [one.address for one in self._transfers]
+        return [transfer.address for transfer in self._transfers]
 
     def connect(self, addresses: list[str]) -> None:
-        for one, address in zip(self._transfers, addresses, strict=True):
-            one.connect(address)
+        for transfer, address in zip(self._transfers, addresses, strict=True):
+            transfer.connect(address)
 
     def send(self, number: int) -> None:
         self._transfers[number].send()
@@ -131,21 +131,22 @@ def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
     with contextlib.closing(sender) as peer:
         transfers = make_transfers(nbytes, is_sender=False)
         addresses = peer.call("open", nbytes=nbytes)
-        connecting = peer.submit("connect", addresses=[one.address for one in transfers.values()])
-        for one, address in zip(transfers.values(), addresses, strict=True):
-            one.connect(address)
+        ours = [transfer.address for transfer in transfers.values()]
+        connecting = peer.submit("connect", addresses=ours)
+        for transfer, address in zip(transfers.values(), addresses, strict=True):
+            transfer.connect(address)
         connecting.result(TIMEOUT)
         seconds: dict[str, list[float]] = {name: [] for name in transfers}
         for _ in range(rounds + 1):
-            for number, (name, one) in enumerate(transfers.items()):
-                one.receive()
+            for number, (name, transfer) in enumerate(transfers.items()):
+                transfer.receive()
                 started = time.perf_counter()
                 sending = peer.submit("send", number=number)
-                one.wait()
+                transfer.wait()
                 seconds[name].append(time.perf_counter() - started)
                 sending.result(TIMEOUT)
-        for one in transfers.values():
-            one.close()
+        for transfer in transfers.values():
+            transfer.close()
     return {name: values[1:] for name, values in seconds.items()}
 
 
@@ -165,9 +166,9 @@ def main() -> None:
     seconds = measure(options.nbytes, options.rounds)
     bare = Summary.of(next(iter(seconds.values()))).p50
     for name, values in seconds.items():
-        one = Summary.of([1e3 * value for value in values])
-        spread = f"{one.p50:6.1f} [{one.min:.1f}..{one.p90:.1f}] ms"
-        print(f"{name:30} {spread}, {1e-3 * one.p50 / bare:.2f} x bare")
+        summary = Summary.of([1e3 * value for value in values])
+        spread = f"{summary.p50:6.1f} [{summary.min:.1f}..{summary.p90:.1f}] ms"
+        print(f"{name:30} {spread}, {1e-3 * summary.p50 / bare:.2f} x bare")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a link is compared with: it moves as many bytes, and does nothing else.
+"""The baselines of a link: each moves as many bytes as the link, and does nothing else.
 
 Each baseline has a sending end in the producer's process and a receiving end in the reader's.
 """
@@ -65,8 +65,8 @@ def baselines_of(connector: str, nbytes: int) -> tuple[Baseline, ...]:
     """The baselines of a connector for payloads of a size, those that can run here."""
     if connector == "shm":
         return (OMNI_SHM,) if nbytes <= SMALL and has_vllm_omni() else ()
-    found = _BY_CONNECTOR.get(connector, ())
-    return (ROUND_TRIP,) if found and nbytes <= SMALL else found
+    baselines = _BY_CONNECTOR.get(connector, ())
+    return (ROUND_TRIP,) if baselines and nbytes <= SMALL else baselines
 
 
 def has_vllm_omni() -> bool:
@@ -128,9 +128,9 @@ class TcpSend(BufferTransfer):
 
     def wait(self) -> None:
         """Receive all bytes, in as few calls as the kernel allows."""
-        at = 0
-        while at < len(self._buffer):
-            at += self._socket.recv_into(self._buffer[at:])
+        received = 0
+        while received < len(self._buffer):
+            received += self._socket.recv_into(self._buffer[received:])
 
     def close(self) -> None:
         """Close the connection."""
@@ -179,7 +179,7 @@ class TagSend(BufferTransfer):
         self._worker = self._ucxx.UCXWorker(self._ucxx.UCXContext(options, features), False, False)
         self._worker.init_blocking_progress_mode()
         step = step or len(buffer)
-        self._pieces = [buffer[at : at + step] for at in range(0, len(buffer), step)]
+        self._pieces = [buffer[start : start + step] for start in range(0, len(buffer), step)]
         self._messages = [
             (make(piece), self._ucxx.UCXXTag(tag)) for tag, piece in enumerate(self._pieces)
         ]
@@ -188,8 +188,8 @@ class TagSend(BufferTransfer):
 
     def connect(self, address: str) -> None:
         """Connect to the other end."""
-        there = self._ucxx.UCXAddress.create_from_buffer(bytes.fromhex(address))
-        self._endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+        peer_address = self._ucxx.UCXAddress.create_from_buffer(bytes.fromhex(address))
+        self._endpoint = self._worker.create_endpoint_from_worker_address(peer_address, True)
 
     def send(self) -> None:
         """Send the buffer; blocks until it may be modified."""
@@ -215,9 +215,9 @@ class TagSend(BufferTransfer):
         self._worker.progress()
         return not all(request.completed for request in self._requests)
 
-    def _sleep(self, *others: int) -> None:
+    def _sleep(self, *fds: int) -> None:
         if self._worker.arm():
-            select.select([self._worker.epoll_file_descriptor, *others], [], [])
+            select.select([self._worker.epoll_file_descriptor, *fds], [], [])
 
 
 class _OmniTransfer(BufferTransfer):
@@ -229,8 +229,8 @@ class _OmniTransfer(BufferTransfer):
         for name in ("vllm", "vllm_omni"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._connector = shm_connector.SharedMemoryConnector({})
-        both = torch.ones(nbytes, dtype=torch.uint8).tensor_split(2)
-        self._payload = dict(zip(("key_cache", "value_cache"), both, strict=True))
+        tensors = torch.ones(nbytes, dtype=torch.uint8).tensor_split(2)
+        self._payload = dict(zip(("key_cache", "value_cache"), tensors, strict=True))
         self._numbers = itertools.count()
         self._prefix = self.address = f"kvlink-bench-{os.getpid()}" if is_sender else ""
 
@@ -245,15 +245,15 @@ class _OmniTransfer(BufferTransfer):
     def wait(self) -> None:
         """Poll until the next payload is here."""
         key, deadline = self._key(), time.monotonic() + TIMEOUT
-        while (found := self._connector.get("0", "1", key)) is None:
+        while (result := self._connector.get("0", "1", key)) is None:
             if time.monotonic() > deadline:
                 raise BenchError("a payload did not come through vLLM-Omni's connector")
             time.sleep(POLL)
-        self._received = found[0]
+        self._received = result[0]
 
     def check(self) -> None:
         """Compare what came last."""
-        if not all(torch.equal(self._received[k], one) for k, one in self._payload.items()):
+        if not all(torch.equal(self._received[k], tensor) for k, tensor in self._payload.items()):
             raise IntegrityError("other bytes came through vLLM-Omni's connector")
 
     def close(self) -> None:

@@ -14,12 +14,12 @@ LEFT, WIDTH, ROW = 300, 820, 30
 
 
 class BarRow(NamedTuple):
-    """A bar from 0 to `p50`, and a line from `least` to `most`."""
+    """A bar from 0 to `p50`, and a line from `least` to `greatest`."""
 
     label: str
     p50: float
     least: float
-    most: float
+    greatest: float
     color: str = OURS
 
 
@@ -30,16 +30,16 @@ def times(label: str, values: Mapping[str, float], color: str = OURS) -> BarRow:
 
 def chart(title: str, unit: str, rows: Sequence[BarRow], *, mark: float = 0.0) -> str:
     """Draw horizontal bars with ranges; `mark` is a dashed line."""
-    most = max(max(row.most for row in rows), mark) * 1.12
-    scale, bottom = (WIDTH - LEFT - 30) / most, 56 + ROW * len(rows)
+    top = max(max(row.greatest for row in rows), mark) * 1.12
+    scale, bottom = (WIDTH - LEFT - 30) / top, 56 + ROW * len(rows)
     parts = [_text(20, 26, title, "start", weight=600)]
-    for tick in _ticks(most):
+    for tick in _ticks(top):
         x = LEFT + tick * scale
         parts.append(f"<line x1='{x:.1f}' y1='44' x2='{x:.1f}' y2='{bottom}' stroke='{GRID}'/>")
         parts.append(_text(x, bottom + 18, f"{tick:g}", "middle", MUTED))
     for number, row in enumerate(rows):
         y = 50 + ROW * number
-        least, right, most_x = (LEFT + x * scale for x in (row.least, row.p50, row.most))
+        least, right, most_x = (LEFT + x * scale for x in (row.least, row.p50, row.greatest))
         parts += [
             _text(LEFT - 10, y + 14, row.label, "end"),
             f"<rect x='{LEFT}' y='{y}' width='{row.p50 * scale:.1f}' height='20' rx='3' "
@@ -71,12 +71,12 @@ def _text(
     )
 
 
-def _ticks(most: float) -> list[float]:
+def _ticks(top: float) -> list[float]:
     """Five or fewer round numbers above 0."""
     step = next(
         step
         for power in (0.01, 0.1, 1, 10, 100, 1000)
         for step in (power, 2 * power, 5 * power)
-        if most / step <= 5.5
+        if top / step <= 5.5
     )
-    return [step * n for n in range(1, int(most / step) + 1)]
+    return [step * n for n in range(1, int(top / step) + 1)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import queue
 import struct
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +22,7 @@ from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from omni_kvlink.link import ChunkStream, ReceivedChunk
 
@@ -33,7 +35,7 @@ _PIPE_BYTES = 1 << 20
 
 
 class ChunkBytes:
-    """What each chunk holds, a function of its stream and number; equal in both processes."""
+    """The content of each chunk, by its stream and number; equal in both processes."""
 
     def __init__(self, paced: Paced):
         self._paced, rows = paced, paced.streams * paced.chunks
@@ -43,7 +45,7 @@ class ChunkBytes:
 
     def tensor(self, stream: int, number: int) -> torch.Tensor:
         """A chunk, `[tokens, hidden]` bfloat16; not copied."""
-        start = _STEP * self._paced.at(stream, number)
+        start = _STEP * self._paced.position(stream, number)
         tokens, hidden = self._paced.tokens, self._paced.hidden
         return self._elements[start : start + tokens * hidden].view(tokens, hidden)
 
@@ -54,7 +56,7 @@ class ChunkBytes:
 
     def raw(self, stream: int, number: int) -> bytes:
         """The bytes of a chunk."""
-        start = 2 * _STEP * self._paced.at(stream, number)
+        start = 2 * _STEP * self._paced.position(stream, number)
         return self._raw[start : start + self._paced.nbytes]
 
     def flip(self, stream: int, number: int) -> torch.Tensor:
@@ -69,7 +71,7 @@ class Sent(NamedTuple):
 
     called: list[int]
     returned: list[int]
-    late: list[int]
+    delays: list[int]
     cpu: int
     wall: int
 
@@ -87,48 +89,61 @@ def send_all(
     Chunk `n` of each stream is due `n / per_second` seconds after `begin` (monotonic nanoseconds),
     the streams evenly spread over that time or, if `together`, all at once.
     """
-    called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
-    late, period = list[int](), 1e9 / per_second
-    _sleep_until(begin)
-    cpu = time.process_time_ns()
-    for number in range(paced.chunks):
-        for stream in range(paced.streams):
-            phase = 0.0 if together else stream / paced.streams
-            due = begin + int(period * (number + phase))
-            _sleep_until(due)
-            at = paced.at(stream, number)
-            called[at] = now = time.monotonic_ns()
-            send(stream, number)
-            returned[at] = time.monotonic_ns()
-            late.append(now - due)
-    cpu = time.process_time_ns() - cpu
-    return Sent(called, returned, late, cpu, time.monotonic_ns() - begin)
+    phases = [0.0 if together else stream / paced.streams for stream in range(paced.streams)]
+    turns = (
+        _Turn(number + phase, (paced.position(stream, number),), (stream, number))
+        for number in range(paced.chunks)
+        for stream, phase in enumerate(phases)
+    )
+    return _send_turns(paced, turns, send, begin, per_second)
 
 
 def send_steps(paced: Paced, send: Callable[[int], None], *, begin: int, per_second: float) -> Sent:
     """Send step `n`, which has chunk `n` of each stream, `n / per_second` seconds after `begin`."""
-    called, returned = [0] * (paced.streams * paced.chunks), [0] * (paced.streams * paced.chunks)
-    late, period = list[int](), 1e9 / per_second
+    streams = range(paced.streams)
+    turns = (
+        _Turn(number, [paced.position(stream, number) for stream in streams], (number,))
+        for number in range(paced.chunks)
+    )
+    return _send_turns(paced, turns, send, begin, per_second)
+
+
+class _Turn(NamedTuple):
+    """One call of `send`: its moment in periods, the positions of its chunks, its arguments."""
+
+    moment: float
+    positions: Sequence[int]
+    arguments: tuple[int, ...]
+
+
+def _send_turns(
+    paced: Paced,
+    turns: Iterable[_Turn],
+    send: Callable[..., None],
+    begin: int,
+    per_second: float,
+) -> Sent:
+    count, period = paced.streams * paced.chunks, 1e9 / per_second
+    called, returned, delays = [0] * count, [0] * count, list[int]()
     _sleep_until(begin)
     cpu = time.process_time_ns()
-    for number in range(paced.chunks):
-        due = begin + int(period * number)
+    for moment, positions, arguments in turns:
+        due = begin + int(period * moment)
         _sleep_until(due)
         now = time.monotonic_ns()
-        send(number)
+        send(*arguments)
         done = time.monotonic_ns()
-        for stream in range(paced.streams):
-            at = paced.at(stream, number)
-            called[at], returned[at] = now, done
-        late += [now - due] * paced.streams
+        for position in positions:
+            called[position], returned[position] = now, done
+        delays += [now - due] * len(positions)
     cpu = time.process_time_ns() - cpu
-    return Sent(called, returned, late, cpu, time.monotonic_ns() - begin)
+    return Sent(called, returned, delays, cpu, time.monotonic_ns() - begin)
 
 
 def _sleep_until(due: int) -> None:
-    left = due - time.monotonic_ns()
-    if left > 0:
-        time.sleep(1e-9 * left)
+    nanoseconds = due - time.monotonic_ns()
+    if nanoseconds > 0:
+        time.sleep(1e-9 * nanoseconds)
 
 
 class ChunkRecorder:
@@ -138,16 +153,16 @@ class ChunkRecorder:
         self._bytes, self.paced = ChunkBytes(paced), paced
         self._received = [0] * (paced.streams * paced.chunks)
         self._wrong = self._cpu = self._first = 0
-        self.left = len(self._received)
+        self.chunks_left = len(self._received)
 
     def take(self, stream: int, number: int, data: Any, now: int) -> None:
         """A chunk is here since `now` (monotonic nanoseconds); `data` has the buffer protocol."""
         if not self._first:
             self._first, self._cpu = now, time.process_time_ns()
-        self._received[self.paced.at(stream, number)] = now
+        self._received[self.paced.position(stream, number)] = now
         self._wrong += bytes(data) != self._bytes.raw(stream, number)
-        self.left -= 1
-        if not self.left:
+        self.chunks_left -= 1
+        if not self.chunks_left:
             self._cpu = time.process_time_ns() - self._cpu
 
     def result(self) -> dict[str, Any]:
@@ -165,57 +180,57 @@ def receive_by_callbacks(
     What an engine's own event loop does: the link's thread reports each stream that is ready.
     """
     ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-    left = [into.left // len(streams)] * len(streams)
+    chunks_left = [into.chunks_left // len(streams)] * len(streams)
 
-    def request(at: int) -> None:
-        streams[at].when_next().add_done_callback(lambda _: ready.put(at))
+    def request(index: int) -> None:
+        streams[index].when_next().add_done_callback(lambda _: ready.put(index))
 
-    for at in range(len(streams)):
-        request(at)
-    while into.left:
-        at = ready.get(timeout=PATIENCE)
-        _take(at, streams[at].receive(timeout=0.0), into)
-        left[at] -= 1
-        if left[at]:  # another stream's chunks may come after this one's end
-            request(at)
+    for index in range(len(streams)):
+        request(index)
+    while into.chunks_left:
+        index = ready.get(timeout=PATIENCE)
+        _take(index, streams[index].receive(timeout=0.0), into)
+        chunks_left[index] -= 1
+        if chunks_left[index]:  # another stream's chunks may come after this one's end
+            request(index)
 
 
 def receive_by_asyncio(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
     """Receive all chunks in one thread with asyncio, a task for each stream."""
 
-    async def receive(at: int) -> None:
-        stream = AsyncChunkStream(streams[at])
-        for _ in range(into.left // len(streams)):
-            _take(at, await stream.receive(timeout=PATIENCE), into)
+    async def receive(index: int) -> None:
+        stream = AsyncChunkStream(streams[index])
+        for _ in range(into.chunks_left // len(streams)):
+            _take(index, await stream.receive(timeout=PATIENCE), into)
 
     async def receive_all() -> None:
-        await asyncio.gather(*(receive(at) for at in range(len(streams))))
+        await asyncio.gather(*(receive(index) for index in range(len(streams))))
 
     asyncio.run(receive_all())
 
 
 def receive_by_streams(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
     """Receive all chunks in this one thread with `ChunkStreams`."""
-    number_of = {stream: at for at, stream in enumerate(streams)}
-    together = ChunkStreams(streams)
-    while into.left:
-        stream, chunk = together.receive(timeout=PATIENCE)
+    number_of = {stream: index for index, stream in enumerate(streams)}
+    merged = ChunkStreams(streams)
+    while into.chunks_left:
+        stream, chunk = merged.receive(timeout=PATIENCE)
         _take(number_of[stream], chunk, into)
 
 
 def receive_steps(streams: Sequence[ChunkStream[ReceivedChunk]], into: ChunkRecorder) -> None:
     """Receive all chunks from one stream, whose chunks are steps of them all."""
     (stream,) = streams
-    while into.left:
+    while into.chunks_left:
         step = stream.receive(timeout=PATIENCE)
         if step is None:
             raise IntegrityError("the stream of steps ended too early")
-        found = [
+        parts = [
             (int(name), tensors["hidden"], time.monotonic_ns())
             for name, tensors in step.requests().items()
         ]
-        for at, hidden, now in found:
-            into.take(at, step.number, bytes_of(hidden).data, now)
+        for index, hidden, now in parts:
+            into.take(index, step.number, bytes_of(hidden).data, now)
 
 
 RECEIVE = dict(
@@ -225,14 +240,51 @@ RECEIVE = dict(
         strict=True,
     )
 )
-"""How a reader of each name receives."""
+"""The function by which a reader of each name receives."""
 
 
-def _take(at: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:
+def _take(index: int, chunk: ReceivedChunk | None, into: ChunkRecorder) -> None:
     now = time.monotonic_ns()
     if chunk is None:
-        raise IntegrityError(f"stream {at} ended too early")
-    into.take(at, chunk.number, bytes_of(chunk.data["hidden"]).data, now)
+        raise IntegrityError(f"stream {index} ended too early")
+    into.take(index, chunk.number, bytes_of(chunk.data["hidden"]).data, now)
+
+
+@contextlib.contextmanager
+def make_fifos(*suffixes: str) -> Iterator[str]:
+    """Make a FIFO of each suffix behind the same path, which is yielded; removes them."""
+    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
+        path = os.path.join(directory, "pipe")
+        for suffix in suffixes:
+            os.mkfifo(path + suffix, 0o600)
+        yield path
+
+
+def open_fifo(path: str, flags: int) -> int:
+    """Open one end of a FIFO: a blocking descriptor of a large pipe."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # it would wait for the other end
+    os.set_blocking(fd, True)
+    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return fd
+
+
+def read_records(fd: int, nbytes: int, count: int) -> Iterator[list[memoryview]]:
+    """Read `count` records of `nbytes` bytes each; blocks, and yields those that came together."""
+    return _read_into(memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes))), fd, nbytes, count)
+
+
+def _read_into(buffer: memoryview, fd: int, nbytes: int, count: int) -> Iterator[list[memoryview]]:
+    filled = 0
+    while count:
+        received = os.readv(fd, [buffer[filled:]])
+        if not received:
+            raise EOFError("the pipe was closed")
+        filled += received
+        stop = filled - filled % nbytes
+        yield [buffer[start : start + nbytes] for start in range(0, stop, nbytes)]
+        count -= stop // nbytes
+        buffer[: filled - stop] = buffer[stop:filled]  # a record whose end has not come
+        filled -= stop
 
 
 class ChunkPipe:
@@ -242,38 +294,24 @@ class ChunkPipe:
     """
 
     def __init__(self, path: str, *, is_sender: bool):
-        flags = os.O_WRONLY if is_sender else os.O_RDONLY
-        self._fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(self._fd, True)
-        if is_sender:
-            fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._fd = open_fifo(path, os.O_WRONLY if is_sender else os.O_RDONLY)
 
     def send(self, stream: int, number: int, data: bytes) -> None:
         """Write a chunk; blocks while the pipe is full."""
         frame = _FRAME.pack(stream, number)
         written = os.writev(self._fd, [frame, data])
-        whole = len(frame) + len(data)
-        while written < whole:
+        total = len(frame) + len(data)
+        while written < total:
             written += os.write(self._fd, (frame + data)[written:])
 
     def receive(self, into: ChunkRecorder) -> None:
         """Read all chunks; blocks."""
         size = _FRAME.size + into.paced.nbytes
-        buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * size)))
-        filled = 0
-        while into.left:
-            count = os.readv(self._fd, [buffer[filled:]])
-            if not count:
-                raise EOFError("the pipe was closed")
-            filled, at = filled + count, 0
-            while filled - at >= size:
+        for records in read_records(self._fd, size, into.chunks_left):
+            for record in records:
                 now = time.monotonic_ns()
-                data = buffer[at + _FRAME.size : at + size]
-                stream, number = _FRAME.unpack_from(buffer, at)
-                into.take(stream, number, data, now)
-                at += size
-            buffer[: filled - at] = buffer[at:filled]
-            filled -= at
+                stream, number = _FRAME.unpack_from(record)
+                into.take(stream, number, record[_FRAME.size :], now)
 
     def close(self) -> None:
         """Close this end."""

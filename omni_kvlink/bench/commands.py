@@ -46,32 +46,32 @@ def perform(arguments: argparse.Namespace) -> int:
     machine = import_module("omni_kvlink.bench.machine")
     with interruptible():
         result = module.measure(setup, partial(report.progress, quiet=is_quiet))
-    here = machine.describe()
+    description = machine.describe()
     if not is_quiet:
-        about = report.wrapped("machine", machine.one_line(here))
+        about = report.wrapped("machine", machine.one_line(description))
         show("\n".join((f"kvlink-bench {arguments.command}", about, result.text())))
         if hasattr(result, "drawn"):
             report.draw(*result.drawn())
     if arguments.json:
         parts = (dataclasses.asdict(setup), result.to_dict())
         with held():
-            report.write_json(arguments.json, arguments.command, here, *parts)
+            report.write_json(arguments.json, arguments.command, description, *parts)
     return 1 if getattr(result, "failed", None) else 0
 
 
-def _setup(kind: type[Any], given: dict[str, Any]) -> Any:
-    """What to measure; `BenchError` if the machine's memory is too small for it."""
-    if "preset" in given:
+def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Make the setup to measure; `BenchError` if the machine's memory is too small for it."""
+    if "preset" in values:
         names = ("layers", "tokens", "heads", "head_dim", "dtype")
-        sizes = {name: given[name] for name in names if given[name] is not None}
-        given["shape"] = shape = dataclasses.replace(PRESETS[given["preset"]], **sizes)
+        sizes = {name: values[name] for name in names if values[name] is not None}
+        values["shape"] = shape = dataclasses.replace(PRESETS[values["preset"]], **sizes)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if _COPIES * shape.nbytes > memory:
             raise report.BenchError(
                 f"{shape} is {shape.nbytes / 1e9:.1f} GB, and {_COPIES} copies of it must fit into "
                 f"the {memory / 1e9:.1f} GB of this machine: give fewer --layers or --tokens"
             )
-    if "url" in given:
-        given["connector"] = given["url"].partition("://")[0]
+    if "url" in values:
+        values["connector"] = values["url"].partition("://")[0]
     fields = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: given[name] for name in fields if name in given})
+    return kind(**{name: values[name] for name in fields if name in values})

@@ -1,4 +1,4 @@
-"""How much longer the first transfer of a link takes than its tenth, prefaulted and not."""
+"""Seconds of the first transfer of a link beside those of its tenth, prefaulted and not."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import make_sample
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, document, progress, row, table, wrapped
 from omni_kvlink.bench.setups import FirstSetup
 from omni_kvlink.bench.stats import Timings
 
@@ -56,18 +56,18 @@ class FirstResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        shape, setup = self.setup.shape, self.setup
+        setup = self.setup
         head = [
-            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            wrapped("payload", setup.shape.text),
             wrapped("link", f"{setup.connector}, {setup.rounds} links of each kind, in turn"),
             wrapped("wait", f"{setup.wait:g} s between the link's opening and the first transfer"),
         ]
-        what = {kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS}
+        texts = {kind: "prefault= at both ends" if kind == "prefault" else kind for kind in KINDS}
         rows = [
-            row(f"{name} transfer", (one.p50, one.min, one.max), what[kind])
+            row(f"{name} transfer", (summary.p50, summary.min, summary.max), texts[kind])
             for kind in KINDS
             for name in ("first", "tenth")
-            for one in (self.milliseconds(f"{kind}_{name}"),)
+            for summary in (self.milliseconds(f"{kind}_{name}"),)
         ]
         lines = list[str]()
         for kind in KINDS:
@@ -77,28 +77,20 @@ class FirstResult(Timings):
         for side, times in self.mapping.items():
             text = f"{side}: {min(times)} to {max(times)} ms in a thread, before the first transfer"
             lines.append(wrapped("mapping", text))
-        lines += map(bar_line, self.bars())
-        columns = ["ms", "p50", "min", "max", "what"]
-        return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
+        figures = table(["ms", "p50", "min", "max", "what"], rows)
+        return document(head, figures, lines, self.bars())
 
 
 def measure(setup: FirstSetup, progress: Progress = progress) -> FirstResult:
     """Open all links one after the other, and send `TRANSFERS` payloads over each."""
     sample = make_sample(KEY, setup.shape, np.random.default_rng(0), sources="contiguous")
     seconds = {f"{kind}_{name}": list[float]() for kind in KINDS for name in ("first", "tenth")}
-    mapping = dict[str, list[int]]()
+    mapping, quota = dict[str, list[int]](), 2 * setup.shape.nbytes + _SLOT_SPACE
     with progress("links", len(KINDS) * setup.rounds) as step:
         for _ in range(setup.rounds):
             for kind in KINDS:
                 options = {"prefault": setup.shape.nbytes} if kind == "prefault" else {}
-                with open_pair(
-                    setup.connector,
-                    url=setup.url,
-                    connecting=options,
-                    copier=setup.copier,
-                    quota=2 * setup.shape.nbytes + _SLOT_SPACE,
-                    **options,
-                ) as pair:
+                with open_setup(setup, connecting=options, quota=quota, **options) as pair:
                     time.sleep(setup.wait)
                     times = [_transfer(pair, sample) for _ in range(TRANSFERS)]
                     if options:
@@ -124,9 +116,9 @@ def _transfer(pair: Pair, sample: Sample) -> float:
 def _mapping(pair: Pair) -> dict[str, int]:
     """Milliseconds in which each end mapped memory ahead."""
     stats = {"producer": pair.link.stats(), "reader": pair.peer.call("stats")}
-    found = dict[str, int]()
-    for side, one in stats.items():
-        mapped = one.get("mapped") or one.get("memory", {}).get("prefault")
+    milliseconds = dict[str, int]()
+    for side, counters in stats.items():
+        mapped = counters.get("mapped") or counters.get("memory", {}).get("prefault")
         if mapped:  # an end in the producer's process maps nothing
-            found[side] = mapped["milliseconds"]
-    return found
+            milliseconds[side] = mapped["milliseconds"]
+    return milliseconds

@@ -1,21 +1,21 @@
-"""How long a chunk of a stream that grows is on its way, many streams at once, beside a pipe."""
+"""The latency of chunks of streams that grow, many streams at once, beside a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Sent, send_all, send_steps
-from omni_kvlink.bench.pair import Pair, open_pair
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.chunks import ChunkBytes, ChunkPipe, Sent, make_fifos, send_all, send_steps
+from omni_kvlink.bench.machine import load_text
+from omni_kvlink.bench.pair import Pair, open_setup
+from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
 from omni_kvlink.bench.setups import GrowingSetup, Paced
-from omni_kvlink.bench.stats import Summary, Timings
+from omni_kvlink.bench.stats import COLUMNS, Summary, Timings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ TIMES = {
     "pipe_late": "due → write called",
 }
 _TIMEOUT = 60.0
-_BEFORE = 50_000_000
+_LEAD_TIME = 50_000_000
 """Nanoseconds in which the reader's first requests arrive."""
 
 
@@ -66,9 +66,9 @@ class Round:
         sent, call = self.sent, "append" if self.kind == "link" else "write"
         pairs = list(zip(sent.called, self.received["received"], strict=True))
         return {
-            self.kind: [1e-9 * (there - called) for called, there in pairs if there],
+            self.kind: [1e-9 * (arrived - called) for called, arrived in pairs if arrived],
             call: [1e-9 * (b - a) for a, b in zip(sent.called, sent.returned, strict=True)],
-            f"{self.kind}_late": [1e-9 * late for late in sent.late],
+            f"{self.kind}_late": [1e-9 * delay for delay in sent.delays],
         }
 
 
@@ -83,32 +83,32 @@ class GrowingResult(Timings):
     @property
     def copier(self) -> str:
         """The copier that moved the chunks."""
-        return next(one.copier for one in self.rounds)
+        return next(round_.copier for round_ in self.rounds)
 
     @property
     def failed(self) -> int:
         """Chunks that were wrong or did not come."""
-        return sum(int(one.received["wrong"]) for one in self.rounds)
+        return sum(int(round_.received["wrong"]) for round_ in self.rounds)
 
     def cores(self, kind: str) -> dict[str, Summary]:
         """CPU seconds a second of each side, threads included, by round."""
-        found = [one.cores for one in self.rounds if one.kind == kind]
+        by_round = [round_.cores for round_ in self.rounds if round_.kind == kind]
         if self.one_process:
-            return {"both": Summary.of([one["producer"] for one in found])}
-        return {side: Summary.of([one[side] for one in found]) for side in found[0]}
+            return {"both": Summary.of([sides["producer"] for sides in by_round])}
+        return {side: Summary.of([sides[side] for sides in by_round]) for side in by_round[0]}
 
     def per_second(self, kind: str) -> Summary:
         """Chunks a second, by round; not more than the pace, whose last period ends with a send."""
-        most = self.setup.rate * self.setup.streams
-        found = [one.per_second for one in self.rounds if one.kind == kind]
-        return Summary.of([min(one, most) for one in found])
+        pace = self.setup.rate * self.setup.streams
+        rates = [round_.per_second for round_ in self.rounds if round_.kind == kind]
+        return Summary.of([min(rate, pace) for rate in rates])
 
     def ratios(self) -> dict[str, float]:
         """Link over pipe: latency, and CPU of each side."""
         link, pipe = (self.milliseconds(kind) for kind in KINDS)
-        found = {"latency p50": link.p50 / pipe.p50, "latency p99": link.p99 / pipe.p99}
+        ratios = {"latency p50": link.p50 / pipe.p50, "latency p99": link.p99 / pipe.p99}
         ours, bare = (self.cores(kind) for kind in KINDS)
-        return found | {f"CPU {side}": ours[side].p50 / bare[side].p50 for side in ours}
+        return ratios | {f"CPU {side}": ours[side].p50 / bare[side].p50 for side in ours}
 
     def bars(self) -> list[dict[str, Any]]:
         """The bars of this setup, and whether they are met; empty for a setup without one."""
@@ -117,13 +117,13 @@ class GrowingResult(Timings):
         is_apart = setup.together and not setup.steps
         if setup.connector != "shm" or is_apart or not usual:
             return []
-        found = [("chunk p99, ms", self.milliseconds("link").p99, 2.0)]
+        figures = [("chunk p99, ms", self.milliseconds("link").p99, 2.0)]
         needed = {
             side: 1e-6 * setup.rate * setup.streams * cost
             for side, cost in self.cpu_per_chunk("link").items()
         }
-        found += [(f"cores that this pace needs, {side}", one, 0.6) for side, one in needed.items()]
-        return [bar(*one) for one in found]
+        figures += [(f"cores that this pace needs, {side}", n, 0.6) for side, n in needed.items()]
+        return [bar(*figure) for figure in figures]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
@@ -135,7 +135,7 @@ class GrowingResult(Timings):
             "milliseconds": {name: self.milliseconds(name).to_dict() for name in TIMES},
             "chunks_per_second": {kind: self.per_second(kind).to_dict() for kind in KINDS},
             "cores": {
-                kind: {side: one.to_dict() for side, one in self.cores(kind).items()}
+                kind: {side: summary.to_dict() for side, summary in self.cores(kind).items()}
                 for kind in KINDS
             },
             "cpu_us_per_chunk": {kind: self.cpu_per_chunk(kind) for kind in KINDS},
@@ -146,13 +146,8 @@ class GrowingResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        rows = [
-            row(name, dataclasses.astuple(self.milliseconds(name)), what)
-            for name, what in TIMES.items()
-        ]
-        head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
-        parts = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
-        return "\n\n".join(parts)
+        times = times_table(self, TIMES, *COLUMNS)
+        return document(_setup_lines(self), times, _result_lines(self), self.bars())
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""
@@ -165,21 +160,19 @@ class GrowingResult(Timings):
 
     def cpu_per_chunk(self, kind: str) -> dict[str, float]:
         """Microseconds of CPU a chunk of each side, also where the pace was not reached."""
-        found = [one for one in self.rounds if one.kind == kind]
-        chunks = 1e3 * sum(len(one.sent.called) for one in found)
-        producer = sum(one.sent.cpu for one in found) / chunks
-        reader = sum(int(one.received["cpu"]) for one in found) / chunks
-        both = {"producer": round(producer, 1), "reader": round(reader, 1)}
-        return {"both": both["producer"]} if self.one_process else both
+        rounds = [round_ for round_ in self.rounds if round_.kind == kind]
+        chunks = 1e3 * sum(len(round_.sent.called) for round_ in rounds)
+        producer = sum(round_.sent.cpu for round_ in rounds) / chunks
+        reader = sum(int(round_.received["cpu"]) for round_ in rounds) / chunks
+        costs = {"producer": round(producer, 1), "reader": round(reader, 1)}
+        return {"both": costs["producer"]} if self.one_process else costs
 
 
 def measure(setup: GrowingSetup, progress: Progress = progress) -> GrowingResult:
     """Run all rounds, after a short one of each kind to warm up."""
-    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
-    serving["inline"] = setup.inline
     rounds = list[Round]()
     with (
-        open_pair(setup.connector, url=setup.url, **serving) as pair,
+        open_setup(setup) as pair,
         _open_pipe(pair) as pipe,
         progress("rounds", 2 * setup.rounds) as step,
     ):
@@ -192,17 +185,15 @@ def measure(setup: GrowingSetup, progress: Progress = progress) -> GrowingResult
             rounds.append(_pipe_round(pair, setup, setup.paced, pipe))
             step()
         seconds = {name: list[float]() for name in TIMES}
-        for one in rounds:
-            for name, values in one.seconds().items():
+        for round_ in rounds:
+            for name, values in round_.seconds().items():
                 seconds[name] += values
         return GrowingResult(seconds, setup, rounds, pair.own_thread)
 
 
 @contextlib.contextmanager
 def _open_pipe(pair: Pair) -> Iterator[ChunkPipe]:
-    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
-        path = os.path.join(directory, "pipe")
-        os.mkfifo(path, 0o600)
+    with make_fifos("") as path:
         pair.peer.call("open_pipe", path=path)
         with contextlib.closing(ChunkPipe(path, is_sender=True)) as pipe:
             yield pipe
@@ -215,7 +206,7 @@ def _link_round(pair: Pair, setup: GrowingSetup, paced: Paced, name: str) -> Rou
     count = 1 if setup.steps else setup.streams
     names = [f"{name}-stream-{number}" for number in range(count)]
     with contextlib.ExitStack() as stack:
-        outs = [stack.enter_context(pair.link.open_stream(one, spec)) for one in names]
+        outs = [stack.enter_context(pair.link.open_stream(key, spec)) for key in names]
         pair.peer.call("open_streams", names=names, timeout=_TIMEOUT)
         receiving = pair.peer.submit("receive_streams", reader=setup.reader, **paced._asdict())
         if setup.steps:
@@ -252,7 +243,7 @@ def _append(
         outs[stream].append({"hidden": data.tensor(stream, number)})
 
     def append_or_flip(stream: int, number: int) -> None:
-        is_wrong = paced.at(stream, number) == corrupt
+        is_wrong = paced.position(stream, number) == corrupt
         make = data.flip if is_wrong else data.tensor
         outs[stream].append({"hidden": make(stream, number)})
 
@@ -276,7 +267,7 @@ def _send(setup: GrowingSetup, paced: Paced, send: Callable[[int, int], None]) -
 
 
 def _begin() -> int:
-    return time.monotonic_ns() + _BEFORE
+    return time.monotonic_ns() + _LEAD_TIME
 
 
 def _setup_lines(result: GrowingResult) -> list[str]:
@@ -304,16 +295,14 @@ def _result_lines(result: GrowingResult) -> list[str]:
     for kind in KINDS:
         rate, costs = result.per_second(kind), result.cpu_per_chunk(kind)
         cores = ", ".join(
-            f"{side} {one.p50:.3f} cores ({one.min:.3f} to {one.max:.3f}), {costs[side]:.0f} µs a "
-            "chunk"
-            for side, one in result.cores(kind).items()
+            f"{side} {summary.p50:.3f} cores ({summary.min:.3f} to {summary.max:.3f}), "
+            f"{costs[side]:.0f} µs a chunk"
+            for side, summary in result.cores(kind).items()
         )
         text = f"{rate.p50:.0f} chunks a second ({rate.min:.0f} to {rate.max:.0f}); CPU: {cores}"
         lines.append(wrapped(kind, text))
     ratios = ", ".join(f"{name} {value:.2f} ×" for name, value in result.ratios().items())
     lines.append(wrapped("ratio", f"link by pipe: {ratios}"))
-    total = sum(len(one.sent.called) for one in result.rounds)
+    total = sum(len(round_.sent.called) for round_ in result.rounds)
     verdict = f"{result.failed} of {total} chunks WRONG" if result.failed else f"all {total} equal"
-    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    lines += [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
-    return [*lines, *map(bar_line, result.bars())]
+    return [*lines, wrapped("bytes", verdict), wrapped("load", load_text())]

@@ -1,4 +1,4 @@
-"""How long it takes from `put` until the reader has the views, phase by phase."""
+"""The latency from `put` until the reader has the views, phase by phase."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from omni_kvlink.bench.baselines import (
 )
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
-from omni_kvlink.bench.stats import Summary, Timings
+from omni_kvlink.bench.stats import COLUMNS, Summary, Timings
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.memory.region import PAGE
 
@@ -45,7 +45,7 @@ PHASES = {
     "verify": "digests checked by the reader",
     "total": "put called → views in hand",
 }
-"""What each phase is, for people; the phases up to `verify` add up to `total`."""
+"""Each phase in words; the phases up to `verify` add up to `total`."""
 OTHER_TIMES = {
     "put": "put called → put returned",
     "release": "last view dropped → receipt done",
@@ -94,10 +94,11 @@ class LatencyResult(Timings):
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
         compared = dict[str, Any]()
-        for one in BASELINES:
-            ran, name = one in self.baselines, one.name
+        for baseline in BASELINES:
+            ran, name = baseline in self.baselines, baseline.name
             compared[f"{name}_ms"] = self.milliseconds(name).to_dict() if ran else None
-            compared[f"{name}_ratio"] = round(self.ratio_of(one.phase, name), 4) if ran else None
+            ratio = round(self.ratio_of(baseline.phase, name), 4) if ran else None
+            compared[f"{name}_ratio"] = ratio
         return {
             "payload_bytes": self.setup.shape.nbytes,
             "sent_bytes": self.ledger.nbytes,
@@ -124,40 +125,34 @@ class LatencyResult(Timings):
 
     def bars(self) -> list[dict[str, Any]]:
         """The bars of this setup, and whether they are met; empty for a setup without one."""
-        setup, nbytes, found = self.setup, self.setup.shape.nbytes, list[tuple[str, float, float]]()
+        setup, nbytes, bars = self.setup, self.setup.shape.nbytes, list[dict[str, Any]]()
         warm_shm = setup.connector == "shm" and setup.mode == "pooled" and setup.verify != "full"
         is_large = nbytes >= 100 << 20
         if warm_shm and nbytes <= SMALL:
-            found.append(("wake p50, microseconds", 1e3 * self.milliseconds("wake").p50, 300.0))
+            bars.append(bar("wake p50, microseconds", 1e3 * self.milliseconds("wake").p50, 300.0))
             total, pipe = self.milliseconds("total"), self.milliseconds("pipe_wake")
             label = f"total / a pipe's wake{', busy' * setup.busy}"
-            found.append((f"{label}, p50", total.p50 / pipe.p50, 2.5))
-            found.append((f"{label}, p99", total.p99 / pipe.p99, 6.0))
+            bars.append(bar(f"{label}, p50", total.p50 / pipe.p50, 2.5))
+            bars.append(bar(f"{label}, p99", total.p99 / pipe.p99, 6.0))
         if warm_shm and 1 << 20 <= nbytes <= 16 << 20:
-            found.append(("total beyond the copy p50, ms", self.beyond_copy.p50, 0.5))
+            bars.append(bar("total beyond the copy p50, ms", self.beyond_copy.p50, 0.5))
         if warm_shm and is_large and setup.digests:
             label = f"total / plain copy, {self.ledger.copier} copier{', paged' * setup.paged}"
-            found.append((label, self.ratio, 1.6 if setup.paged else 2.2))
+            bars.append(bar(label, self.ratio, 1.6 if setup.paged else 2.2))
         has_bar = (nbytes <= SMALL or is_large) and setup.digests
-        found += [
-            (f"{one.phase} / {one.text}", self.ratio_of(one.phase, one.name), one.limit)
-            for one in (self.baselines if has_bar else ())
-            if one.limit is not None
-        ]
+        for name, text, limit, phase in self.baselines if has_bar else ():
+            if limit is not None:
+                bars.append(bar(f"{phase} / {text}", self.ratio_of(phase, name), limit))
         if self.idle:
-            found.append(("idle CPU, percent of a core", max(self.idle.values()), 1.0))
-        return [bar(*one) for one in found]
+            bars.append(bar("idle CPU, percent of a core", max(self.idle.values()), 1.0))
+        return bars
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        rows = [
-            row(name, dataclasses.astuple(self.milliseconds(name)), what)
-            for name, what in TIMES.items()
-            if name != "verify" or self.setup.verify == "full"
-        ]
-        head = ["ms", "p50", "p90", "p99", "min", "max", "what"]
-        lines = ("\n".join(_setup_lines(self)), table(head, rows), "\n".join(_result_lines(self)))
-        return "\n\n".join(lines)
+        is_verified = self.setup.verify == "full"
+        texts = {name: TIMES[name] for name in TIMES if name != "verify" or is_verified}
+        times = times_table(self, texts, *COLUMNS)
+        return document(_setup_lines(self), times, _result_lines(self), self.bars())
 
 
 def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult:
@@ -166,14 +161,10 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     sample = make_sample(KEY, setup.shape, rng, sources="paged" if setup.paged else "contiguous")
     data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
     plain = PlainCopy(nbytes)
-    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
-    serving["inline"] = setup.inline
     quota = max(4 << 30, 2 * nbytes)
     with (
         torch_threads(setup.threads),
-        open_pair(
-            setup.connector, url=setup.url, threads=setup.threads, quota=quota, **serving
-        ) as pair,
+        open_setup(setup, threads=setup.threads, quota=quota) as pair,
         progress("rounds", setup.warmup + setup.rounds) as step,
     ):
         senders = {
@@ -183,8 +174,8 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
         rounds, ledgers = list[dict[str, float]](), list[Ledger]()
         faults: dict[str, list[int]] = {"producer": [], "reader": []}
         for _ in range(setup.warmup + setup.rounds):
-            one, pages, ledger = _round(pair, data, setup, plain, senders)
-            rounds.append(one)
+            timings, pages, ledger = _round(pair, data, setup, plain, senders)
+            rounds.append(timings)
             ledgers.append(ledger)
             for side, count in pages.items():
                 faults[side].append(count)
@@ -193,9 +184,9 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
         for sender in senders.values():
             sender.close()
     cold = rounds[0]["total"] if setup.warmup else None
-    seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in rounds[0]}
+    seconds = {name: [timings[name] for timings in rounds[setup.warmup :]] for name in rounds[0]}
     faults = {side: counts[setup.warmup :] for side, counts in faults.items()}
-    return LatencyResult(seconds, setup, faults, cold, ledgers[-1], plain.what, idle)
+    return LatencyResult(seconds, setup, faults, cold, ledgers[-1], plain.text, idle)
 
 
 def _round(
@@ -212,7 +203,7 @@ def _round(
     pair.wait_until_requested()
     if setup.busy:
         _put_others(pair, data)
-    before = page_faults(own_thread=pair.own_thread)
+    faults_before = page_faults(own_thread=pair.own_thread)
     called = time.monotonic_ns()
     receipt = pair.link.put(data, direct=setup.direct, ttl=TTL, timeout=60.0)
     returned = time.monotonic_ns()
@@ -222,12 +213,12 @@ def _round(
     committed = int(1e9 * (receipt.expires - TTL))
     seconds |= _phases(receipt.ledger, called, committed, reader)
     seconds |= {"put": 1e-9 * (returned - called), "release": 1e-9 * (done - reader["dropped"])}
-    producer_faults = page_faults(own_thread=pair.own_thread) - before
+    producer_faults = page_faults(own_thread=pair.own_thread) - faults_before
     return seconds, {"producer": producer_faults, "reader": reader["faults"]}, receipt.ledger
 
 
 def _put_others(pair: Pair, data: Payload) -> None:
-    """What an engine with many requests does all the time: nobody waits for these."""
+    """Put and abort payloads that nobody waits for, as an engine with many requests does."""
     other = copy.copy(data)
     other.request_id = OTHER
     for _ in range(OTHERS):
@@ -262,9 +253,9 @@ def _pipe_wake(pair: Pair) -> float:
 def _idle(pair: Pair, seconds: float) -> dict[str, float]:
     """CPU of a connected pair whose reader waits for a payload that does not come, in percent."""
     idling = pair.peer.submit("idle", key="never", seconds=seconds)
-    before = time.process_time()
+    cpu_before = time.process_time()
     time.sleep(seconds)
-    used = time.process_time() - before
+    used = time.process_time() - cpu_before
     reader = idling.result(seconds + 10)
     percent = {"producer": 100 * used / seconds, "reader": 100 * reader / seconds}
     if pair.own_thread:
@@ -273,7 +264,7 @@ def _idle(pair: Pair, seconds: float) -> dict[str, float]:
 
 
 def _notes(setup: LatencySetup) -> list[str]:
-    """What must be known about this setup to understand its figures."""
+    """Facts about this setup that its figures cannot be understood without."""
     lines = []
     if setup.paged:
         lines.append(
@@ -302,7 +293,7 @@ def _setup_lines(result: LatencyResult) -> list[str]:
         f"torch threads {setup.threads}"
     )
     return [
-        wrapped("payload", f"{setup.shape} = {setup.shape.nbytes / 1e6:.3f} MB{branches}"),
+        wrapped("payload", f"{setup.shape.text}{branches}"),
         wrapped("link", link),
         wrapped("rounds", f"{setup.rounds} after {setup.warmup} to warm up"),
         *(wrapped("note", note) for note in _notes(setup)),
@@ -322,17 +313,18 @@ def _result_lines(result: LatencyResult) -> list[str]:
         f"{faults['reader']:.0f} (every page touched); the payload has "
         f"{-(-result.setup.shape.nbytes // PAGE)} pages"
     )
-    more = f"{beyond.p50:.3f} ms of the total are not the copy"
+    remainder = f"{beyond.p50:.3f} ms of the total are not the copy"
     lines = [wrapped("ratio", ratio)]
     for baseline in result.baselines:
-        one = result.milliseconds(baseline.name)
+        summary = result.milliseconds(baseline.name)
         times = result.ratio_of(baseline.phase, baseline.name)
-        text = f"{baseline.phase} = {times:.2f} × {baseline.text}, which took {one.p50:.3f} ms"
+        text = f"{baseline.phase} = {times:.2f} × {baseline.text}, which took {summary.p50:.3f} ms"
         name = baseline.name.replace("_", " ")
-        lines.append(wrapped(name, f"{text} ({one.min:.3f} to {one.max:.3f}; p99 {one.p99:.3f})"))
+        text += f" ({summary.min:.3f} to {summary.max:.3f}; p99 {summary.p99:.3f})"
+        lines.append(wrapped(name, text))
     lines += [
         wrapped("rate", f"{result.rate / 1e9:.2f} GB/s to views"),
-        wrapped("beyond", f"{more} ({beyond.min:.3f} to {beyond.max:.3f})"),
+        wrapped("beyond", f"{remainder} ({beyond.min:.3f} to {beyond.max:.3f})"),
         wrapped("faults", pages),
     ]
     if result.cold is not None:
@@ -343,4 +335,4 @@ def _result_lines(result: LatencyResult) -> list[str]:
     if result.idle is not None:
         text = ", ".join(f"{side} {percent:.3f} %" for side, percent in result.idle.items())
         lines.append(wrapped("idle", f"CPU of a core while connected and waiting: {text}"))
-    return [*lines, *map(bar_line, result.bars())]
+    return lines

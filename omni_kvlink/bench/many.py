@@ -1,16 +1,16 @@
-"""How many small payloads a link transfers in a second, singly and in batches, beside a pipe."""
+"""The rate at which a link transfers small payloads, singly and in batches, beside a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.chunks import ChunkBytes
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.chunks import ChunkBytes, make_fifos
+from omni_kvlink.bench.machine import load_text
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.pipelined import (
     ReceiptPipe,
     SentRun,
@@ -19,7 +19,7 @@ from omni_kvlink.bench.pipelined import (
     put_singly,
 )
 from omni_kvlink.bench.reader import freeze_gc
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, document, progress, table, wrapped
 from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.connectors.base import Options
@@ -62,7 +62,7 @@ class ManyRun:
     def cpu(self) -> dict[str, float]:
         """Microseconds of CPU a transfer of each side."""
         spent = {"producer": self.sent.cpu, "reader": self.received["cpu"]}
-        return {side: 1e-3 * one / self.transfers for side, one in spent.items()}
+        return {side: 1e-3 * nanoseconds / self.transfers for side, nanoseconds in spent.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,32 +82,36 @@ class ManyResult:
     @property
     def failed(self) -> int:
         """The number of payloads that were wrong."""
-        return self.wrong_beside + sum(one.received["wrong"] for one in self.runs)
+        return self.wrong_beside + sum(run.received["wrong"] for run in self.runs)
 
     def of_kind(self, kind: str) -> list[ManyRun]:
         """The runs of a kind, round by round."""
-        return [one for one in self.runs if one.kind == kind]
+        return [run for run in self.runs if run.kind == kind]
 
     def per_second(self, kind: str) -> Summary:
         """Transfers a second, by round."""
-        return Summary.of([one.per_second for one in self.of_kind(kind)])
+        return Summary.of([run.per_second for run in self.of_kind(kind)])
 
     def cpu(self, kind: str) -> dict[str, Summary]:
         """Microseconds of CPU a transfer of each side, all threads, by round."""
-        found = [one.cpu for one in self.of_kind(kind)]
+        by_round = [run.cpu for run in self.of_kind(kind)]
         return {
-            side: Summary.of([one[name] for one in found]) for side, name in self._sides.items()
+            side: Summary.of([sides[name] for sides in by_round])
+            for side, name in self._sides.items()
         }
 
     def ratio(self, kind: str, other: str) -> dict[str, Summary]:
         """One kind over another one, round by round: transfers a second, CPU a transfer by side."""
         pairs = list(zip(self.of_kind(kind), self.of_kind(other), strict=True))
-        rate = Summary.of([one.per_second / base.per_second for one, base in pairs])
+        rate = Summary.of([run.per_second / base.per_second for run, base in pairs])
         cpu = {
-            side: Summary.of([one.cpu[name] / base.cpu[name] for one, base in pairs])
+            side: Summary.of([run.cpu[name] / base.cpu[name] for run, base in pairs])
             for side, name in self._sides.items()
         }
-        return {"transfers a second": rate, **{f"CPU {side}": one for side, one in cpu.items()}}
+        return {
+            "transfers a second": rate,
+            **{f"CPU {side}": summary for side, summary in cpu.items()},
+        }
 
     @property
     def _sides(self) -> dict[str, str]:
@@ -126,30 +130,30 @@ class ManyResult:
         if setup.live < 10000:
             return []
         slower = self.ratio("few_live", "many_live")["transfers a second"].p50
-        found = [(f"{FEW} live / {setup.live} live, transfers a second", slower, 1.15)]
+        figures = [(f"{FEW} live / {setup.live} live, transfers a second", slower, 1.15)]
         if setup.connector == "shm" and setup.bytes <= 4096 and setup.digests:
             # 8,000 and 30,000 a second.
-            found.append(("single, µs a transfer", 1e6 / self.per_second("single").p50, 125.0))
+            figures.append(("single, µs a transfer", 1e6 / self.per_second("single").p50, 125.0))
             if setup.batch == 64:
-                each = 1e6 / self.per_second("batched").p50
-                found.append(("64 in a batch, µs a transfer", each, 33.3))
-        return [bar(*one) for one in found]
+                microseconds = 1e6 / self.per_second("batched").p50
+                figures.append(("64 in a batch, µs a transfer", microseconds, 33.3))
+        return [bar(*figure) for figure in figures]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
         return {
             "payload_bytes": _paced(self.setup).nbytes,
-            "transfers": sum(one.transfers for one in self.runs),
+            "transfers": sum(run.transfers for run in self.runs),
             "wrong": self.failed,
             "copier": self.copier,
             "transfers_per_second": {kind: self.per_second(kind).to_dict() for kind in KINDS},
             "cpu_us_per_transfer": {
-                kind: {side: one.to_dict() for side, one in self.cpu(kind).items()}
+                kind: {side: summary.to_dict() for side, summary in self.cpu(kind).items()}
                 for kind in KINDS
             },
             "ratios": {
-                name: {what: one.to_dict() for what, one in found.items()}
-                for name, found in self.ratios().items()
+                name: {quantity: summary.to_dict() for quantity, summary in summaries.items()}
+                for name, summaries in self.ratios().items()
             },
             "load": list(os.getloadavg()),
             "bars": self.bars(),
@@ -161,20 +165,20 @@ class ManyResult:
             [
                 kind.replace("_", " "),
                 _ranged(self.per_second(kind)),
-                *(_ranged(one) for one in self.cpu(kind).values()),
-                _what(self.setup, kind),
+                *(_ranged(summary) for summary in self.cpu(kind).values()),
+                _text(self.setup, kind),
             ]
             for kind in KINDS
         ]
         sides = [f"{side}, µs CPU" for side in self.cpu("pipe")]
         head = ["", "transfers a second", *sides, "what"]
         compared = [
-            [name, *(_ranged(one) for one in found.values())]
-            for name, found in self.ratios().items()
+            [name, *(_ranged(summary) for summary in summaries.values())]
+            for name, summaries in self.ratios().items()
         ]
         ratios = table(["×, by round", *self.ratio("single", "pipe")], compared)
-        about, verdict = "\n".join(_setup_lines(self)), "\n".join(_result_lines(self))
-        return "\n\n".join((about, table(head, rows), ratios, verdict))
+        tables = f"{table(head, rows)}\n\n{ratios}"
+        return document(_setup_lines(self), tables, _result_lines(self), self.bars())
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""
@@ -194,8 +198,8 @@ def _quota(setup: ManySetup) -> int:
     return max(Options.quota, 2 * payloads * (setup.bytes + _SLOT_SPACE))
 
 
-def _what(setup: ManySetup, kind: str) -> str:
-    """What a kind is, for people."""
+def _text(setup: ManySetup, kind: str) -> str:
+    """A kind in words."""
     return {
         "pipe": "bare bytes, one byte back",
         "single": "put, begin_get",
@@ -207,11 +211,8 @@ def _what(setup: ManySetup, kind: str) -> str:
 
 def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
     """Run all rounds, every second one in reverse, after one run of each kind to warm up."""
-    serving: dict[str, Any] = {"copier": setup.copier, "digests": setup.digests, "mode": setup.mode}
     with (
-        open_pair(
-            setup.connector, url=setup.url, quota=_quota(setup), inline=setup.inline, **serving
-        ) as pair,
+        open_setup(setup, quota=_quota(setup)) as pair,
         _open_pipe(pair, _paced(setup)) as pipe,
         progress("runs", len(KINDS) * setup.rounds) as step,
     ):
@@ -226,7 +227,7 @@ def measure(setup: ManySetup, progress: Progress = progress) -> ManyResult:
                 runs.append(sender.run(kind))
                 step()
         sender.keep_live(0)
-        wrong = sender.wrong_beside + sum(one.received["wrong"] for one in warm)
+        wrong = sender.wrong_beside + sum(run.received["wrong"] for run in warm)
         return ManyResult(setup, runs, sender.copier, pair.own_thread, wrong)
 
 
@@ -261,8 +262,8 @@ class ManySender:
         if self._live:
             counts = {"count": self._live, "outstanding": self._live, "batch": _LIVE_BATCH}
             reading = {"kind": "batched", "run": self._live_run, **counts}
-            found = self._pair.peer.submit("receive_run", **reading).result(_TIMEOUT)
-            self.wrong_beside += found["wrong"]
+            received = self._pair.peer.submit("receive_run", **reading).result(_TIMEOUT)
+            self.wrong_beside += received["wrong"]
         self._live, self._live_run = count, self._number
         self._number += 1
         tensors = self._tensors(self._live_run, count)
@@ -300,21 +301,21 @@ class ManySender:
 
 @contextlib.contextmanager
 def _open_pipe(pair: Pair, paced: Paced) -> Iterator[ReceiptPipe]:
-    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
-        path = os.path.join(directory, "pipe")
-        for one in (path, path + "-back"):
-            os.mkfifo(one, 0o600)
-        with contextlib.closing(ReceiptPipe(path, is_sender=True)) as pipe:
-            pair.peer.call("open_runs", path=path, **paced._asdict())
-            pipe.connect()
-            yield pipe
+    with (
+        make_fifos("", "-back") as path,
+        contextlib.closing(ReceiptPipe(path, is_sender=True)) as pipe,
+    ):
+        pair.peer.call("open_runs", path=path, **paced._asdict())
+        pipe.connect()
+        yield pipe
 
 
-def _ranged(one: Summary) -> str:
-    p50, least, most = (
-        f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (one.p50, one.min, one.max)
+def _ranged(summary: Summary) -> str:
+    p50, least, greatest = (
+        f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+        for value in (summary.p50, summary.min, summary.max)
     )
-    return f"{p50} [{least}..{most}]"
+    return f"{p50} [{least}..{greatest}]"
 
 
 def _setup_lines(result: ManyResult) -> list[str]:
@@ -337,8 +338,6 @@ def _setup_lines(result: ManyResult) -> list[str]:
 
 
 def _result_lines(result: ManyResult) -> list[str]:
-    total = sum(one.transfers for one in result.runs)
+    total = sum(run.transfers for run in result.runs)
     verdict = f"{result.failed} payloads WRONG" if result.failed else f"all {total} equal"
-    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    lines = [wrapped("bytes", verdict), wrapped("load", f"of the machine, 1, 5, 15 min: {load}")]
-    return [*lines, *map(bar_line, result.bars())]
+    return [wrapped("bytes", verdict), wrapped("load", load_text())]

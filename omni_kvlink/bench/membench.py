@@ -1,4 +1,4 @@
-"""What this machine's memory allows: several methods to copy as many bytes, timed in turn."""
+"""The limits of this machine's memory: methods to copy as many bytes, timed in turn."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PLAIN = "plain_copy"
 
 
 class CopyMethod(ABC):
-    """One method to move or read all bytes; `key` is for JSON documents, `what` for people."""
+    """One method to move or read all bytes; `key` names it in JSON, `text` for people."""
 
-    def __init__(self, key: str, what: str):
-        self.key, self.what = key, what
+    def __init__(self, key: str, text: str):
+        self.key, self.text = key, text
 
     @abstractmethod
     def run(self) -> object:
@@ -62,7 +62,7 @@ class CopyMethod(ABC):
 class PlainCopy(CopyMethod):
     """The plain copy, with which all is compared: one thread, two warm buffers of `nbytes` bytes.
 
-    It is the fastest of three methods, chosen once on this machine; `what` names it.
+    It is the fastest of three methods, chosen once on this machine; `text` names it.
     """
 
     def __init__(self, nbytes: int):
@@ -73,10 +73,10 @@ class PlainCopy(CopyMethod):
             "numpy.copyto in steps of 512 KiB": self._steps,
         }
         best = {}
-        for what, self._copy in methods.items():
-            best[what] = min(self.seconds() for _ in range(3))
-        super().__init__("plain_copy", min(best, key=lambda what: best[what]))
-        self._copy = methods[self.what]
+        for name, self._copy in methods.items():
+            best[name] = min(self.seconds() for _ in range(3))
+        super().__init__("plain_copy", min(best, key=lambda name: best[name]))
+        self._copy = methods[self.text]
 
     def run(self) -> None:
         """Copy once."""
@@ -103,8 +103,8 @@ class PlainCopy(CopyMethod):
 class _TorchCopyMethod(CopyMethod):
     """`Tensor.copy_`, tensor by tensor."""
 
-    def __init__(self, key: str, what: str, sources: Sequence[torch.Tensor]):
-        super().__init__(key, what)
+    def __init__(self, key: str, text: str, sources: Sequence[torch.Tensor]):
+        super().__init__(key, text)
         self._sources = sources
         self._targets = [torch.zeros_like(source) for source in sources]
 
@@ -132,8 +132,8 @@ class StagedPayload:
 
     def tensors(self) -> list[torch.Tensor]:
         """Views of the memory."""
-        specs, at = self.manifest.tensors, self.manifest.header_nbytes
-        return [tensor_view(self.region, spec, at) for spec in specs]
+        specs, base = self.manifest.tensors, self.manifest.header_nbytes
+        return [tensor_view(self.region, spec, base) for spec in specs]
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether tensors have the bytes of the sources."""
@@ -148,8 +148,8 @@ class StagedPayload:
 class _CopierMethod(CopyMethod):
     """A method of a copier, on a payload."""
 
-    def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
-        super().__init__(key, what)
+    def __init__(self, key: str, text: str, copier: Copier, payload: StagedPayload):
+        super().__init__(key, text)
         self._copier, self._payload = copier, payload
 
 
@@ -157,8 +157,8 @@ class _GatherMethod(_CopierMethod):
     """The copy of a `put`, into memory that was used before."""
 
     def run(self) -> object:
-        one = self._payload
-        return self._copier.gather(one.sources, one.manifest, one.region)
+        payload = self._payload
+        return self._copier.gather(payload.sources, payload.manifest, payload.region)
 
     def moves_all_bytes(self) -> bool:
         _blank(self._payload.tensors())
@@ -169,8 +169,8 @@ class _GatherMethod(_CopierMethod):
 class _ScatterMethod(_CopierMethod):
     """The copy out of a payload into tensors, digests checked on the way."""
 
-    def __init__(self, key: str, what: str, copier: Copier, payload: StagedPayload):
-        super().__init__(key, what, copier, payload)
+    def __init__(self, key: str, text: str, copier: Copier, payload: StagedPayload):
+        super().__init__(key, text, copier, payload)
         self._targets = [torch.zeros_like(tensor) for tensor in payload.tensors()]
 
     def run(self) -> None:
@@ -206,22 +206,23 @@ class FirstTouchMethod(_CopierMethod):
     """A gather into new memory, whose making is timed too; unmapping it is not."""
 
     def __init__(
-        self, key: str, what: str, copier: Copier, payload: StagedPayload, make: MakeMapping
+        self, key: str, text: str, copier: Copier, payload: StagedPayload, make: MakeMapping
     ):
-        super().__init__(key, what, copier, payload)
+        super().__init__(key, text, copier, payload)
         self._make = make
 
     def run(self) -> Mapping:
         """Copy into new memory."""
-        one = self._payload
-        mapping = self._make("kvlink-bench", one.region.nbytes)
-        self._copier.gather(one.sources, one.manifest, mapping.region)
+        payload = self._payload
+        mapping = self._make("kvlink-bench", payload.region.nbytes)
+        self._copier.gather(payload.sources, payload.manifest, mapping.region)
         return mapping
 
     def moves_all_bytes(self) -> bool:
         """Run, and compare."""
-        one, mapping = self._payload, self.run()
-        return one.holds(StagedPayload(one.sources, one.manifest, mapping.region).tensors())
+        payload, mapping = self._payload, self.run()
+        copied = StagedPayload(payload.sources, payload.manifest, mapping.region)
+        return payload.holds(copied.tensors())
 
 
 def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
@@ -230,29 +231,33 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     About ten times the bytes of the shape are allocated; `threads` are torch's, for the text.
     """
     cores = len(os.sched_getaffinity(0))
-    one, auto, all_cores = NativeCopier(threads=1), NativeCopier(), NativeCopier(threads=cores)
+    single, auto, all_cores = NativeCopier(threads=1), NativeCopier(), NativeCopier(threads=cores)
     cache = _cache(shape, "contiguous")
     payload, committed = StagedPayload.of(cache), StagedPayload.of(cache)
     paged = StagedPayload.of(_cache(shape, "paged"))
-    without = cache.plan(digests=False)
-    bare = StagedPayload(payload.sources, without, payload.region)  # the same warm memory
-    committed.commit(one)
+    bare_plan = cache.plan(digests=False)
+    bare = StagedPayload(payload.sources, bare_plan, payload.region)  # the same warm memory
+    committed.commit(single)
     tensors = [dense(source) for source in payload.sources]
     return [
         PlainCopy(shape.nbytes),
         _TorchCopyMethod("torch_copy", f"Tensor.copy_, torch threads {threads}", tensors),
-        _GatherMethod("gather_bare", "a put's copy, no digests", one, bare),
-        _GatherMethod("gather", "the same with digests", one, payload),
+        _GatherMethod("gather_bare", "a put's copy, no digests", single, bare),
+        _GatherMethod("gather", "the same with digests", single, payload),
         _GatherMethod("gather_auto_bare", "as many threads as a put takes", auto, bare),
         _GatherMethod("gather_auto", "the same with digests", auto, payload),
         _GatherMethod(
             "gather_all_cores", f"a thread on each of {cores} cores, digests", all_cores, payload
         ),
-        _GatherMethod("gather_paged", f"random blocks of {BLOCK}, digests", one, paged),
-        _ScatterMethod("scatter", "out of a payload, digests checked", one, committed),
-        _VerifyMethod("verify", "only read, digests checked", one, committed),
-        FirstTouchMethod("first_touch", "gather into a new memory file", one, payload, _untouched),
-        FirstTouchMethod("populated", "the same, populated before", one, payload, Mapping.shared),
+        _GatherMethod("gather_paged", f"random blocks of {BLOCK}, digests", single, paged),
+        _ScatterMethod("scatter", "out of a payload, digests checked", single, committed),
+        _VerifyMethod("verify", "only read, digests checked", single, committed),
+        FirstTouchMethod(
+            "first_touch", "gather into a new memory file", single, payload, _untouched
+        ),
+        FirstTouchMethod(
+            "populated", "the same, populated before", single, payload, Mapping.shared
+        ),
     ]
 
 
@@ -278,7 +283,7 @@ class CopyResult(Timings):
 
     setup: CopySetup
     features: str
-    what: dict[str, str]
+    texts: dict[str, str]
 
     def rate(self, key: str) -> float:
         """Gigabytes of tensors a second, by the median."""
@@ -293,18 +298,18 @@ class CopyResult(Timings):
         """The result as JSON values; the keys are stable."""
         rows = {
             key: {
-                "what": what,
+                "what": text,
                 "milliseconds": self.milliseconds(key).to_dict(),
                 "gigabytes_per_second": round(self.rate(key), 3),
                 "ratio": round(self.ratio_of(key, PLAIN), 4),
                 "ratio_by_round": self.ratio_by_round(key, PLAIN).to_dict(),
             }
-            for key, what in self.what.items()
+            for key, text in self.texts.items()
         }
         return {
             "payload_bytes": self.setup.shape.nbytes,
             "instructions": self.features,
-            "plain_copy": self.what[PLAIN],
+            "plain_copy": self.texts[PLAIN],
             "rounds": self.setup.rounds,
             "rows": rows,
             "digests_cost_percent": round(self.digests_cost, 3),
@@ -312,11 +317,10 @@ class CopyResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        shape = self.setup.shape
         head = ["", "ms p50 [min..max]", "GB/s", "× plain", "what"]
-        rows = [self._cells(key) for key in self.what]
+        rows = [self._cells(key) for key in self.texts]
         lines = [
-            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            wrapped("payload", self.setup.shape.text),
             wrapped("copier", f"native, {self.features}; one thread unless a row says more"),
             wrapped("rounds", f"{self.setup.rounds}; each row once in each, in random order"),
         ]
@@ -325,13 +329,13 @@ class CopyResult(Timings):
 
     def drawn(self) -> tuple[list[tuple[str, float]], str]:
         """The bars to draw, and their unit."""
-        return [(key.replace("_", " "), self.rate(key)) for key in self.what], "GB/s"
+        return [(key.replace("_", " "), self.rate(key)) for key in self.texts], "GB/s"
 
     def _cells(self, key: str) -> list[str]:
         summary = self.milliseconds(key)
         times = f"{summary.p50:.3g} [{summary.min:.3g}..{summary.max:.3g}]"
         ratio = f"{self.ratio_of(key, PLAIN):.2f}"
-        return [key.replace("_", " "), times, f"{self.rate(key):.2f}", ratio, self.what[key]]
+        return [key.replace("_", " "), times, f"{self.rate(key):.2f}", ratio, self.texts[key]]
 
 
 def measure(setup: CopySetup, progress: Progress = progress) -> CopyResult:
@@ -351,5 +355,5 @@ def measure(setup: CopySetup, progress: Progress = progress) -> CopyResult:
             for method in chance.sample(methods, len(methods)):
                 seconds[method.key].append(method.seconds())
             step()
-    what = {method.key: method.what for method in methods}
-    return CopyResult(seconds, setup, host.features(), what)
+    texts = {method.key: method.text for method in methods}
+    return CopyResult(seconds, setup, host.features(), texts)

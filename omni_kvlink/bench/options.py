@@ -105,9 +105,8 @@ def _add_options(parser: Parser, command: Command) -> None:
     if "corrupt" in names:
         number = NumberArgument("a whole number", -1)
         parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
-    document = "write setup, machine and result there as JSON; '-': to standard output"
-    add = parser.group("output").add_argument
-    add("--json", default="", metavar="FILE", help=f"{document}, nothing else")
+    about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
+    parser.group("output").add_argument("--json", default="", metavar="FILE", help=about)
 
 
 def _add_option(parser: Parser, option: Option, default: Any) -> None:
@@ -150,19 +149,11 @@ def _add_link(parser: Parser) -> None:
 def _add_inline(parser: Parser) -> None:
     add = parser.group("link").add_argument
     limit, usual = NumberArgument("a number of bytes", 0, INLINE), LatencySetup.inline
-    largest = (
+    size = (
         "bytes of the largest payload that is sent inside the message that offers it "
         f"(default: {usual}; without BYTES: {INLINE})"
     )
-    add(
-        "--inline",
-        type=limit,
-        nargs="?",
-        const=INLINE,
-        default=usual,
-        metavar="BYTES",
-        help=largest,
-    )
+    add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=size)
     no_digests = "compute no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
 

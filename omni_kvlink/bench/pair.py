@@ -21,6 +21,7 @@ from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, Proces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
 
 class Pair:
@@ -73,13 +74,20 @@ def open_pair(
         raise BenchError(str(error)) from None
     with link, _as_bench_errors(), contextlib.closing(_start_reader(own_thread)) as peer:
         try:
-            own = {"threads": threads, "options": dict(connecting or {})}
-            peer.submit("connect", url=link.url, timeout=20.0, **own).result(60.0)
+            reader_options = {"threads": threads, "options": dict(connecting or {})}
+            peer.submit("connect", url=link.url, timeout=20.0, **reader_options).result(60.0)
             yield Pair(link, peer, own_thread=own_thread)
             peer.call("close")
         except BaseException:
             link.close()  # wakes a reader that waits, so that it can end
             raise
+
+
+def open_setup(setup: Any, **options: Any) -> AbstractContextManager[Pair]:
+    """Open the pair of a command's setup; `options` are further ones of `open_pair`, or others."""
+    names = ("copier", "digests", "mode", "inline")
+    serving = {name: getattr(setup, name) for name in names if hasattr(setup, name)}
+    return open_pair(setup.connector, url=setup.url, **{**serving, **options})
 
 
 def _start_reader(own_thread: bool) -> Peer:

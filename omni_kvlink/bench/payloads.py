@@ -42,7 +42,7 @@ class Sample:
     def expected(
         self, *, tokens: int | None = None, metadata: KVMetadata | None = None
     ) -> dict[str, Any]:
-        """What a reader of the first `tokens` tokens must find, see `found_in`."""
+        """The result of `found_in` that a reader of the first `tokens` tokens must have."""
         tokens = self.shape.tokens if tokens is None else tokens
         label = f"{self.shape.dtype} {[tokens, *self.shape.row]}"
         return {
@@ -75,13 +75,13 @@ def make_sample(
     blocks: dict[str, list[torch.Tensor]] = {part: [] for part in shape.parts}
     for _ in range(shape.layers):
         if sources == "strided":
-            both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
-            layer = [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
+            interleaved = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
+            layer = [interleaved[:, : shape.row_nbytes], interleaved[:, shape.row_nbytes :]]
         else:
             layer = [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
-        for part, one in zip(shape.parts, layer, strict=False):
-            rows.append(one)
-            tensor = torch.from_numpy(one).view(torch_dtype(shape.dtype))
+        for part, part_rows in zip(shape.parts, layer, strict=False):
+            rows.append(part_rows)
+            tensor = torch.from_numpy(part_rows).view(torch_dtype(shape.dtype))
             blocks[part].append(tensor.view(shape.tokens, *shape.row))
     metadata = make_metadata(shape, shape.tokens, rng)
     return Sample(KVCacheTransferData(request_id, blocks, block_ids, metadata), shape, rows)
@@ -90,15 +90,15 @@ def make_sample(
 def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCacheBundle:
     """Make a bundle whose first branch has bytes; the others are in turn half of it and all."""
     first = BRANCH_NAMES[0]
-    made: dict[str, BundleBranch] = {first: sample.cache}
+    contents: dict[str, BundleBranch] = {first: sample.cache}
     for index in range(1, branches):
         name = BRANCH_NAMES[index] if index < len(BRANCH_NAMES) else f"branch_{index}"
         tokens = max(1, sample.shape.tokens // 2)
         if index % 2:
-            made[name] = PrefixOf(first, tokens, make_metadata(sample.shape, tokens, rng))
+            contents[name] = PrefixOf(first, tokens, make_metadata(sample.shape, tokens, rng))
         else:
-            made[name] = SameAs(first)
-    return KVCacheBundle(sample.cache.request_id, made)
+            contents[name] = SameAs(first)
+    return KVCacheBundle(sample.cache.request_id, contents)
 
 
 def empty_cache(request_id: str, shape: Shape) -> KVCacheTransferData:

@@ -6,13 +6,12 @@ Payload `n` of a run holds what `ChunkBytes` has for the run as a stream, and `n
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_kvlink.bench.chunks import ChunkBytes
+from omni_kvlink.bench.chunks import ChunkBytes, open_fifo, read_records
 from omni_kvlink.bench.payloads import bytes_of
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import Paced
@@ -32,7 +31,6 @@ PATIENCE = 30.0
 TTL = 3600.0
 """Seconds that a payload may wait for its reader: longer than any run."""
 TENSOR = "hidden"
-_PIPE_BYTES = 1 << 20
 
 
 class SentRun(NamedTuple):
@@ -83,7 +81,7 @@ def put_batch(
     link: KVProducer, run: int, start: int, tensors: Sequence[torch.Tensor]
 ) -> list[Receipt]:
     """One `put_many`, of the payloads of a run from number `start` on."""
-    payloads = [payload_of(run, number, one) for number, one in enumerate(tensors, start)]
+    payloads = [payload_of(run, number, tensor) for number, tensor in enumerate(tensors, start)]
     return link.put_many(payloads, ttl=TTL, timeout=PATIENCE)
 
 
@@ -108,7 +106,7 @@ class RunRecorder:
         self.take(number, bytes_of(payload[TENSOR]).data)
 
     def result(self) -> dict[str, int]:
-        """How many were wrong, the CPU, and the moment; nanoseconds."""
+        """The number of wrong payloads, the CPU, and the moment; nanoseconds."""
         ended, cpu = time.monotonic_ns(), time.process_time_ns() - self._cpu
         return {"wrong": self._wrong, "cpu": cpu, "ended": ended}
 
@@ -136,16 +134,16 @@ def _open(
 
 def get_batches(link: KVConsumer, run: int, batch: int, into: RunRecorder) -> None:
     """Receive batch after batch, each requested before the one before it is read; blocks."""
-    ahead: tuple[range, PendingBatch] | None = None
+    previous: tuple[range, PendingBatch] | None = None
     for start in range(0, into.count, batch):
         numbers = range(start, min(start + batch, into.count))
         keys = [key_of(run, number) for number in numbers]
         requested = numbers, link.begin_get_many(keys, timeout=PATIENCE)
-        if ahead is not None:
-            _take_batch(*ahead, into)
-        ahead = requested
-    if ahead is not None:
-        _take_batch(*ahead, into)
+        if previous is not None:
+            _take_batch(*previous, into)
+        previous = requested
+    if previous is not None:
+        _take_batch(*previous, into)
 
 
 def _take_batch(numbers: range, batch: PendingBatch, into: RunRecorder) -> None:
@@ -163,16 +161,16 @@ class ReceiptPipe:
 
     def __init__(self, path: str, *, is_sender: bool):
         self._path = path
-        self._data = -1 if is_sender else _open_fifo(path, os.O_RDONLY)
-        self._back = _open_fifo(path + "-back", os.O_RDONLY if is_sender else os.O_WRONLY)
+        self._data = -1 if is_sender else open_fifo(path, os.O_RDONLY)
+        self._replies = open_fifo(path + "-back", os.O_RDONLY if is_sender else os.O_WRONLY)
 
     def connect(self) -> None:
         """Open the sender's end."""
-        self._data = _open_fifo(self._path, os.O_WRONLY)
+        self._data = open_fifo(self._path, os.O_WRONLY)
 
     def wait_until_ready(self) -> None:
         """Wait until the other end receives."""
-        self._read_back(1)
+        self._read_replies(1)
 
     def send(self, items: Sequence[bytes], outstanding: int) -> None:
         """Write all items; blocks while `outstanding` of them have not been read and compared."""
@@ -183,45 +181,31 @@ class ReceiptPipe:
                 written += os.write(self._data, item[written:])
             unread += 1
             if unread >= outstanding:
-                unread -= self._read_back(outstanding)
+                unread -= self._read_replies(outstanding)
         while unread:
-            unread -= self._read_back(outstanding)
+            unread -= self._read_replies(outstanding)
 
     def receive(self, nbytes: int, into: RunRecorder) -> None:
         """Read all items of `nbytes` bytes each; blocks."""
-        buffer = memoryview(bytearray(max(_PIPE_BYTES, 2 * nbytes)))
-        filled = number = 0
-        os.write(self._back, b"\0")
-        while number < into.count:
-            count = os.readv(self._data, [buffer[filled:]])
-            if not count:
-                raise EOFError("the pipe was closed")
-            filled, at, first = filled + count, 0, number
-            while filled - at >= nbytes:
-                into.take(number, buffer[at : at + nbytes])
-                number, at = number + 1, at + nbytes
-            os.write(self._back, bytes(number - first))
-            buffer[: filled - at] = buffer[at:filled]
-            filled -= at
+        batches, number = read_records(self._data, nbytes, into.count), 0  # with its buffer made
+        os.write(self._replies, b"\0")
+        for records in batches:
+            for record in records:
+                into.take(number, record)
+                number += 1
+            os.write(self._replies, bytes(len(records)))
 
-    def _read_back(self, most: int) -> int:
-        count = len(os.read(self._back, most))
+    def _read_replies(self, limit: int) -> int:
+        count = len(os.read(self._replies, limit))
         if not count:
             raise BenchError("the reader closed its pipe")
         return count
 
     def close(self) -> None:
         """Close this end."""
-        for fd in (self._data, self._back):
+        for fd in (self._data, self._replies):
             if fd >= 0:
                 os.close(fd)
-
-
-def _open_fifo(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    os.set_blocking(fd, True)
-    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return fd
 
 
 class RunReader:

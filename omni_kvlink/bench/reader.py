@@ -29,8 +29,8 @@ from omni_kvlink.testing.peer_harness import CommandSet, serve
 
 def page_faults(*, own_thread: bool) -> int:
     """Minor page faults so far, of the process or of this thread alone."""
-    who = resource.RUSAGE_THREAD if own_thread else resource.RUSAGE_SELF
-    return resource.getrusage(who).ru_minflt
+    scope = resource.RUSAGE_THREAD if own_thread else resource.RUSAGE_SELF
+    return resource.getrusage(scope).ru_minflt
 
 
 def freeze_gc() -> None:
@@ -69,14 +69,14 @@ class ReaderCommands(CommandSet):
 
         The result has the moments, nanoseconds of the steps of `get`, and the page faults of all.
         """
-        before = page_faults(own_thread=self._own_thread)
+        faults_before = page_faults(own_thread=self._own_thread)
         received = self._link.get(key, timeout=timeout, verify=verify)
         returned = time.monotonic_ns()
         with received as data:
             for part in parts_of(data).values():
                 for tensor in part.tensors():
                     bytes_of(dense(tensor))[::PAGE].sum()
-            faults = page_faults(own_thread=self._own_thread) - before
+            faults = page_faults(own_thread=self._own_thread) - faults_before
             part = tensor = data = None  # type: ignore[assignment]
         dropped = time.monotonic_ns()
         seconds = received.ledger.seconds
@@ -88,11 +88,11 @@ class ReaderCommands(CommandSet):
             "faults": faults,
         }
 
-    def copy_out(self, key: str, timeout: float, at: int = 0, **targets: Any) -> int:
-        """Wait for a payload, and copy it out after the moment `at`; when it was copied."""
+    def copy_out(self, key: str, timeout: float, moment: int = 0, **targets: Any) -> int:
+        """Wait for a payload, and copy it out after `moment`; when it was copied."""
         layers = self._targets(**targets)
         received = self._link.get(key, timeout=timeout)
-        while time.monotonic_ns() < at:
+        while time.monotonic_ns() < moment:
             pass
         received.scatter([part for layer in layers for part in layer])
         last = time.monotonic_ns()
@@ -117,9 +117,9 @@ class ReaderCommands(CommandSet):
     def idle(self, key: str, seconds: float) -> float:
         """Wait for a payload that does not come; the CPU seconds of this process meanwhile."""
         pending = begin_get(self._link, key, timeout=1.0)
-        before = time.process_time()
+        cpu_before = time.process_time()
         time.sleep(seconds)
-        used = time.process_time() - before
+        used = time.process_time() - cpu_before
         pending.cancel()
         return used
 
@@ -178,17 +178,10 @@ class ReaderCommands(CommandSet):
 
     def close(self) -> None:
         """Close the link, the pipes and the baselines."""
-        for baseline in self._baselines.values():
-            baseline.close()
-        self._baselines.clear()
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._runs is not None:
-            self._runs.close()
-            self._runs = None
-        if self._link is not None:
-            self._link.close()
+        for end in (*self._baselines.values(), self._pipe, self._runs, self._link):
+            if end is not None:
+                end.close()
+        self._baselines, self._pipe, self._runs = {}, None, None
 
     close_all = close
 
@@ -201,7 +194,9 @@ class ReaderCommands(CommandSet):
             # A tensor of torch's begins on a cache line, as an engine's do; numpy's do not.
             views = [v if paged else torch.zeros_like(dense(v)) for v in cache.tensors()]
             parts = len(cache.layer_blocks)
-            self._target_layers = [views[at : at + parts] for at in range(0, len(views), parts)]
+            self._target_layers = [
+                views[start : start + parts] for start in range(0, len(views), parts)
+            ]
         return self._target_layers
 
 

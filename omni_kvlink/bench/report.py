@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import operator
 import os
 import shutil
 import sys
@@ -19,7 +20,9 @@ from omni_kvlink.errors import FileError, KVLinkError, MissingFileError
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from omni_kvlink.bench.stats import Timings
 
 SCHEMA = "kvlink-bench/1"
 PIPED_WIDTH, MAX_WIDTH = 80, 96
@@ -47,21 +50,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     textual = [not any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
-    left = width() - sum(one + 2 for one in widths[:-1])
-    if left < min(widths[-1], _NARROW if textual[-1] else widths[-1]):
+    available = width() - sum(columns + 2 for columns in widths[:-1])
+    if available < min(widths[-1], _NARROW if textual[-1] else widths[-1]):
         return "\n".join(line for row in rows for line in _list(head, row))
-    widths[-1] = min(widths[-1], left)
+    widths[-1] = min(widths[-1], available)
     lines = []
-    for line in [head, ["─" * one for one in widths], *rows]:
+    for line in [head, ["─" * columns for columns in widths], *rows]:
         *cells, last = line
-        first, *more = textwrap.wrap(last, widths[-1]) or [""]
+        first, *continuation = textwrap.wrap(last, widths[-1]) or [""]
         padded = [
-            cell.ljust(one) if is_text else cell.rjust(one)
-            for cell, one, is_text in zip([*cells, first], widths, textual, strict=True)
+            cell.ljust(columns) if is_text else cell.rjust(columns)
+            for cell, columns, is_text in zip([*cells, first], widths, textual, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
-        indent = sum(one + 2 for one in widths[:-1])
-        lines += [" " * indent + part for part in more]
+        indent = sum(columns + 2 for columns in widths[:-1])
+        lines += [" " * indent + part for part in continuation]
     return "\n".join(lines)
 
 
@@ -78,9 +81,25 @@ def _list(head: Sequence[str], row: Sequence[str]) -> list[str]:
     ]
 
 
-def row(name: str, values: Iterable[float], what: str) -> list[str]:
+def row(name: str, values: Iterable[float], text: str) -> list[str]:
     """The cells of a measurement in a table of milliseconds."""
-    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), what]
+    return [name.replace("_", " "), *(f"{value:.3f}" for value in values), text]
+
+
+def times_table(timings: Timings, texts: Mapping[str, str], *columns: str) -> str:
+    """A table of milliseconds: some columns of the summaries of measurements, with their texts."""
+    rows = [
+        row(name, operator.attrgetter(*columns)(timings.milliseconds(name)), text)
+        for name, text in texts.items()
+    ]
+    return table(["ms", *columns, "what"], rows)
+
+
+def document(
+    head: Iterable[str], times: str, lines: Iterable[str], bars: Iterable[dict[str, Any]]
+) -> str:
+    """A report: lines on what was measured, its table, lines on what follows from it, and bars."""
+    return "\n\n".join(("\n".join(head), times, "\n".join((*lines, *map(bar_line, bars)))))
 
 
 def wrapped(label: str, text: str) -> str:
@@ -98,10 +117,10 @@ def bar(name: str, got: float, limit: float) -> dict[str, Any]:
     return {"bar": name, "got": round(got, 4), "limit": limit, "met": got <= limit}
 
 
-def bar_line(one: dict[str, Any]) -> str:
+def bar_line(figure: dict[str, Any]) -> str:
     """A `bar` in one line."""
-    state = "met" if one["met"] else "MISSED"
-    return wrapped("bar", f"{one['bar']}: {one['got']:g}, limit {one['limit']:g}: {state}")
+    state = "met" if figure["met"] else "MISSED"
+    return wrapped("bar", f"{figure['bar']}: {figure['got']:g}, limit {figure['limit']:g}: {state}")
 
 
 def check_json(path: str) -> None:
@@ -187,14 +206,14 @@ def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, *, quiet: bool = True) -> Iterator[Callable[[], None]]:
+def progress(name: str, total: int, *, quiet: bool = True) -> Iterator[Callable[[], None]]:
     """Show progress: a bar on a terminal, else a few lines; call the function after each step."""
     display = None if quiet or not sys.stdout.isatty() else _rich_display()
     if display is None:
-        yield _lines(what, total, quiet)
+        yield _lines(name, total, quiet)
     else:
         with display:
-            task = display.add_task(what, total=total)
+            task = display.add_task(name, total=total)
             yield lambda: display.advance(task)
 
 
@@ -207,12 +226,12 @@ def _rich_display() -> Any:
     return Progress(*columns, transient=True)
 
 
-def _lines(what: str, total: int, quiet: bool) -> Callable[[], None]:
+def _lines(name: str, total: int, quiet: bool) -> Callable[[], None]:
     numbers = itertools.count(1)
 
     def advance() -> None:
         done = next(numbers)
         if not quiet and (done == total or done % max(1, total // 4) == 0):
-            show(f"{done}/{total} {what}", to_stderr=True)
+            show(f"{done}/{total} {name}", to_stderr=True)
 
     return advance

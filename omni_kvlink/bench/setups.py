@@ -50,6 +50,11 @@ class Shape:
         """Bytes of all tensors, without header and padding."""
         return self.layers * len(self.parts) * self.tokens * self.row_nbytes
 
+    @property
+    def text(self) -> str:
+        """The dimensions and the megabytes, for people."""
+        return f"{self} = {self.nbytes / 1e6:.3f} MB"
+
     def __str__(self) -> str:
         parts = "{K, V}" if self.heads else "latent"
         return f"{self.layers} × {parts} × {[self.tokens, *self.row]} {self.dtype}"
@@ -76,8 +81,8 @@ class Paced(NamedTuple):
         """Bytes of a chunk."""
         return 2 * self.tokens * self.hidden
 
-    def at(self, stream: int, number: int) -> int:
-        """The index of a chunk in the results: stream by stream."""
+    def position(self, stream: int, number: int) -> int:
+        """The index of a chunk in the results, which are in the order of the streams."""
         return stream * self.chunks + number
 
 
@@ -101,7 +106,7 @@ class SmallSetup(LinkSetup):
 
 @dataclasses.dataclass(frozen=True)
 class LatencySetup(SmallSetup):
-    """Everything that `latency` measures, and how."""
+    """The setup of `latency`."""
 
     shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = False
@@ -117,7 +122,7 @@ class LatencySetup(SmallSetup):
 
 @dataclasses.dataclass(frozen=True)
 class StreamSetup(LinkSetup):
-    """Everything that `stream` measures, and how."""
+    """The setup of `stream`."""
 
     shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = False
@@ -127,7 +132,7 @@ class StreamSetup(LinkSetup):
 
 @dataclasses.dataclass(frozen=True)
 class GrowingSetup(SmallSetup):
-    """Everything that `growing` measures: `seconds` of each kind, in `rounds` that alternate."""
+    """The setup of `growing`: `seconds` of each kind, in `rounds` rounds that alternate."""
 
     streams: int = 64
     rate: float = 50.0
@@ -158,7 +163,7 @@ class GrowingSetup(SmallSetup):
 
 @dataclasses.dataclass(frozen=True)
 class ManySetup(SmallSetup):
-    """Everything that `many` measures: in each round `transfers` payloads of each kind."""
+    """The setup of `many`: `rounds`, each with a run of `transfers` payloads of each kind."""
 
     bytes: int = 4096
     transfers: int = 2000
@@ -171,7 +176,7 @@ class ManySetup(SmallSetup):
 
 @dataclasses.dataclass(frozen=True)
 class FirstSetup(LinkSetup):
-    """Everything that `first` measures: `rounds` links of each kind, in turn."""
+    """The setup of `first`: `rounds` links of each kind, in turn."""
 
     shape: Shape = dataclasses.field(kw_only=True)
     rounds: int = 5
@@ -180,7 +185,7 @@ class FirstSetup(LinkSetup):
 
 @dataclasses.dataclass(frozen=True)
 class CopySetup:
-    """Everything that `copy` measures; `threads` are torch's."""
+    """The setup of `copy`; `threads` are torch's."""
 
     shape: Shape
     rounds: int = 20
@@ -189,7 +194,7 @@ class CopySetup:
 
 @dataclasses.dataclass(frozen=True)
 class VerifySetup(LinkSetup):
-    """The payloads of `verify`; a bit of the case of number `corrupt` is flipped on the way."""
+    """The setup of `verify`; a bit of the case of the number `corrupt` is flipped on the way."""
 
     mode: str = "pooled"
     quick: bool = False

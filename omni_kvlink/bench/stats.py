@@ -32,6 +32,10 @@ class Summary:
         return {name: round(value, 6) for name, value in dataclasses.asdict(self).items()}
 
 
+COLUMNS = tuple(field.name for field in dataclasses.fields(Summary))
+"""The names of the figures of a summary."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Timings:
     """Seconds of every measurement, round by round."""

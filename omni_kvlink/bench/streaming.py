@@ -1,4 +1,4 @@
-"""How long it takes until the reader has copied all out: as a whole, and layer by layer."""
+"""The latency until the reader has copied all out: as a whole, and layer by layer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.report import Progress, bar, bar_line, progress, row, table, wrapped
+from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
 from omni_kvlink.bench.setups import StreamSetup
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
@@ -56,12 +56,12 @@ class StreamResult(Timings):
         """The bars of this setup, and whether they are met; empty for a setup without one."""
         if self.setup.connector != "shm" or self.setup.shape.nbytes < 100 << 20:
             return []
-        found = [
+        figures = [
             ("streamed / sequential", self.ratio, 0.7),
             ("first layer, ms", self.milliseconds("first_layer").p50, 5.0),
             ("in-place put beyond its digests, ms", self.beyond_digest, 1.0),
         ]
-        return [bar(*one) for one in found]
+        return [bar(*figure) for figure in figures]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
@@ -78,18 +78,12 @@ class StreamResult(Timings):
 
     def text(self) -> str:
         """Everything that was measured, as wide as the terminal at most."""
-        shape = self.setup.shape
         sides = "paged: random blocks" if self.setup.paged else "dense"
         head = [
-            wrapped("payload", f"{shape} = {shape.nbytes / 1e6:.3f} MB"),
+            wrapped("payload", self.setup.shape.text),
             wrapped("link", f"{self.setup.connector}, copier {self.copier}, both sides {sides}"),
         ]
-        columns = ["ms", "p50", "min", "max", "what"]
-        summaries = {name: self.milliseconds(name) for name in self.seconds}
-        rows = [
-            row(name, (one.p50, one.min, one.max), MEASUREMENTS[name])
-            for name, one in summaries.items()
-        ]
+        times = times_table(self, MEASUREMENTS, "p50", "min", "max")
         ratio = (
             f"streamed = {self.ratio:.2f} × sequential; the two copies at once, as this "
             f"machine's memory lets them, {self.ratio_of('at_once', 'sequential'):.2f} ×"
@@ -97,9 +91,8 @@ class StreamResult(Timings):
         lines = [
             wrapped("ratio", ratio),
             wrapped("in place", f"{self.beyond_digest:.3f} ms beyond the digests"),
-            *map(bar_line, self.bars()),
         ]
-        return "\n\n".join(["\n".join(head), table(columns, rows), "\n".join(lines)])
+        return document(head, times, lines, self.bars())
 
 
 def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
@@ -109,30 +102,32 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
     )
     plain, copier = PlainCopy(setup.shape.nbytes), named_copier(setup.copier)
     quota = 3 * setup.shape.nbytes + (64 << 20)
-    own = Mapping.anonymous(sample.cache.plan().nbytes).region
+    target = Mapping.anonymous(sample.cache.plan().nbytes).region
     count, rounds = setup.warmup + setup.rounds, list[dict[str, float]]()
     with (
-        open_pair(setup.connector, url=setup.url, copier=copier, quota=quota) as pair,
+        open_setup(setup, copier=copier, quota=quota) as pair,
         progress("rounds", count) as step,
     ):
         for _ in range(count):
-            one = {"plain_copy": plain.seconds(), **_whole(pair, sample), **_layers(pair, sample)}
-            one.update(**_at_once(pair, sample, copier, own), **_in_place(pair, sample))
-            rounds.append(one)
+            timings = {"plain_copy": plain.seconds(), **_sequential(pair, sample)}
+            timings |= _layers(pair, sample)
+            timings |= _at_once(pair, sample, copier, target) | _in_place(pair, sample)
+            rounds.append(timings)
             step()
-        seconds = {name: [one[name] for one in rounds[setup.warmup :]] for name in MEASUREMENTS}
+        counted = rounds[setup.warmup :]
+        seconds = {name: [timings[name] for timings in counted] for name in MEASUREMENTS}
         return StreamResult(seconds, setup, copier.name)
 
 
-def _start_reader(pair: Pair, sample: Sample, command: str, **more: Any) -> Future[Any]:
+def _start_reader(pair: Pair, sample: Sample, command: str, **options: Any) -> Future[Any]:
     """Let the reader make its targets, request the payload, and fall asleep."""
     shape, paged = dataclasses.asdict(sample.shape), bool(sample.cache.block_ids)
-    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **more)
+    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **options)
     pair.wait_until_requested()
     return reading
 
 
-def _whole(pair: Pair, sample: Sample) -> dict[str, float]:
+def _sequential(pair: Pair, sample: Sample) -> dict[str, float]:
     reading = _start_reader(pair, sample, "copy_out")
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
@@ -156,15 +151,15 @@ def _layers(pair: Pair, sample: Sample) -> dict[str, float]:
     return {"streamed": 1e-9 * streamed, "first_layer": 1e-9 * first}
 
 
-def _at_once(pair: Pair, sample: Sample, copier: Copier, own: Region) -> dict[str, float]:
+def _at_once(pair: Pair, sample: Sample, copier: Copier, target: Region) -> dict[str, float]:
     """The reader copies out a payload that it has, while this process copies into other memory."""
     moment = time.monotonic_ns() + 50_000_000 + 2 * sample.shape.nbytes
-    reading = _start_reader(pair, sample, "copy_out", at=moment)
+    reading = _start_reader(pair, sample, "copy_out", moment=moment)
     receipt = pair.link.put(sample.cache)
     sources, plan = sample.cache.tensors(), sample.cache.plan()
     while time.monotonic_ns() < moment:
         pass
-    copier.gather(sources, plan, own)
+    copier.gather(sources, plan, target)
     ended = time.monotonic_ns()
     last = reading.result(60.0)
     receipt.wait(timeout=60.0)
@@ -173,18 +168,18 @@ def _at_once(pair: Pair, sample: Sample, copier: Copier, own: Region) -> dict[st
 
 def _in_place(pair: Pair, sample: Sample) -> dict[str, float]:
     """An in-place put with digests, without, and the digests alone; no reader gets the payload."""
-    found = {}
+    seconds = {}
     for name, digests in (("in_place", True), ("in_place_bare", False)):
         allocation = pair.link.allocate(_blank(sample, "in-place"))
         for raw, target in zip(sample.rows, allocation.data.tensors(), strict=True):
             bytes_of(dense(target))[:] = raw.reshape(-1)
         start = time.perf_counter()
         receipt = pair.link.put(allocation.data, digests=digests)
-        found[name] = time.perf_counter() - start
+        seconds[name] = time.perf_counter() - start
         if digests:
-            found["digest"] = receipt.ledger.seconds["copy"]
+            seconds["digest"] = receipt.ledger.seconds["copy"]
         pair.link.abort("in-place")
-    return found
+    return seconds
 
 
 def _blank(sample: Sample, key: str) -> KVCacheTransferData:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.bench.cases import Case, cases
-from omni_kvlink.bench.pair import Pair, open_pair
+from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.report import Progress, filled, progress, table
 from omni_kvlink.errors import KVLinkError
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing
@@ -52,7 +52,9 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values; the keys are stable."""
-        failed = [{"case": str(one.case), "problem": one.problem} for one in self.failed]
+        failed = [
+            {"case": str(outcome.case), "problem": outcome.problem} for outcome in self.failed
+        ]
         count = len(self.outcomes)
         passed = count - len(failed)
         return {"cases": count, "passed": passed, "failed": failed, "bytes": self.nbytes}
@@ -85,7 +87,7 @@ def measure(
     tampering = TamperingCopier()
     copier = setup.copier if setup.corrupt < 0 else tampering
     with (
-        open_pair(setup.connector, url=setup.url, copier=copier, mode=setup.mode) as pair,
+        open_setup(setup, copier=copier) as pair,
         progress("cases", len(chosen)) as step,
     ):
         for case in chosen:
@@ -112,28 +114,28 @@ def _send(pair: Pair, case: Case) -> Outcome:
             inspecting.result(60.0)
         return Outcome(case, 0, f"put: {error}")
     try:
-        found = inspecting.result(60.0)
+        received = inspecting.result(60.0)
         receipt.wait(timeout=30.0)
     except (KVLinkError, PeerError) as error:
         pair.link.fail(key, "the reader failed")
         return Outcome(case, receipt.ledger.nbytes, str(error))
-    return Outcome(case, receipt.ledger.nbytes, _difference(expected, found))
+    return Outcome(case, receipt.ledger.nbytes, _difference(expected, received))
 
 
-def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
+def _difference(expected: dict[str, Any], received: dict[str, Any]) -> str:
     """The first difference, in words; empty if there is none."""
-    if list(expected) != list(found):
-        return f"branches {list(found)}, wanted {list(expected)}"
+    if list(expected) != list(received):
+        return f"branches {list(received)}, wanted {list(expected)}"
     for branch, fields in expected.items():
-        where = f"branch {branch!r}, " if branch else ""
+        prefix = f"branch {branch!r}, " if branch else ""
         for name, right in fields.items():
-            got = found[branch][name]
+            got = received[branch][name]
             if name == "digests":
                 wrong = [i for i, (a, b) in enumerate(zip(right, got, strict=False)) if a != b]
                 if wrong or len(right) != len(got):
-                    return f"{where}tensors {wrong} of {len(right)} are not those that were put"
+                    return f"{prefix}tensors {wrong} of {len(right)} are not those that were put"
             elif got != right:
-                return f"{where}{name}: {got!r}, wanted {right!r}"
+                return f"{prefix}{name}: {got!r}, wanted {right!r}"
     return ""
 
 

@@ -44,10 +44,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse what the subcommand does not know: its parent would name itself."""
-        found, extra = super().parse_known_args(args, namespace)
+        result, extra = super().parse_known_args(args, namespace)
         if extra:
             self.error(f"there is no option {extra[0]}{self._meant(extra[0])}")
-        return found, extra
+        return result, extra
 
     def _meant(self, option: str) -> str:
         import difflib
@@ -76,9 +76,9 @@ class _Formatter(argparse.HelpFormatter):
 
 @dataclasses.dataclass(frozen=True)
 class NumberArgument:
-    """The type of an option that takes a number `what`, from `least` to `most`."""
+    """The type of an option that takes a number, named by `noun`, from `least` to `most`."""
 
-    what: str
+    noun: str
     least: float
     most: float = 1_000_000_000
     kind: type[int] | type[float] = int
@@ -101,7 +101,7 @@ class NumberArgument:
         return value
 
     def __str__(self) -> str:
-        return f"{self.what} from {self.least:g} to {self.most:,.0f}"
+        return f"{self.noun} from {self.least:g} to {self.most:,.0f}"
 
 
 POSITIVE, COUNT = NumberArgument("a whole number", 1), NumberArgument("a whole number", 0)
@@ -121,6 +121,5 @@ def directory(text: str) -> str:
 
 def examples(*lines: str) -> str:
     """The epilog of a parser: its examples, and the exit status."""
-    return "\n".join(
-        ["examples:" if len(lines) > 1 else "example:", *(f"  {one}" for one in lines), "", STATUS]
-    )
+    head = "examples:" if len(lines) > 1 else "example:"
+    return "\n".join([head, *(f"  {line}" for line in lines), "", STATUS])

@@ -39,8 +39,8 @@ def make_parser() -> Parser:
     about = "make the two key files of one side of an encrypted link"
     keygen = commands.add_parser("keygen", help=about, description=about, epilog=_KEYGEN)
     keygen.set_defaults(perform=_keygen)
-    there = "directory of the key files; it is created if there is none"
-    keygen.add_argument("directory", metavar="DIRECTORY", help=there)
+    directory_help = "directory of the key files; it is created if there is none"
+    keygen.add_argument("directory", metavar="DIRECTORY", help=directory_help)
     name = "name of this side: the files are NAME.secret and NAME.public, and none is overwritten"
     keygen.add_argument("name", metavar="NAME", help=name)
     about = "compare the files of a BAGEL checkpoint with its configuration; reads headers alone"
@@ -48,8 +48,8 @@ def make_parser() -> Parser:
         "check-checkpoint", help=about, description=about, epilog=examples(lines[1])
     )
     check.set_defaults(perform=_check_checkpoint)
-    there = "directory of the checkpoint, with its configuration, tokenizer and weights"
-    check.add_argument("directory", metavar="DIRECTORY", type=directory, help=there)
+    directory_help = "directory of the checkpoint, with its configuration, tokenizer and weights"
+    check.add_argument("directory", metavar="DIRECTORY", type=directory, help=directory_help)
     return parser
 
 

@@ -39,8 +39,8 @@ def run_process(name: str, module: str, *, scratch: bool = False) -> int:
     the exit status and runs in a fork. With `scratch` the fork's sockets and temporary files lie in
     a directory of their own. From here on, this process blocks the signals that would end it.
     """
-    heeded = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*heeded, signal.SIGCHLD])
+    heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*heeded, signal.SIGCHLD])
     try:
         commands = import_module(module)
         arguments = commands.parse(sys.argv[1:])
@@ -49,10 +49,10 @@ def run_process(name: str, module: str, *, scratch: bool = False) -> int:
         return run_guarded(name, lambda: status)
 
     def work() -> int:
-        for one in heeded:
-            signal.signal(one, signal.SIG_IGN)  # a terminal sends them to the readers, too
+        for number in heeded:
+            signal.signal(number, signal.SIG_IGN)  # a terminal sends them to the readers, too
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return run_guarded(name, lambda: int(commands.perform(arguments)))
 
     def supervise() -> int:
@@ -95,11 +95,11 @@ def show(text: str, *, to_stderr: bool = False, end: str = "\n") -> None:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C end the block by a KeyboardInterrupt, silently; elsewhere it kills the fork."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -112,11 +112,11 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Have signals wait for the end of the block: a file is written whole, or not at all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @contextlib.contextmanager
@@ -142,10 +142,10 @@ def _supervise(name: str, work: Callable[[], int], watched: list[signal.Signals]
     for number in signal.sigpending() & {*_ENDING}:
         return _show_signal(name, number)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    own = os.getpid()
+    parent = os.getpid()
     pid = os.fork()
     if not pid:
-        _run_fork(own, work)
+        _run_fork(parent, work)
     ended_by, status = _wait(pid, watched)
     _end_orphans()
     if status == INTERRUPTED or (ended_by and status < 0):
@@ -175,14 +175,14 @@ def _wait(pid: int, watched: list[signal.Signals]) -> tuple[int, int]:
     """Wait for the fork; the signal that ended it or 0, and its exit status as `Popen` has it."""
     ended_by = 0
     while True:
-        found = signal.sigtimedwait(watched, _GRACE) if ended_by else signal.sigwaitinfo(watched)
+        info = signal.sigtimedwait(watched, _GRACE) if ended_by else signal.sigwaitinfo(watched)
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return ended_by, os.waitstatus_to_exitcode(status)
-        if found is None or (ended_by and found.si_signo != signal.SIGCHLD):
+        if info is None or (ended_by and info.si_signo != signal.SIGCHLD):
             os.kill(pid, signal.SIGKILL)
-        elif found.si_signo != signal.SIGCHLD:
-            ended_by = found.si_signo
+        elif info.si_signo != signal.SIGCHLD:
+            ended_by = info.si_signo
             os.kill(pid, signal.SIGTERM)
 
 
@@ -194,8 +194,8 @@ def _end_orphans() -> None:
         while True:
             for path in glob.glob("/proc/self/task/*/children"):
                 with open(path) as file:
-                    for one in file.read().split():
-                        os.kill(int(one), signal.SIGKILL)
+                    for child in file.read().split():
+                        os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from functools import partial
@@ -14,16 +13,18 @@ from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer
 from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
+from omni_kvlink.connectors.runtime.event_loop import Wake
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
+from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.connectors.shm.rendezvous import dial, socket_path
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
 from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-from omni_kvlink.connectors.zmq.transport import ZmqSender, ZmqSession, keep_freed_memory
+from omni_kvlink.connectors.zmq.consumer import ZmqSession, keep_freed_memory
+from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
-from omni_kvlink.memory.ownership import CallAtEnd, closer
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.system.failures import translate_errors
 
@@ -44,9 +45,7 @@ class AutoConsumer(ControlConsumer):
         self._name = name
         self._ucx_transport: UcxTransport | None = None
         self._choice = "", "not connected yet"  # the transport in use, and why
-        self._interrupt_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Not in `close`: another thread may still wait for it, and its number must not be reused.
-        CallAtEnd.of(self, closer(self._interrupt_fd))
+        self._cancelled = Wake()
         super().__init__(ControlAddress("tcp", options.tcp, "auto"), options)
         self._label = self._url = f"auto://{name}?tcp={options.tcp}"
         keep_freed_memory()
@@ -57,12 +56,9 @@ class AutoConsumer(ControlConsumer):
         ucx_stats = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
         return {**super().health(), **ucx_stats, "transport": transport, "why": reason}
 
-    def _make_session(self) -> ZmqSession:
-        return ZmqSession(self)
-
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
-        control = self._connect_session(self._make_session(), timeout, no_wait=no_wait)
+        control = self._connect_session(ZmqSession(self._resources), timeout, no_wait=no_wait)
         try:
             session, choice = self._choose(control, deadline)
         except BaseException:
@@ -94,8 +90,8 @@ class AutoConsumer(ControlConsumer):
         path = socket_path(self._name, self._options.directory)
         try:
             with translate_errors(path):
-                sock = dial(path, 0.0, self._interrupt_fd)
-                session = ShmSession(f"shm://{self._name}", sock, deadline, self._interrupt_fd)
+                sock = dial(path, 0.0, self._cancelled.fd)
+                session = ShmSession(f"shm://{self._name}", sock, deadline, self._cancelled.fd)
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
         if session.incarnation != control.incarnation:
@@ -109,17 +105,13 @@ class AutoConsumer(ControlConsumer):
             raise ConnectorError(missing)
         if self._ucx_transport is None:
             self._ucx_transport = UcxTransport(UcxSettings.of_link(self._address, self._options))
-        session = UcxSession(self, self._ucx_transport)
+            self._closers.append(self._ucx_transport.close)
+        session = UcxSession(self._resources, self._ucx_transport)
         return self._connect_session(session, deadline - time.monotonic()), "both ends have UCX"
 
     def _interrupt(self) -> None:
-        os.eventfd_write(self._interrupt_fd, 1)
+        self._cancelled.set()
         super()._interrupt()
-
-    def _close_resources(self) -> None:
-        super()._close_resources()
-        if self._ucx_transport is not None:
-            self._ucx_transport.close()
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

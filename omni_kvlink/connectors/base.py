@@ -20,17 +20,17 @@ from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
-from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery as Delivery
-    from omni_kvlink.connectors.protocol.get_table import LazyEvent
+    from omni_kvlink.connectors.protocol.answer import LazyEvent
+    from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
+    from omni_kvlink.system.deadline import Deadline
 
 _SLOT_OVERHEAD = SLOT + 2 * (8 + MAX_HEADER)
 """Bytes of a payload's slot that are no tensors: its head, the header, and the draft of one."""
@@ -177,8 +177,24 @@ class Connector(ABC):
             raise ClosedError(f"link {self._label} is closed")
 
 
+class PutRequest(Protocol):
+    """One payload that a producer reserves memory for."""
+
+    key: str
+    nbytes: int
+    draft: int
+    """Bytes of the header that `Producer.begin` is given; 0 if it is not called."""
+    packed: bytes
+    """All of a payload of at most `Producer.inline_limit` bytes, to travel inside its offers."""
+    stream: Lease | None
+    """The lease of an append stream, of which the payload is the next chunk."""
+
+
 class Producer(Connector):
-    """The end of a link that sends payloads."""
+    """The end of a link that sends payloads. A batch is the primitive, one payload a batch of one.
+
+    The bytes of a payload lie in its lease's region, unless they are packed or the caller's own.
+    """
 
     @property
     def bound_url(self) -> tuple[str, str]:
@@ -187,40 +203,8 @@ class Producer(Connector):
 
     @property
     def inline_limit(self) -> int:
-        """Bytes of the largest payload that `publish_inline` takes; 0: it is not supported."""
+        """Bytes of the largest payload that may be packed; 0: none."""
         return 0
-
-    def publish_inline(
-        self,
-        key: str,
-        payload: bytes,
-        *,
-        readers: int,
-        ttl: float,
-        ledger: Ledger,
-        stream: Lease | None = None,
-    ) -> Receipt | None:
-        """Publish a payload of at most `inline_limit` bytes.
-
-        With `stream` it is the next chunk of the stream that `begin_chunks` has begun. It is sent
-        inside the message that offers it. None if the quota has no room now: `reserve`
-        memory, which waits. DuplicateKeyError if a live payload has this key.
-        """
-        raise KVLinkError("this end of the link has no payloads inside its messages")
-
-    def publish_inline_many(
-        self,
-        payloads: Sequence[tuple[str, bytes]],
-        *,
-        readers: int,
-        ttl: float,
-        ledgers: Sequence[Ledger],
-    ) -> list[Receipt] | None:
-        """Publish several such payloads, each a key and its bytes: all, or on an error none.
-
-        An interrupt may leave some. None as for `publish_inline`.
-        """
-        raise KVLinkError("this end of the link has no payloads inside its messages")
 
     def give_way(self) -> None:
         """Let the connector's thread answer readers, if one has sent a message; blocks for that.
@@ -233,84 +217,53 @@ class Producer(Connector):
         return False
 
     @abstractmethod
-    def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
-        """Return memory for one payload, which is then sent from there.
+    def reserve(
+        self, requests: Sequence[PutRequest], *, deadline: Deadline, leases: list[Lease]
+    ) -> None:
+        """Append the lease of each payload to `leases`; after an error the caller releases those.
 
-        It may be waited for, and mapped, for `timeout` seconds; with 0 it is not waited for.
-
-        `draft`: the length of the header that `begin_stream` will be given; 0 if not called.
+        Memory may be waited for, and mapped, until the `deadline`. A packed payload waits for none
+        as long as the quota has room. The chunk of an append stream waits for readers to release
+        the oldest of the stream's window.
 
         Raises:
-            DuplicateKeyError: a live payload has this key.
-            CapacityError: the payload does not fit within `timeout` seconds, or ever.
-            TransferTimeout: they passed while the memory was being mapped.
+            DuplicateKeyError: a live payload has one of the keys.
+            CapacityError: the payloads do not fit before the deadline, or ever.
+            TransferTimeout: it passed while the memory was being mapped.
         """
-
-    def reserve_many(
-        self, payloads: Sequence[tuple[str, int]], *, timeout: float, into: list[Lease]
-    ) -> None:
-        """Add memory for each of several payloads, a key and a number of bytes, to `into`.
-
-        Errors are those of `reserve`; the caller releases what `into` has then.
-        """
-        deadline = Deadline(timeout)
-        for key, nbytes in payloads:
-            into.append(self.reserve(key, nbytes, timeout=deadline.left(key)))
 
     @abstractmethod
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory, which is not reused before the last view of it is freed."""
 
-    @abstractmethod
-    def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
-        """Offer a payload before it is written, to readers that take its layers.
-
-        `draft` is its header without digests, as long as `reserve` was told.
-        """
-
-    def begin_chunks(self, lease: Lease, draft: bytes, *, readers: int, window: int) -> None:
-        """Offer a stream that grows, to readers that take its chunks.
-
-        Its lease is published when it has ended; `draft` is as for `begin_stream`. Each chunk is
-        reserved by `reserve_chunk` and published, or goes through `publish_inline`. At most
-        `window` chunks are kept that a reader has not released.
-        """
-        raise KVLinkError(f"link {self._label} has no streams that grow: its connector lacks them")
-
-    def wait_for_window(self, stream: Lease, *, timeout: float) -> None:
-        """Block until the stream has room for another chunk.
-
-        Raises:
-            CapacityError: its readers have released none within `timeout` seconds.
-        """
-        raise NotImplementedError
-
-    def reserve_chunk(self, stream: Lease, nbytes: int, *, timeout: float) -> Lease:
-        """Return memory for the next chunk of a stream; errors as for `reserve`."""
-        raise NotImplementedError
-
     def direct_refusal(self, device: str) -> str:
         """Return why payloads cannot be sent directly from tensors on `device`; "" if they can."""
         return "readers look into the link's own memory, so put without direct=True, which copies"
 
-    def begin_direct(
+    @abstractmethod
+    def begin(
         self,
         lease: Lease,
         draft: bytes,
-        tensors: Sequence[tuple[int, Region]],
         *,
-        nbytes: int,
         readers: int,
+        tensors: Sequence[tuple[int, Region]] = (),
+        nbytes: int = 0,
+        window: int = 0,
     ) -> None:
-        """Offer a payload whose tensors are sent from the caller's memory, its header from `lease`.
+        """Offer a payload before it is written, to readers that take its layers.
 
-        `tensors` are the byte at which each begins in the payload of `nbytes`, and its memory. They
-        are then announced like those of a stream. `publish` returns when every reader was sent all
-        of them: they may be modified again, and the payload cannot be delivered again.
+        `draft` is its header without digests, as long as `reserve` was told.
+
+        With `tensors` they are sent from the caller's memory, and only the header lies in `lease`:
+        for each the byte at which it begins in the payload of `nbytes`, and its memory. `publish`
+        then returns when every reader was sent all of them: they may be modified again, and the
+        payload cannot be delivered again.
+
+        With a `window` it is an append stream, for readers that take its chunks, which are reserved
+        with this lease as their `stream`. At most `window` chunks are kept that a reader has not
+        released. The lease is published when the stream has ended.
         """
-        raise KVLinkError(
-            f"this end of the link cannot send directly: {self.direct_refusal('cpu')}"
-        )
 
     @abstractmethod
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
@@ -326,28 +279,25 @@ class Producer(Connector):
 
     @abstractmethod
     def publish(
-        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, deadline: float = 0.0
-    ) -> Receipt:
-        """Commit a payload and spend its lease; readers that wait are woken before this returns.
+        self,
+        leases: Sequence[Lease],
+        *,
+        readers: int,
+        ttl: float,
+        ledgers: Sequence[Ledger],
+        deadline: float = 0.0,
+    ) -> list[Receipt]:
+        """Commit payloads and spend their leases; readers that wait are woken before this returns.
 
-        It expires after `ttl` seconds. A direct transfer waits for its readers until `deadline`
-        (`time.monotonic`).
+        All of them are committed, or, on an error, none; an interrupt may leave some. They expire
+        after `ttl` seconds. A payload of the caller's tensors waits for its readers until
+        `deadline` (`time.monotonic`).
 
         Raises:
+            DuplicateKeyError: a live payload has the key of one that was packed.
             TransferTimeout: readers still needed the caller's tensors at `deadline`.
-            TransferFailed: the key was aborted meanwhile.
+            TransferFailed: a key was aborted meanwhile.
         """
-
-    def publish_many(
-        self, leases: Sequence[Lease], *, readers: int, ttl: float, ledgers: Sequence[Ledger]
-    ) -> list[Receipt]:
-        """Commit several payloads together; all else as for `publish`.
-
-        A connector that has no better way publishes one after the other: those before an error
-        stay published.
-        """
-        pairs = zip(leases, ledgers, strict=True)
-        return [self.publish(one, readers=readers, ttl=ttl, ledger=ledger) for one, ledger in pairs]
 
     @abstractmethod
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:

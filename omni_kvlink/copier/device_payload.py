@@ -25,16 +25,16 @@ def is_on(region: Region, device: int) -> bool:
 
 
 def digests(manifest: Manifest, region: Region) -> list[str]:
-    """What `Copier.digest` returns, computed by the payload's device."""
-    found = iter(_crcs(manifest.tensors, manifest.header_nbytes, region))
-    return ["".join(f"{next(found):08x}" for _ in _chunks(spec)) for spec in manifest.tensors]
+    """The digests that `Copier.digest` returns, computed by the payload's device."""
+    crcs = iter(_crcs(manifest.tensors, manifest.header_nbytes, region))
+    return ["".join(f"{next(crcs):08x}" for _ in _chunks(spec)) for spec in manifest.tensors]
 
 
 def verify(manifest: Manifest, region: Region) -> None:
     """Check every digest of a payload, on its device; see `Copier.verify`."""
-    found = iter(_crcs(manifest.tensors, manifest.header_nbytes, region))
+    crcs = iter(_crcs(manifest.tensors, manifest.header_nbytes, region))
     for spec in manifest.tensors:
-        compare(spec, [next(found) for _ in _chunks(spec)])
+        compare(spec, [next(crcs) for _ in _chunks(spec)])
 
 
 def copy_in(
@@ -66,14 +66,14 @@ def _wait_for_torch(views: Sequence[TensorView], region: Region) -> None:
 
 
 def _chunks(spec: TensorSpec) -> range:
-    """Where each part with a digest begins; none if the tensor has no digests."""
+    """The offsets of the parts with a digest; none if the tensor has no digests."""
     return range(0, spec.nbytes if spec.digest else 0, DIGEST_CHUNK)
 
 
 def _crcs(specs: Sequence[TensorSpec], data: int, region: Region) -> list[int]:
     spans = [
-        (data + spec.start + at, data + min(spec.start + at + DIGEST_CHUNK, spec.stop))
+        (data + spec.start + offset, data + min(spec.start + offset + DIGEST_CHUNK, spec.stop))
         for spec in specs
-        for at in _chunks(spec)
+        for offset in _chunks(spec)
     ]
     return device_memory.crcs_of(region, spans) if spans else []

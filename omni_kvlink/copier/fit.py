@@ -1,4 +1,4 @@
-"""What every copier checks before it writes into tensors: that they fit, and are apart."""
+"""The checks of every copier before it writes into tensors: that they fit, and are apart."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_targets(
     for view, spec in zip(views, manifest.tensors, strict=True):
         memory = view.pool if isinstance(view, PagedTensor) else view
         start = address_of(memory, spec.where, writing=True)
-        behind = region.address + region.nbytes
+        end = region.address + region.nbytes
         is_near = memory.is_cpu or region.device != "cpu"  # a device's addresses are its own
-        if is_near and start < behind and region.address < start + extent_of(memory):
+        if is_near and start < end and region.address < start + extent_of(memory):
             raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
     check_distinct(views, lambda number: manifest.tensors[number].where())
     return views

@@ -88,13 +88,13 @@ class NativeCopier(Copier):
             packed = [packed_host_view(source, spec.where) for source, spec in pairs]
             if all(packed):
                 return self._gather_small(packed, manifest, region)
-        native, others, rest = self._split(sources, manifest, region, deadline)
-        for source, target, spec in rest:
+        native, torch_batch, torch_copies = self._split(sources, manifest, region, deadline)
+        for source, target, spec in torch_copies:
             for _ in gather_steps(source, target, spec, LARGE_STEP):
                 check_deadline(deadline, COPYING)
         by_name = native.gather()
-        if others is not None:
-            by_name |= others.digest()
+        if torch_batch is not None:
+            by_name |= torch_batch.digest()
         return [by_name[spec.name] for spec in manifest.tensors]
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
@@ -187,17 +187,19 @@ class NativeCopier(Copier):
         if not text:
             return [""] * len(specs)
         if len(text) == 8 * len(specs):
-            return [text[at : at + 8] for at in range(0, len(text), 8)]
+            return [text[start : start + 8] for start in range(0, len(text), 8)]
         return split_digests(text, specs)
 
     def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
         targets = check_targets(targets, manifest, region)
-        native, others, rest = self._split(targets, manifest, region, NEVER, writing=True)
+        native, torch_batch, torch_copies = self._split(
+            targets, manifest, region, NEVER, writing=True
+        )
         native.scatter()
-        if others is not None:
-            others.verify()
-        for target, source, spec in rest:
+        if torch_batch is not None:
+            torch_batch.verify()
+        for target, source, spec in torch_copies:
             if isinstance(target, PagedTensor):
                 target.fill(source)
             else:
@@ -228,18 +230,18 @@ class NativeCopier(Copier):
         writing: bool = False,
     ) -> tuple[_Batch, _Batch | None, list[tuple[TensorView, torch.Tensor, TensorSpec]]]:
         """Return what the library copies, and what torch does: its digests, and both tensors."""
-        native, others = _Batch(manifest, region, self.threads, deadline), None
-        rest = []
+        native, torch_batch = _Batch(manifest, region, self.threads, deadline), None
+        torch_copies = []
         for view, spec in zip(views, manifest.tensors, strict=True):
             packed = packed_host_view(view, spec.where, writing=writing)
             if packed:
                 native.add(spec, packed)
             else:
-                others = others or _Batch(manifest, region, self.threads, deadline)
-                others.add(spec)
-                rest.append((view, tensor_view(region, spec, manifest.header_nbytes), spec))
-        self._count([view for view, *_ in rest])
-        return native, others, rest
+                torch_batch = torch_batch or _Batch(manifest, region, self.threads, deadline)
+                torch_batch.add(spec)
+                torch_copies.append((view, tensor_view(region, spec, manifest.header_nbytes), spec))
+        self._count([view for view, *_ in torch_copies])
+        return native, torch_batch, torch_copies
 
     def _count(self, views: list[TensorView]) -> None:
         """Count the device tensors among those that torch copies."""
@@ -289,12 +291,12 @@ class _Batch:
 
 def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:
     """The digests of each tensor, as many digits as its blank digest has."""
-    found, at = [], 0
+    digests, start = [], 0
     for spec in specs:
-        stop = at + len(spec.digest)
-        found.append(text[at:stop])
-        at = stop
-    return found
+        stop = start + len(spec.digest)
+        digests.append(text[start:stop])
+        start = stop
+    return digests
 
 
 @contextmanager

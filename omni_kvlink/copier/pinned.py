@@ -113,11 +113,11 @@ class PinnedCopier(NativeCopier):
             for part in _parts(manifest):
                 assignment.assign(part)
                 assignment.begin("scatter", copies)
-            if assignment.others:
-                others, views = assignment.host_part()
-                self._scatter_others(others, region, views)
-            for each in copies.drain():
-                each.verify()
+            if assignment.host_numbers:
+                host_manifest, views = assignment.host_part()
+                self._scatter_others(host_manifest, region, views)
+            for copy in copies.drain():
+                copy.verify()
 
     def digest(self, manifest: Manifest, region: Region, *, deadline: float = NEVER) -> list[str]:
         """Compute the digests where the payload lies."""
@@ -147,14 +147,15 @@ class PinnedCopier(NativeCopier):
         assignment.assign(range(len(manifest.tensors)))
         for numbers in assignment.by_device():
             self.verify(_part(manifest, numbers), region)
-        others, views = assignment.host_part()
+        host_manifest, views = assignment.host_part()
         _follow(views, after)
         if views:
-            self._scatter_others(others, region, views)
+            self._scatter_others(host_manifest, region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
         with _CopiesInProgress() as copies:
             assignment.begin("scatter", copies)
-        return StreamEvents([*ends, *(_TicketEvent(each.device, each.ticket) for each in copies)])
+        ends += [_TicketEvent(copy.device, copy.ticket) for copy in copies]
+        return StreamEvents(ends)
 
     def _begin(
         self,
@@ -175,15 +176,15 @@ class PinnedCopier(NativeCopier):
             assignment.assign(part)
             assignment.begin("gather", copies)
         digests = [""] * len(sources)
-        if assignment.others:
-            others, views = assignment.host_part()
-            found = self._gather_others(others, region, views, after, deadline)
-            for number, digest in zip(assignment.others, found, strict=True):
+        if assignment.host_numbers:
+            host_manifest, views = assignment.host_part()
+            host_digests = self._gather_others(host_manifest, region, views, after, deadline)
+            for number, digest in zip(assignment.host_numbers, host_digests, strict=True):
                 digests[number] = digest
 
         def wait() -> list[str]:
-            for each in copies.drain():
-                for number, digest in zip(each.numbers, each.digests(), strict=True):
+            for copy in copies.drain():
+                for number, digest in zip(copy.numbers, copy.digests(), strict=True):
                     digests[number] = digest
             return digests
 
@@ -234,7 +235,7 @@ class PinnedCopier(NativeCopier):
 
 
 class _Assignment:
-    """Which tensors of a call each device copies, and which are left to the host and torch."""
+    """The tensors of a call, by the device that copies them, or left to the host and torch."""
 
     def __init__(
         self,
@@ -247,7 +248,7 @@ class _Assignment:
         digest: bool = True,
         writing: bool = False,
     ):
-        self.others: list[int] = []
+        self.host_numbers: list[int] = []
         """Numbers of the tensors that are left to the host and torch."""
         self._copier, self._views, self._manifest, self._region = copier, views, manifest, region
         self._after, self._digest, self._writing = after, digest, writing
@@ -258,15 +259,15 @@ class _Assignment:
         for number in part:
             view = self._views[number]
             device = device_of(view)
-            where = self._manifest.tensors[number].where
-            packed = () if device is None else packed_view(view, where, writing=self._writing)
+            label = self._manifest.tensors[number].where
+            packed = () if device is None else packed_view(view, label, writing=self._writing)
             copies = None
             if device is not None and packed:
                 if device not in self._devices:
                     self._devices[device] = self._on_device(device)
                 copies = self._devices[device]
             if copies is None:
-                self.others.append(number)
+                self.host_numbers.append(number)
             else:
                 copies.add(number, view, packed, digest=self._digest)
 
@@ -278,24 +279,24 @@ class _Assignment:
 
     def by_device(self) -> list[list[int]]:
         """For each device, the numbers of the tensors that it will copy."""
-        return [each.numbers for each in self._devices.values() if each is not None]
+        return [part.numbers for part in self._devices.values() if part is not None]
 
     def begin(self, verb: str, copies: _CopiesInProgress) -> None:
         """Begin to copy, on each device, what was assigned to it since the last call."""
         kind = "pinned" if self._region.device == "cpu" else "device"
-        for each in self._devices.values():
-            if each is not None and each.numbers:
-                self._copier._copies.add_nbytes(kind, each.begin(verb, copies))
+        for part in self._devices.values():
+            if part is not None and part.numbers:
+                self._copier._copies.add_nbytes(kind, part.begin(verb, copies))
 
     def host_part(self) -> tuple[Manifest, list[TensorView]]:
         """The tensors that are left to the host and torch, which are counted as pageable."""
-        views = [self._views[number] for number in self.others]
+        views = [self._views[number] for number in self.host_numbers]
         self._copier._copies.add("pageable", views)
-        return _part(self._manifest, self.others), views
+        return _part(self._manifest, self.host_numbers), views
 
 
 class _OnDevice:
-    """What one device copies, collected and begun part by part."""
+    """The copies of one device, collected and begun part by part."""
 
     def __init__(
         self,
@@ -374,11 +375,11 @@ class _CopiesInProgress(list[_Copies]):
             yield self[0]
             del self[0]
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
             with ExitStack() as stack:  # all of them, even if one fails
-                for each in self:
-                    stack.callback(each.ticket.close)
+                for copy in self:
+                    stack.callback(copy.ticket.close)
 
 
 class _TicketEvent:

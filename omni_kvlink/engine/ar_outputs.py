@@ -1,4 +1,4 @@
-"""What an AR stage's scheduler gives its executor."""
+"""The output of an AR stage's scheduler for its executor."""
 
 from __future__ import annotations
 

@@ -34,17 +34,17 @@ Wait = Annotated[float, Seconds(above=0, endless=True)]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def load_class(kind: str, name: str, known: dict[str, str]) -> Any:
-    """The class that a configuration names, by its name in `known` or as "module:Class"."""
-    module, separator, attribute = known.get(name, name).partition(":")
+def load_class(kind: str, name: str, classes: dict[str, str]) -> Any:
+    """The class that a configuration names, by its name in `classes` or as "module:Class"."""
+    module, separator, attribute = classes.get(name, name).partition(":")
     if not separator:
-        raise SchemaError(f"no {kind} {name!r}; there are {', '.join(known)}, or 'module:Class'")
+        raise SchemaError(f"no {kind} {name!r}; there are {', '.join(classes)}, or 'module:Class'")
     return getattr(importlib.import_module(module), attribute)
 
 
 @dataclasses.dataclass(frozen=True)
 class DiffusionParallelConfig(Settings):
-    """How a diffusion stage divides its work among ranks."""
+    """The division of a diffusion stage's work among ranks."""
 
     data_parallel_size: Degree = 1  # groups that run different requests
     cfg_parallel_size: Annotated[int, Integer(1, 3)] = (
@@ -120,7 +120,7 @@ class KVConfig(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class CompilationConfig(Settings):
-    """How `torch.compile` compiles the repeated layers, where `enforce_eager` is False."""
+    """The settings of `torch.compile` for the repeated layers, where `enforce_eager` is False."""
 
     # "aot_eager" and "eager" trace, but generate no code
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
@@ -163,7 +163,7 @@ class LoRAConfig(Settings):
 
     @property
     def capacity(self) -> int:
-        """How many adapters are held at once, besides the stage's own."""
+        """The number of adapters that are held at once, besides the stage's own."""
         return max(self.max_loras, self.max_cpu_loras or 0)
 
 
@@ -198,7 +198,7 @@ class KVTransferConfig(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig(Settings):
-    """Where Ray puts a stage, or the ranks of its executor, and the resources of each rank."""
+    """The node on which Ray puts a stage, or its executor's ranks, and the resources of a rank."""
 
     address: str = "auto"  # or "host:port" of a cluster, or "local" to start one
     num_cpus: Annotated[float, Number(0)] = 1.0
@@ -220,7 +220,7 @@ class RayConfig(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class ProfilerConfig(Settings):
-    """What the profiler of each worker records, and where; names as in vLLM, all off by default."""
+    """The settings of each worker's profiler, in vLLM's names; all are off by default."""
 
     profiler: Literal["torch"] = "torch"  # the only one here
     torch_profiler_dir: Annotated[str, FilePath()] = ""  # for `start_profile` without a directory

@@ -29,10 +29,10 @@ class NoWorkersError(EngineError, NotImplementedError):
     """This executor has no workers to call: use its own methods."""
 
 
-def as_engine_error(error: Exception, what: str) -> KVLinkError:
+def as_engine_error(error: Exception, context: str) -> KVLinkError:
     """`error` if it is of the library's family, else a RequestFailed that it caused."""
     if isinstance(error, KVLinkError):
         return error
-    failure = RequestFailed(f"{what}: {error!r}")
+    failure = RequestFailed(f"{context}: {error!r}")
     failure.__cause__ = error
     return failure

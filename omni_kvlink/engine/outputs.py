@@ -1,4 +1,4 @@
-"""What a scheduler gives an executor, and what comes back."""
+"""Outputs of a scheduler for an executor, and of an executor for its engine."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class BatchRunnerOutput:
     def as_model_output(self) -> ModelRunnerOutput:
         """The same as an executor returns it."""
         results = {output.request_id: output.result for output in self.runner_outputs}
-        return ModelRunnerOutput(list(results), [each.output for each in results.values()], results)
+        return ModelRunnerOutput(list(results), [r.output for r in results.values()], results)
 
 
 @dataclasses.dataclass
 class ModelRunnerOutput(TokenOutputs):
-    """What an executor returns for a step: images, or hidden states of an AR stage, if any.
+    """An executor's output of a step: images, or hidden states of an AR stage, if any.
 
     `results` has errors, texts and `kv_sent`; a request that has just an output may be missing.
     """

@@ -18,8 +18,8 @@ from omni_kvlink.engine.sampling import (
 )
 
 
-def never() -> bool:
-    """False."""
+def not_cancelled() -> bool:
+    """Return False, the answer of requests that nothing can cancel."""
     return False
 
 
@@ -43,7 +43,7 @@ class OmniDiffusionRequest:
     token_log: Any = None  # the `TokenLog` of its text; set by the runner
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
     lora: ActiveLoRA | None = None  # the adapter of its pass; set by the runner
-    is_cancelled: Callable[[], bool] = never  # read before a batch, and between denoising steps
+    is_cancelled: Callable[[], bool] = not_cancelled  # read before a batch and between steps
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
@@ -54,8 +54,8 @@ class OmniDiffusionRequest:
     @property
     def key(self) -> SamplingParamsKey:
         """Requests with equal keys may share a batch."""
-        own = self.prompt.layout if isinstance(self.prompt, EmbedsPrompt) else ()
-        return SamplingParamsKey((*SamplingParamsKey.of(self.sampling_params), *own))
+        layout = self.prompt.layout if isinstance(self.prompt, EmbedsPrompt) else ()
+        return SamplingParamsKey((*SamplingParamsKey.of(self.sampling_params), *layout))
 
     @property
     def step_key(self) -> SamplingParamsKey:

@@ -15,7 +15,7 @@ from omni_kvlink.settings import Instance, Integer
 
 @dataclasses.dataclass
 class OmniDiffusionSamplingParams(TextSamplingParams):
-    """How an image, or a text, is to be generated; None leaves a choice to the model."""
+    """The parameters by which an image, or a text, is generated; None leaves one to the model."""
 
     height: int | None = None  # in pixels
     width: int | None = None
@@ -57,7 +57,7 @@ PIPELINE_PARAMS = frozenset(
 """The params of diffusers' pipelines, which an AR stage has no use for."""
 
 _NAMES = [field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)]
-KEY_FIELDS = tuple(one for one in _NAMES if one not in TEXT_PARAMS | {"seed", "generator"})
+KEY_FIELDS = tuple(name for name in _NAMES if name not in TEXT_PARAMS | {"seed", "generator"})
 """The params that requests of one batch have in common."""
 _OWN_STEPS = {"num_inference_steps", "timestep_shift", "num_outputs_per_prompt", "latents"}
 STEP_KEY_FIELDS = tuple(name for name in KEY_FIELDS if name not in _OWN_STEPS)
@@ -77,5 +77,5 @@ class SamplingParamsKey(tuple[object, ...]):
         """The key of sampling params."""
         values = [getattr(params, name) for name in fields]
         return cls(
-            comparable(one) if isinstance(one, (dict, torch.Tensor)) else one for one in values
+            comparable(item) if isinstance(item, (dict, torch.Tensor)) else item for item in values
         )

@@ -1,13 +1,14 @@
 """Links: `KVLink` opens a `KVProducer` or a `KVConsumer`; streams and allocations."""
 
-from omni_kvlink.connectors.protocol.get_table import MAX_TIMEOUT as MAX_TIMEOUT
-from omni_kvlink.connectors.protocol.get_table import check_timeout as check_timeout
+from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT as MAX_TIMEOUT
+from omni_kvlink.connectors.protocol.answer import check_timeout as check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process as check_process
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.append_stream import AppendStream as AppendStream
+from omni_kvlink.link.background_get import BackgroundGet as BackgroundGet
+from omni_kvlink.link.background_get import GetPhase as GetPhase
 from omni_kvlink.link.chunk_stream import ChunkStream as ChunkStream
 from omni_kvlink.link.chunk_streams import ChunkStreams as ChunkStreams
-from omni_kvlink.link.consumer import GetAttempts as GetAttempts
 from omni_kvlink.link.consumer import KVConsumer as KVConsumer
 from omni_kvlink.link.consumer import PendingBatch as PendingBatch
 from omni_kvlink.link.consumer import Received as Received
@@ -18,6 +19,7 @@ from omni_kvlink.link.consumer import begin_get as begin_get
 from omni_kvlink.link.consumer import begin_gets as begin_gets
 from omni_kvlink.link.consumer import can_retry as can_retry
 from omni_kvlink.link.consumer import check_verify as check_verify
+from omni_kvlink.link.consumer import id_list as id_list
 from omni_kvlink.link.consumer import open_chunks as open_chunks
 from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream

@@ -7,9 +7,9 @@ import os
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import (
     CapacityError,
@@ -23,33 +23,12 @@ from omni_kvlink.payload.growing import StreamPosition
 from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from omni_kvlink.connectors.base import Producer
     from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
-    from omni_kvlink.copier import Copier
+    from omni_kvlink.link.put_operation import CopiedPut
     from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.growing import StreamSpec
-    from omni_kvlink.payload.manifest import Manifest
-    from omni_kvlink.payload.tensor_data import TensorTransferData
-
-
-class StreamPut(Protocol):
-    """Puts the head of a stream, and each of its chunks; see `PutOperation`."""
-
-    producer: Producer
-    plan: Manifest
-    copier: Copier
-    ledger: Ledger
-    readers: int
-
-    def put_chunk(
-        self, stream: Lease, chunk: TensorTransferData, deadline: Deadline
-    ) -> tuple[bytes, Ledger]:
-        """Copy a chunk and publish it; return its header, and what it cost."""
-
-    def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
-        """Write the header of the head and commit the stream."""
 
 
 class AppendStream:
@@ -60,7 +39,7 @@ class AppendStream:
     all appends cost.
     """
 
-    def __init__(self, spec: StreamSpec, head: StreamPut, lease: Lease, *, window: int):
+    def __init__(self, spec: StreamSpec, head: CopiedPut, lease: Lease, *, window: int):
         self.request_id, self.ledger = head.plan.request_id, head.ledger
         self.receipt: Receipt | None = None
         self._spec, self._head = spec, head
@@ -72,9 +51,8 @@ class AppendStream:
         self._lock = threading.Lock()  # held while the head is written, committed or aborted
         self._lease: Lease | None = None
         try:
-            head.producer.begin_chunks(
-                lease, head.plan.encode(), readers=head.readers, window=window
-            )
+            producer, readers = head.operation.producer, head.operation.readers
+            producer.begin(lease, head.plan.encode(), readers=readers, window=window)
         except BaseException:
             lease.release()
             raise
@@ -151,7 +129,7 @@ class AppendStream:
             self._lease = None
             with lease:
                 views = self._spec.head(self._position.encode()).tensors()
-                digests = head.copier.gather(views, head.plan, lease.region)
+                digests = head.operation.copier.gather(views, head.plan, lease.region)
                 nbytes = head.ledger.nbytes
                 self.receipt = head.publish(lease, digests)
                 head.ledger.nbytes += nbytes
@@ -189,7 +167,7 @@ class AppendStream:
         lease = getattr(self, "_lease", None)
         if lease is not None and os.getpid() == self._pid:
             reason = "its producer never committed it"
-            self._head.producer.abort(lease, reason, deferred=True)
+            self._head.operation.producer.abort(lease, reason, deferred=True)
             text = f"stream {self.request_id!r} was not committed"
             warnings.warn(text, ResourceWarning, stacklevel=2)
 
@@ -224,23 +202,24 @@ class AppendStream:
         lease, head, started = self._open_lease(), self._head, time.perf_counter()
         try:
             chunk = self._spec.chunk(tensors, metadata, self._position, requests)
-            head.producer.wait_for_window(lease, timeout=max(0.0, deadline.at - time.monotonic()))
-            header, ledger = head.put_chunk(lease, chunk, deadline)
-            self._position = self._position.after(header)
+            operation = head.operation.for_chunks(deadline)
+            put = operation.prepare(chunk, stream=lease)
+            operation.run([put])
+            self._position = self._position.after(put.header)
         except (CapacityError, SchemaError, TransferTimeout):
             raise
         except BaseException as error:
             # Whether the chunk was sent is not known: an interrupt comes at any line.
             self._abort(f"chunk {self._position.number} was not appended: {error!r}")
             raise
-        self._account(ledger, time.perf_counter() - started)
+        self._account(put.ledger, time.perf_counter() - started)
         return self._position.number - 1
 
     def _abort(self, reason: str) -> None:
         with self._lock:
             lease, self._lease = self._lease, None
             if lease is not None:
-                self._head.producer.abort(lease, reason)
+                self._head.operation.producer.abort(lease, reason)
 
     def _account(self, chunk: Ledger, seconds: float) -> None:
         total = self.ledger

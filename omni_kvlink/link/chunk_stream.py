@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from omni_kvlink.connectors.protocol.get_table import StreamEnded, check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
+from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
 from omni_kvlink.link.read_block import ReadBlock
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.layouts import LayoutCache

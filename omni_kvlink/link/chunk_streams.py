@@ -8,7 +8,7 @@ from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
-from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout
+from omni_kvlink.connectors.protocol.answer import LazyEvent, check_timeout
 from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 from omni_kvlink.link.chunk_stream import C, ChunkStream
 from omni_kvlink.link.read_block import ReadBlock

@@ -9,13 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     ClosedError,
     IntegrityError,
-    KVLinkError,
     PeerLostError,
     SchemaError,
     WireError,
@@ -36,9 +35,10 @@ from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.targets import targets_of
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Choice, Integer
+from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import RequestSizes
@@ -82,13 +82,13 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        attempts = GetAttempts(check_timeout(timeout))
-        pending = begin_get(self, request_id, timeout=attempts.seconds_left(), verify=verify)
+        deadline = Deadline(check_timeout(timeout))
+        pending = begin_get(self, request_id, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
         repeat = partial(begin_get, self, request_id, verify=verify)
-        delivery = self._await(pending, attempts, repeat)[1]
+        delivery = self._await(pending, deadline, repeat)[1]
         parts = delivery, self._copier, self._layouts
         return Received(*parts, started=started, verify=verify, expected=expected)
 
@@ -104,9 +104,9 @@ class KVConsumer(LinkEnd):
         Raises what `get` raises for the first payload, in this order, that cannot be had. The
         others are released unread then: another call can have them.
         """
-        attempts = GetAttempts(check_timeout(timeout))
-        batch = self.begin_get_many(request_ids, timeout=attempts.seconds_left(), verify=verify)
-        return batch.wait(timeout=attempts.seconds_left())
+        deadline = Deadline(check_timeout(timeout))
+        batch = self.begin_get_many(request_ids, timeout=deadline.seconds_left(), verify=verify)
+        return batch.wait(timeout=deadline.seconds_left())
 
     def begin_get_many(
         self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
@@ -131,9 +131,9 @@ class KVConsumer(LinkEnd):
         for the announcement, and again for each layer. Errors are those of `get`. Bytes are checked
         as `get` does with `verify="auto"`, before their layer is there.
         """
-        started, attempts = time.perf_counter(), GetAttempts(check_timeout(timeout))
+        started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
         begin = partial(begin_get, self, request_id, streamed=True)
-        _, delivery = self._await(begin(timeout=attempts.seconds_left()), attempts, begin)
+        _, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
         return open_stream(self, delivery, started=started, timeout=timeout)
 
     def read_stream(
@@ -151,9 +151,9 @@ class KVConsumer(LinkEnd):
         SchemaError if `start` is negative.
         """
         limit = check_timeout(timeout)
-        attempts = GetAttempts(limit)
+        deadline = Deadline(limit)
         begin = partial(begin_chunks, self, request_id, start=start, verify=verify)
-        head, delivery = self._await(begin(timeout=attempts.seconds_left()), attempts, begin)
+        head, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
@@ -167,41 +167,19 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
-        self, pending: PendingGet, attempts: GetAttempts, begin: Callable[..., PendingGet]
+        self, pending: PendingGet, deadline: Deadline, begin: Callable[..., PendingGet]
     ) -> tuple[PendingGet, Delivery]:
         """Wait for a get; if only the connection broke, `begin` it again and wait for that one."""
-        retries: GetAttempts | None = None  # several gets may have the same deadline
+        retries = 0
         while True:
             try:
-                return pending, pending.wait(timeout=attempts.seconds_left())
+                return pending, pending.wait(timeout=deadline.seconds_left())
             except PeerLostError:
-                retries, seconds = retries or attempts.again(), attempts.seconds_left()
-                if not retries.may_retry() or not can_retry(self, pending, timeout=seconds):
+                retries += 1
+                limit = deadline.seconds_left()
+                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
                     raise
-            pending = begin(timeout=attempts.seconds_left())
-
-
-class GetAttempts:
-    """Allows `MAX_RETRIES` more requests of one get until its deadline; without I/O."""
-
-    def __init__(self, timeout: float):
-        self.deadline = time.monotonic() + timeout
-        self._retries = 0
-
-    def again(self) -> GetAttempts:
-        """The attempts of another get with the same deadline."""
-        other = GetAttempts(0.0)
-        other.deadline = self.deadline
-        return other
-
-    def seconds_left(self) -> float:
-        """Seconds until the deadline; 0 after it."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    def may_retry(self) -> bool:
-        """Count a broken connection; whether another request is allowed."""
-        self._retries += 1
-        return self._retries <= MAX_RETRIES
+            pending = begin(timeout=deadline.seconds_left())
 
 
 def begin_get(
@@ -500,7 +478,7 @@ class PendingBatch:
         """
         consumer, verify = self._consumer, self._verify
         opened = partial(open_delivery, consumer, started=self._started, verify=verify)
-        attempts = GetAttempts(check_timeout(timeout))
+        deadline = Deadline(check_timeout(timeout))
         pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
             raise ClosedError("this batch was waited for, or cancelled; request it again")
@@ -508,16 +486,15 @@ class PendingBatch:
         try:
             for request_id, get in zip(self._request_ids, pending, strict=True):
                 repeat = partial(begin_get, consumer, request_id, verify=verify)
-                delivery = consumer._await(get, attempts, repeat)[1]
+                delivery = consumer._await(get, deadline, repeat)[1]
                 received.append(opened(delivery))
             return ReceivedBatch(received)
-        except BaseException as error:
+        except BaseException:
             for payload in received:
                 payload.release_unread()
-            if isinstance(error, KVLinkError):
-                for get in pending[len(received) + 1 :]:
-                    get.cancel()
-            pending.clear()  # after an interrupt their finalizers cancel them, without a lock
+            for get in pending[len(received) + 1 :]:
+                get.cancel()
+            pending.clear()  # the finalizers cancel those that another interrupt has left
             raise
 
     def cancel(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.copier import COPIER, Copier, named_copier

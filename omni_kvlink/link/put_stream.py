@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.connectors.runtime import fault_points
@@ -16,41 +16,11 @@ from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.payload.views import check_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from omni_kvlink.connectors.base import Producer
-    from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
-    from omni_kvlink.copier import GatherHandle, StreamEvents
+    from omni_kvlink.connectors.protocol.transfer import Receipt
+    from omni_kvlink.copier import StreamEvents
+    from omni_kvlink.link.put_operation import CopiedPut
     from omni_kvlink.memory.region import Lease
-    from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
-
-
-class LayerPut(Protocol):
-    """Puts a payload layer by layer; see `PutOperation`."""
-
-    producer: Producer
-    plan: Manifest
-    ledger: Ledger
-
-    @property
-    def can_announce(self) -> bool:
-        """Whether the digest of each tensor fits into a message."""
-
-    def begin(self, lease: Lease) -> None:
-        """Announce the payload before it is written."""
-
-    def copy_layer(
-        self, lease: Lease, views: Sequence[TensorView], part: Manifest, after: StreamEvents | None
-    ) -> GatherHandle | list[str]:
-        """Copy a part of the payload; return the digests, or the copy that runs on a device."""
-
-    def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
-        """Announce tensors that are written."""
-
-    def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
-        """Write the header and commit."""
 
 
 class PutStream:
@@ -61,11 +31,11 @@ class PutStream:
     `commit`; in the `ledger`, `copy` is the sum over all layers.
     """
 
-    def __init__(self, put: LayerPut, lease: Lease, allocated: Payload | None):
+    def __init__(self, put: CopiedPut, lease: Lease):
         plan = self.manifest = put.plan
         self.ledger = put.ledger
         self.receipt: Receipt | None = None
-        self._put, self._allocated = put, allocated
+        self._put = put
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
@@ -158,7 +128,7 @@ class PutStream:
             lease = self._lease
             if lease is not None:
                 self._close()
-                self._put.producer.abort(lease, reason)
+                self._put.operation.producer.abort(lease, reason)
 
     def __enter__(self) -> PutStream:
         return self
@@ -181,7 +151,7 @@ class PutStream:
         lease = getattr(self, "_lease", None)
         if lease is not None and os.getpid() == self._pid:
             reason = "its producer never committed it"
-            abort = partial(self._put.producer.abort, lease, reason, deferred=True)
+            abort = partial(self._put.operation.producer.abort, lease, reason, deferred=True)
             self._queue.call_when_drained(abort)  # a late copy must not land in another payload
             name = self.manifest.request_id
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
@@ -192,8 +162,8 @@ class PutStream:
     def _close(self) -> None:
         self._queue.close()
         self._lease = None
-        if self._allocated is not None:
-            self._allocated.close()
+        if self._put.allocation is not None:
+            self._put.allocation.data.close()
 
     def _open_lease(self) -> Lease:
         if self._lease is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
-from omni_kvlink.connectors.protocol.get_table import send_separately
+from omni_kvlink.connectors.protocol.delivery import send_separately
 from omni_kvlink.link.read_block import ReadBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.payload.bundle import Payload
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from omni_kvlink.connectors.protocol.get_table import check_timeout
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     KVLinkError,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region

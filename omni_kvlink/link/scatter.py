@@ -10,7 +10,7 @@ from omni_kvlink.errors import WireError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Ledger
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region

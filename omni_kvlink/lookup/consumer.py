@@ -67,10 +67,10 @@ class _PendingAnswer(NamedTuple):
             try:
                 delivery = get.wait(timeout=_seconds_left(deadline))
             except PeerLostError:  # noqa: PERF203 (a round for each lost connection)
-                left = min(RECONNECT_TIMEOUT, _seconds_left(deadline))
-                if not can_retry(link, get, timeout=left):
+                seconds = min(RECONNECT_TIMEOUT, _seconds_left(deadline))
+                if not can_retry(link, get, timeout=seconds):
                     raise
-                get = begin_get(link, self.key, timeout=left)
+                get = begin_get(link, self.key, timeout=seconds)
             else:
                 return open_delivery(link, delivery, started=started, verify=verify)
 
@@ -227,7 +227,7 @@ class LookupConsumer:
                     raise
 
     def stats(self) -> dict[str, Any]:
-        """Of each producer's link, by its URL."""
+        """The stats of each producer's link, by its URL."""
         return {store.link.url: store.link.stats() for store in self._stores}
 
     def close(self) -> None:
@@ -279,12 +279,12 @@ class LookupConsumer:
                     answer = pending.pop(future)
                     try:
                         with answer.receive(deadline, "auto") as data:
-                            found = messages.read_message(data, messages.Found).tokens
+                            tokens = messages.read_message(data, messages.Found).tokens
                     except PeerLostError as error:
                         if not self._exclude(answer.store, stores, error):
                             raise
                     else:
-                        best = max(best, (found, answer.store), key=lambda pair: pair[0])
+                        best = max(best, (tokens, answer.store), key=lambda pair: pair[0])
         finally:
             for answer in pending.values():
                 answer.get.cancel()
@@ -316,14 +316,14 @@ def _seconds_left(deadline: float) -> float:
 def _question(
     prompt: bytes, deadline: float, *, wait: bool, probe: bool = False
 ) -> messages.Question:
-    left, namespace = _seconds_left(deadline), messages.namespace_of(prompt)
-    return messages.Question(f"lookup/{uuid.uuid4().hex}", left, wait, probe, namespace)
+    seconds, namespace = _seconds_left(deadline), messages.namespace_of(prompt)
+    return messages.Question(f"lookup/{uuid.uuid4().hex}", seconds, wait, probe, namespace)
 
 
 def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: float) -> set[Future[Any]]:
     """Wait for the next answers; TransferTimeout if there are none by the deadline."""
-    left = _seconds_left(deadline)
-    done, _ = wait_for(pending, timeout=left, return_when=FIRST_COMPLETED)
+    seconds = _seconds_left(deadline)
+    done, _ = wait_for(pending, timeout=seconds, return_when=FIRST_COMPLETED)
     if not done:
         silent = ", ".join(answer.store.link.url for answer in pending.values())
         raise TransferTimeout(f"no answer from {silent}", phase="requested")

@@ -78,9 +78,9 @@ def answer_payload(key: str, match: Match) -> KVCacheBundle | TensorTransferData
     """A match to be sent; it shares the match's tensors."""
     if match.data is None:
         return message_payload(key, Found(0))
-    own = match.data
+    cache = match.data
     branches: dict[str, BundleBranch]
-    branches = {KV: KVCacheTransferData(key, own.layer_blocks, (), own.metadata)}
+    branches = {KV: KVCacheTransferData(key, cache.layer_blocks, (), cache.metadata)}
     if match.hidden is not None:
         branches[HIDDEN] = TensorTransferData(key, {HIDDEN: match.hidden})
     return KVCacheBundle(key, branches)
@@ -112,8 +112,8 @@ def read_answer(
     kv = data.branches.get(KV) if isinstance(data, KVCacheBundle) else None
     if not isinstance(data, KVCacheBundle) or not isinstance(kv, KVCacheTransferData):
         raise SchemaError(f"payload {data.request_id!r} is no answer")
-    hidden, found = data.tensor_data.get(HIDDEN), kv.metadata.seq_len
+    hidden, tokens = data.tensor_data.get(HIDDEN), kv.metadata.seq_len
     state = None if hidden is None else hidden.tree.get(HIDDEN)
-    if found > requested or (found == requested) != isinstance(state, torch.Tensor):
-        raise SchemaError(f"{found} tokens for a question about {requested}, hidden: {hidden!r}")
+    if tokens > requested or (tokens == requested) != isinstance(state, torch.Tensor):
+        raise SchemaError(f"{tokens} tokens for a question about {requested}, hidden: {hidden!r}")
     return kv, state if isinstance(state, torch.Tensor) else None

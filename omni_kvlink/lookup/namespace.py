@@ -12,7 +12,7 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.kv_checks import json_copy
 
 Namespace: TypeAlias = str | bytes | Mapping[str, Any]
-"""What a prompt's cache depends on besides its tokens; the mapping has JSON values."""
+"""All that a prompt's cache depends on besides its tokens; the mapping has JSON values."""
 
 DIGEST_SIZE = 32
 NO_NAMESPACE = bytes(DIGEST_SIZE)

@@ -97,8 +97,8 @@ class LookupProducer:
     def stats(self) -> dict[str, int]:
         """The store's numbers; `answered` questions, `nbytes` sent, `ignored` messages."""
         check_process(self._pid, "this LookupProducer")
-        own = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
-        return {**self._store.stats(), **own}
+        counters = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
+        return {**self._store.stats(), **counters}
 
     def __repr__(self) -> str:
         return f"<LookupProducer of {self._store!r} at {self._link.url}>"
@@ -151,9 +151,9 @@ class LookupProducer:
     def _answer_all(self) -> None:
         while (request := self._queue.get()) is not None:
             waiting, self._waiting = self._waiting, []
-            for each in waiting if request is _RECHECK else (*waiting, request):
-                if each.expires > time.monotonic():
-                    self._try_answer(each)
+            for open_question in waiting if request is _RECHECK else (*waiting, request):
+                if open_question.expires > time.monotonic():
+                    self._try_answer(open_question)
 
     def _try_answer(self, request: _OpenQuestion) -> None:
         """Answer a question, or keep it waiting; a failure is reported to the consumer."""
@@ -171,8 +171,8 @@ class LookupProducer:
     def _answer(self, request: _OpenQuestion) -> None:
         key = request.question.answer
         if request.question.probe:
-            found = messages.Found(self._store.longest(request.prompt))
-            self._link.put(messages.message_payload(key, found), ttl=TTL, timeout=0.0)
+            reply = messages.Found(self._store.longest(request.prompt))
+            self._link.put(messages.message_payload(key, reply), ttl=TTL, timeout=0.0)
             return
         with self._store.lease(request.prompt) as match:
             payload = messages.answer_payload(key, match)

@@ -193,18 +193,18 @@ class PrefixStore:
     def lease(self, key: bytes) -> Match:
         """`select` of an encoded prompt, without waiting."""
         with self._changed:
-            found, entry, hidden = self._find(key)
+            tokens, entry, hidden = self._find(key)
             requested = count(key)
             self._counters["tokens_requested"] += requested
-            self._counters["tokens_found"] += found
-            kind = "missed" if not found else "partial" if hidden is None else "complete"
+            self._counters["tokens_found"] += tokens
+            kind = "missed" if not tokens else "partial" if hidden is None else "complete"
             self._counters[kind] += 1
-            if entry is None or not found:
+            if entry is None or not tokens:
                 return Match(requested)
             self._entries.move_to_end(entry.key)
             entry.pins += 1
-            metadata = _metadata(found, entry.data.metadata.num_layers, entry.data.metadata.extra)
-            data = entry.data.first_tokens(found, metadata)
+            metadata = _metadata(tokens, entry.data.metadata.num_layers, entry.data.metadata.extra)
+            data = entry.data.first_tokens(tokens, metadata)
             return Match(requested, data, hidden, partial(self._unpin, entry))
 
     def watch(self, watcher: Callable[[], None]) -> None:
@@ -228,15 +228,15 @@ class PrefixStore:
     # The methods below are called with the lock held.
 
     def _find(self, key: bytes) -> tuple[int, _Entry | None, torch.Tensor | None]:
-        """How many tokens need not be computed, their entry, and the last hidden state."""
-        found, other = self._index.longest(key)
-        if not found:
+        """The number of tokens not to be computed, their entry, and the last hidden state."""
+        tokens, other = self._index.longest(key)
+        if not tokens:
             return 0, None, None
         entry = self._entries[other]
-        hidden = entry.hidden_of(found) if found == count(key) else None
+        hidden = entry.hidden_of(tokens) if tokens == count(key) else None
         if hidden is None:
-            found = min(found, count(key) - 1)
-        return found, entry, hidden
+            tokens = min(tokens, count(key) - 1)
+        return tokens, entry, hidden
 
     def _unpin(self, entry: _Entry) -> None:
         with self._changed:
@@ -244,9 +244,9 @@ class PrefixStore:
 
     def _has(self, key: bytes, hidden: torch.Tensor | None) -> bool:
         """Whether an entry holds all that a new one would; it then counts as used."""
-        found, other = self._index.longest(key)
-        if found < count(key) or (
-            hidden is not None and self._entries[other].hidden_of(found) is None
+        tokens, other = self._index.longest(key)
+        if tokens < count(key) or (
+            hidden is not None and self._entries[other].hidden_of(tokens) is None
         ):
             return False
         self._entries.move_to_end(other)

@@ -80,9 +80,9 @@ class PrefixIndex:
         A prompt equal to `key` comes before a longer one. (0, b"") if none of its namespace has the
         first token.
         """
-        at = bisect_left(self._keys, key)
+        index = bisect_left(self._keys, key)
         best = (0, b"")
-        for other in self._keys[at : at + 1] + self._keys[max(0, at - 1) : at]:
+        for other in self._keys[index : index + 1] + self._keys[max(0, index - 1) : index]:
             shared = common(key, other)
             if shared > best[0]:
                 best = (shared, other)

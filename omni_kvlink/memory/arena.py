@@ -70,9 +70,9 @@ class Arena:
             message = f"{nbytes} bytes requested, the largest hole has {largest}"
             raise CapacityError(message, requested=nbytes, free=largest)
         length, offset = min(fitting)
-        at = holes.index((offset, length))
-        rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-        return offset, ([*holes[:at], *rest, *holes[at + 1 :]], {**used, offset: nbytes})
+        index = holes.index((offset, length))
+        remainder = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+        return offset, ([*holes[:index], *remainder, *holes[index + 1 :]], {**used, offset: nbytes})
 
     def _without_block(self, offset: int) -> _State:
         """The state without a block."""
@@ -86,9 +86,9 @@ class Arena:
             stop = sum(holes[last])
             last += 1
         merged = [*holes[:first], (start, stop - start), *holes[last:]]
-        rest = used.copy()  # in one call: there may be thousands of blocks
-        del rest[offset]
-        return merged, rest
+        used_blocks = used.copy()  # in one call: there may be thousands of blocks
+        del used_blocks[offset]
+        return merged, used_blocks
 
 
 _Span: TypeAlias = tuple[int, int]
@@ -112,7 +112,7 @@ OUTSIDE = -1
 
 
 class BlockOwner(Protocol):
-    """What has a block of a pool, or None."""
+    """An object that has a block of a pool, or None."""
 
     block: Block | None
 
@@ -125,7 +125,7 @@ class Holder:
 
 
 class _Growth:
-    """What a `reserve` that needs an arena has: the quota for it, or a lock that wakes it."""
+    """The means of a `reserve` that needs an arena: the quota for it, or a lock that wakes it."""
 
     nbytes = 0
     """Bytes of the quota that are claimed for an arena which is being mapped."""
@@ -169,7 +169,7 @@ class ArenaPool:
         least = MIN_ARENA if min_arena is None else min_arena
         self._min_arena = least if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
-        self._made = self._mapped = 0
+        self._next_number = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
         self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
@@ -261,8 +261,8 @@ class ArenaPool:
             number, offset, nbytes = owner.block
             if number == OUTSIDE:
                 mapped = self._mapped if self._closed else self._mapped - nbytes
-                left = None, mapped, self._outside - nbytes, self._shares - 1
-                owner.block, self._mapped, self._outside, self._shares = left
+                values = None, mapped, self._outside - nbytes, self._shares - 1
+                owner.block, self._mapped, self._outside, self._shares = values
             elif number not in self._arenas:  # closing drops arenas that still have blocks
                 owner.block = None
             else:
@@ -374,10 +374,10 @@ class ArenaPool:
             block = self._allocate(nbytes, owner)
             if block is not None:
                 return block
-            left = deadline - time.monotonic()
-            is_mapping = nbytes <= self._prefaulting and left > 0
+            seconds = deadline - time.monotonic()
+            is_mapping = nbytes <= self._prefaulting and seconds > 0
             if is_mapping or not self._claim_growth(nbytes, growth):
-                if nbytes > self.quota or left <= 0:
+                if nbytes > self.quota or seconds <= 0:
                     raise self._full(nbytes, timeout)
                 growth.waiter = _locked()
                 self._waiters[growth.waiter] = None
@@ -441,8 +441,8 @@ class ArenaPool:
         """Add an arena and return its number; the lock is held."""
         if self._closed:
             raise ClosedError("the arena pool was closed while it grew")
-        number, arena = self._made, Arena(growth.nbytes)
-        self._arenas[number], self._made, growth.nbytes = (arena, mapping), number + 1, 0
+        number, arena = self._next_number, Arena(growth.nbytes)
+        self._arenas[number], self._next_number, growth.nbytes = (arena, mapping), number + 1, 0
         self._wake_all()
         return number
 

@@ -1,4 +1,4 @@
-"""What an exception of a signal handler cannot lose: who owns what, from taking it to its release.
+"""Ownership, from taking to release, that an exception of a signal handler cannot lose.
 
 Such an exception comes in the main thread, wherever a Python function begins, a call of C returns
 or a loop repeats. So nothing is owned by a value that is on its way from a call to a variable:
@@ -34,8 +34,8 @@ def take(into: list[T], function: Callable[..., T], *arguments: object) -> T:
 
 def closer(descriptor: int) -> Callable[[], object]:
     """Return a function that closes a descriptor, once; no signal handler runs in between."""
-    left = [None, descriptor]  # `iter` ends at the None
-    return partial(deque, map(os.close, iter(left.pop, None)), 0)
+    items = [None, descriptor]  # `iter` ends at the None
+    return partial(deque, map(os.close, iter(items.pop, None)), 0)
 
 
 class Finalizer(weakref.ref[Any]):
@@ -105,10 +105,10 @@ class CallAtEnd(Finalizer):
     @classmethod
     def of(cls, owner: object, function: Callable[[], object]) -> CallAtEnd:
         """Return a new one; `function` must not refer to `owner`."""
-        one = cls(owner, cls.run)
-        one._function = function
-        one.begin(owner)
-        return one
+        call = cls(owner, cls.run)
+        call._function = function
+        call.begin(owner)
+        return call
 
     def end(self) -> None:
         """Call the function."""

@@ -141,10 +141,10 @@ class Region:
         """
         if self.device != "cpu":
             raise ValueError(f"memory of {self.device} has no view on the host")
-        whole = memoryview(self.span).cast("B")
+        full_view = memoryview(self.span).cast("B")
         if self.readonly:
-            whole = whole.toreadonly()
-        return whole[start:stop]
+            full_view = full_view.toreadonly()
+        return full_view[start:stop]
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return a copy of bytes `start` to `stop`, from a device, too; blocks for that."""
@@ -484,8 +484,8 @@ def available_bytes() -> int:
     """Return the bytes that the machine has available and the process's cgroup allows."""
     available = [1 << 62]
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:  # else not Linux: unknown
-        found = (line for line in lines if line.startswith("MemAvailable:"))
-        available += [int(line.split()[1]) * 1024 for line in found]
+        matching_lines = (line for line in lines if line.startswith("MemAvailable:"))
+        available += [int(line.split()[1]) * 1024 for line in matching_lines]
     # Without cgroup v2 only the machine's figure counts.
     with contextlib.suppress(OSError, ValueError):
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -563,5 +563,5 @@ def is_sealed(fd: int) -> bool:
         is_final = fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
     except OSError:
         return False  # not a memfd
-    found = os.fstat(fd)
-    return is_final and found.st_blocks * 512 >= found.st_size
+    status = os.fstat(fd)
+    return is_final and status.st_blocks * 512 >= status.st_size

@@ -18,7 +18,6 @@ import torch
 from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.chunk_requests import read_sizes
 from omni_kvlink.payload.digests import ChunkDigest, compare
-from omni_kvlink.payload.layouts import Layout
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 from omni_kvlink.payload.views import check_view, payload_views
 
@@ -93,9 +92,7 @@ class _PlannedChunk(TensorTransferData):
     def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
         plan = self._plans.get(digests)
         if plan is None:
-            layout = super().layout_or_plan(layouts, digests=digests)
-            plan = layout.plan(self.request_id) if isinstance(layout, Layout) else layout
-            self._plans[digests] = plan
+            plan = self._plans[digests] = self.plan(digests=digests)
         return plan
 
 

@@ -209,6 +209,11 @@ class PayloadBase(ABC):
         layouts.add_plan(key, plan)
         return plan
 
+    def cached_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
+        """Return what `plan` returns, sooner if its layout is in the cache."""
+        layout = self.layout_or_plan(layouts, digests=digests)
+        return layout if isinstance(layout, Manifest) else layout.plan(self.request_id)
+
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
         branches = self._branches()

@@ -1,1 +1,1 @@
-"""What the operating system refuses, in the errors of the library."""
+"""Refusals of the operating system, as errors of the library."""

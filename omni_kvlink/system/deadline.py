@@ -31,12 +31,19 @@ class Deadline:
         self.timeout, self.at = timeout, time.monotonic() + timeout
         self.work = self.at if timeout else NEVER
 
-    def left(self, key: str) -> float:
-        """Seconds that the call may still wait; TransferTimeout if there are none."""
-        left = self.at - time.monotonic()
-        if left <= 0 and self.timeout:
+    def seconds_left(self) -> float:
+        """Seconds until the end; 0 after it."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def timeout_left(self) -> float:
+        """The timeout of a call below this one: 0 only if this one waits for nobody."""
+        return max(1e-9, self.at - time.monotonic()) if self.timeout else 0.0
+
+    def check(self, key: str) -> None:
+        """Raise TransferTimeout if the timeout has passed."""
+        if self.timeout and not self.seconds_left():
             raise self._passed(key, "reserving memory")
-        return max(0.0, left)
 
     @contextlib.contextmanager
     def naming(self, key: str) -> Iterator[None]:

@@ -62,13 +62,13 @@ _CURES = {
     errno.ENOSYS: "this kernel or its sandbox (seccomp) does not allow it: {other}",
     errno.EOPNOTSUPP: "that file system does not support it: {other}",
 }
-"""What helps, by errno; `{other}` is what the caller may give instead."""
+"""The cure of each errno; `{other}` is what the caller may give instead."""
 _UNKNOWN = "see the limits of this process (`ulimit -a`) and the kernel's log (`dmesg`), or {other}"
 
 
 @contextlib.contextmanager
 def translate_errors(
-    what: str, other: str = "use another", kind: type[KVLinkError] = ConnectorError
+    subject: str, other: str = "use another", kind: type[KVLinkError] = ConnectorError
 ) -> Iterator[None]:
     """Raise what a system call of this block raises as an error of the library.
 
@@ -79,13 +79,13 @@ def translate_errors(
         yield
     except Exception as error:
         if is_of_system(error):
-            raise system_error(error, what, other, kind) from None
+            raise system_error(error, subject, other, kind) from None
         raise
 
 
 def system_error(
     error: Exception,
-    what: str,
+    subject: str,
     other: str = "use another",
     kind: type[KVLinkError] = ConnectorError,
 ) -> KVLinkError:
@@ -94,7 +94,7 @@ def system_error(
     It is a BusyError for an address in use, and a PeerLostError for a connection that broke.
     """
     number, reason = _facts(error)
-    text = f"{what}: {reason}; {cure_of(number, other)}"
+    text = f"{subject}: {reason}; {cure_of(number, other)}"
     if number == errno.EADDRINUSE:
         return BusyError(text)
     if isinstance(error, ConnectionError) and number != errno.ECONNREFUSED:

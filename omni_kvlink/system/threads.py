@@ -141,6 +141,6 @@ def _run_detached(function: Callable[[], object]) -> None:
 
 def _unregister_thread() -> None:
     """Remove this thread, which `threading` did not start, from its list; Python 3.12 does that."""
-    number, known = threading.get_ident(), getattr(threading, "_active", {})
-    if isinstance(known.get(number), getattr(threading, "_DummyThread", ())):
-        known.pop(number, None)
+    number, active = threading.get_ident(), getattr(threading, "_active", {})
+    if isinstance(active.get(number), getattr(threading, "_DummyThread", ())):
+        active.pop(number, None)

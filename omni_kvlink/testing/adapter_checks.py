@@ -48,13 +48,13 @@ def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None
         assert data.request_id == "r"
         assert data.metadata.ropes == (2,)
         assert data.metadata.dtype == dtype
-        _same(data, keys, values, f"{dtype}, export")
+        _check_layers(data, keys, values, f"{dtype}, export")
         empty = make_cache([None] * 3, [None] * 3)
         loaded = adapter.load(data, empty)
         assert loaded is empty, "load must return the cache it filled"
-        again = adapter.export(loaded, request_id="r", metadata=_metadata(3))
-        _same(again, keys, values, f"{dtype}, load")
-        assert not data.difference(again), data.difference(again)
+        exported = adapter.export(loaded, request_id="r", metadata=_metadata(3))
+        _check_layers(exported, keys, values, f"{dtype}, load")
+        assert not data.difference(exported), data.difference(exported)
 
 
 def check_empty_cache(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
@@ -71,9 +71,9 @@ def check_missing_layers(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> 
     """A cache with one K or V missing is refused by `export`, which names the layer."""
     for layer in range(3):
         for part in (0, 1):
-            both = [_layers(3, "float32"), _layers(3, "float32")]
-            both[part][layer] = None
-            export = partial(adapter.export, make_cache(*both), request_id="r")
+            tensors = [_layers(3, "float32"), _layers(3, "float32")]
+            tensors[part][layer] = None
+            export = partial(adapter.export, make_cache(*tensors), request_id="r")
             mentions = (f"layer {layer}", "KV"[part])
             expect(SchemaError, export, metadata=_metadata(3), mentions=mentions)
 
@@ -102,10 +102,10 @@ def _layers(layers: int, dtype: str) -> Layers:
     return [random_tensor((3, 2, 5), getattr(torch, dtype), generator) for _ in range(layers)]
 
 
-def _same(data: KVCacheTransferData, keys: Layers, values: Layers, what: str) -> None:
+def _check_layers(data: KVCacheTransferData, keys: Layers, values: Layers, label: str) -> None:
     for name, layers in (("key_cache", keys), ("value_cache", values)):
-        for found, original in zip(data.layer_blocks[name], layers, strict=True):
-            assert isinstance(found, torch.Tensor)
+        for tensor, original in zip(data.layer_blocks[name], layers, strict=True):
+            assert isinstance(tensor, torch.Tensor)
             assert original is not None
-            assert same_bytes(found, original), f"{what}: {name} has other bytes"
-            assert found.data_ptr() == original.data_ptr(), f"{what}: {name} was copied"
+            assert same_bytes(tensor, original), f"{label}: {name} has other bytes"
+            assert tensor.data_ptr() == original.data_ptr(), f"{label}: {name} was copied"

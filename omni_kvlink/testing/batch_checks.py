@@ -21,12 +21,17 @@ from omni_kvlink.errors import (
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing, flip_bit, sized
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import Rig, expect, until, until_disconnected, until_requested
+from omni_kvlink.testing.rig import (
+    Rig,
+    expect,
+    receive,
+    until,
+    until_disconnected,
+    until_requested,
+    wait_all,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import KVProducer, Payload
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
@@ -48,12 +53,6 @@ def make_all() -> list[Payload]:
     return [recipe.make() for recipe in RECIPES]
 
 
-def wait_all(receipts: Sequence[Receipt]) -> None:
-    """Wait until each was delivered."""
-    for receipt in receipts:
-        receipt.wait(timeout=60)
-
-
 def is_unused(producer: KVProducer) -> bool:
     """Whether there is no payload, and no memory in use."""
     stats = producer.stats()
@@ -62,14 +61,14 @@ def is_unused(producer: KVProducer) -> bool:
 
 def check_many_are_received_in_order(rig: Rig) -> None:
     """Several payloads of every kind, put and got together; each releases its own memory."""
-    producer, reader, here = rig.serve(), rig.connect(), rig.connect_here()
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
     payloads = make_all()
     expected = list(map(fingerprint, payloads))
     receipts = producer.put_many(payloads, readers=2)
     assert [receipt.key for receipt in receipts] == KEYS
     assert [receipt.ledger.copies for receipt in receipts] == [1, 1, 1, 1, 0]
     assert reader.call("get_many", keys=KEYS, timeout=60) == expected
-    batch = here.get_many(tuple(reversed(KEYS)), timeout=60, verify="full")
+    batch = consumer.get_many(tuple(reversed(KEYS)), timeout=60, verify="full")
     assert len(batch) == len(KEYS)
     assert [received.data.request_id for received in batch[:2]] == ["e", "d"]
     with batch as data:
@@ -80,36 +79,36 @@ def check_many_are_received_in_order(rig: Rig) -> None:
     del data, batch
     wait_all(receipts)
     assert producer.put_many([]) == []
-    assert not here.get_many([], timeout=60)
+    assert not consumer.get_many([], timeout=60)
 
 
 def check_many_are_requested_ahead(rig: Rig) -> None:
     """Requested while another batch is read; waited for once; others receive what was cancelled."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     expected = list(map(fingerprint, make_all()))
-    first, second = (here.begin_get_many(KEYS[half], timeout=60) for half in HALVES)
+    first, second = (consumer.begin_get_many(KEYS[half], timeout=60) for half in HALVES)
     until_requested(producer, len(KEYS))
     assert not first.is_done
     receipts = producer.put_many(make_all())
     until(lambda: first.is_done and second.is_done, "all are here")
-    with first.wait(timeout=0.0) as data, second.wait(timeout=0.0) as rest:
-        assert list(map(fingerprint, [*data, *rest])) == expected
-    del data, rest
+    with first.wait(timeout=0.0) as data, second.wait(timeout=0.0) as second_data:
+        assert list(map(fingerprint, [*data, *second_data])) == expected
+    del data, second_data
     wait_all(receipts)
     expect(ClosedError, first.wait, timeout=60, mentions=("request it again",))
-    late, cancelled = (here.begin_get_many([*KEYS, "missing"], timeout=60) for _ in range(2))
+    pending, cancelled = (consumer.begin_get_many([*KEYS, "missing"], timeout=60) for _ in range(2))
     until_requested(producer, 2 * len(KEYS) + 2)
-    expect(TransferTimeout, late.wait, timeout=0.1, mentions=("'a'", "delivered"))
+    expect(TransferTimeout, pending.wait, timeout=0.1, mentions=("'a'", "delivered"))
     cancelled.cancel()
     cancelled.cancel()
     expect(ClosedError, cancelled.wait, timeout=0.0)
     until_requested(producer, 0)
     receipts = producer.put_many(make_all())
-    arrived = here.begin_get_many(KEYS, timeout=60)
+    arrived = consumer.begin_get_many(KEYS, timeout=60)
     until(lambda: arrived.is_done, "all are here")
     expect(SchemaError, arrived.wait, timeout=-1.0)
     arrived.cancel()
-    with here.get_many(KEYS, timeout=60) as data:
+    with consumer.get_many(KEYS, timeout=60) as data:
         assert list(map(fingerprint, data)) == expected
     del data
     wait_all(receipts)
@@ -117,27 +116,25 @@ def check_many_are_requested_ahead(rig: Rig) -> None:
 
 def check_many_for_readers_that_wait(rig: Rig) -> None:
     """Requested before they are put, together or one by one; and put one by one."""
-    producer, reader, here = rig.serve(), rig.connect(), rig.connect_here()
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
     expected = list(map(fingerprint, make_all()))
-    for together in (True, False):
+    for is_batched in (True, False):
         waiting = reader.submit("get_many", keys=KEYS, timeout=PATIENCE, verify="off")
         until_requested(producer, len(KEYS))
         payloads = make_all()
-        receipts = producer.put_many(payloads) if together else list(map(producer.put, payloads))
+        receipts = producer.put_many(payloads) if is_batched else list(map(producer.put, payloads))
         assert waiting.result(PATIENCE) == expected
         wait_all(receipts)
     receipts = producer.put_many(make_all())
-    for key, content in zip(KEYS, expected, strict=True):
-        with here.get(key, timeout=60) as data:
-            assert fingerprint(data) == content
-    wait_all(receipts)
+    for receipt, payload in zip(receipts, make_all(), strict=True):
+        receive(consumer, receipt, payload)
 
 
 def check_more_than_one_message_holds(rig: Rig) -> None:
     """Hundreds of payloads, with long request ids, in one call."""
     producer, reader = rig.serve(quota=32 * MIB), rig.connect()
     recipes = [Recipe(f"{number} {'é' * 400}", seed=number, tokens=1) for number in range(600)]
-    keys, payloads = [one.key for one in recipes], [one.make() for one in recipes]
+    keys, payloads = [recipe.key for recipe in recipes], [recipe.make() for recipe in recipes]
     waiting = reader.submit("get_many", keys=keys, timeout=PATIENCE)
     receipts = producer.put_many(payloads, timeout=60)
     assert waiting.result(PATIENCE) == list(map(fingerprint, payloads))
@@ -145,7 +142,7 @@ def check_more_than_one_message_holds(rig: Rig) -> None:
 
 
 def check_many_or_none(rig: Rig) -> None:
-    """What cannot be put leaves none of the others behind, and their keys free."""
+    """A payload that cannot be put leaves none of the others behind, and their keys free."""
     producer, reader = rig.serve(quota=4 * MIB), rig.connect()
     first = producer.put(Recipe("c").make())
     expect(DuplicateKeyError, producer.put_many, make_all(), mentions=("'c'",))
@@ -192,16 +189,20 @@ def check_an_abort_among_many(rig: Rig) -> None:
 
 def check_one_that_cannot_be_had(rig: Rig) -> None:
     """`get_many` raises the error of that one; the others go to the next reader."""
-    producer, reader, here = rig.serve(), rig.connect(), rig.connect_here()
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
     receipts = producer.put_many(make_all())
     keys = [*KEYS, "missing"]
     expect(
-        TransferTimeout, here.get_many, keys, timeout=0.3, mentions=("'missing'", "not announced")
+        TransferTimeout,
+        consumer.get_many,
+        keys,
+        timeout=0.3,
+        mentions=("'missing'", "not announced"),
     )
     producer.fail("missing", "it was not computed")
-    expect(TransferFailed, here.get_many, keys, timeout=60, mentions=("it was not computed",))
-    expect(SchemaError, here.get_many, "abc", timeout=60, mentions=("list of request ids",))
-    expect(SchemaError, here.get_many, KEYS, timeout=60, verify="maybe")
+    expect(TransferFailed, consumer.get_many, keys, timeout=60, mentions=("it was not computed",))
+    expect(SchemaError, consumer.get_many, "abc", timeout=60, mentions=("list of request ids",))
+    expect(SchemaError, consumer.get_many, KEYS, timeout=60, verify="maybe")
     until_requested(producer, 0)
     assert reader.call("get_many", keys=KEYS, timeout=60) == list(map(fingerprint, make_all()))
     wait_all(receipts)
@@ -210,7 +211,7 @@ def check_one_that_cannot_be_had(rig: Rig) -> None:
 def check_a_wrong_byte_among_many(rig: Rig) -> None:
     """The one with the wrong byte is rejected; the others go to the next reader."""
     copier = TamperingCopier()
-    producer, here, reader = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    producer, consumer, reader = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     good, bad = Recipe("good").make(), Recipe("bad").make()
 
     def tamper(manifest: Manifest, region: Region) -> None:
@@ -219,7 +220,7 @@ def check_a_wrong_byte_among_many(rig: Rig) -> None:
 
     copier.tamper = tamper
     receipts = producer.put_many([good, bad])
-    expect(IntegrityError, here.get_many, ["good", "bad"], timeout=60, verify="full")
+    expect(IntegrityError, consumer.get_many, ["good", "bad"], timeout=60, verify="full")
     expect(TransferFailed, receipts[1].wait, timeout=60, mentions=("rejected",))
     assert reader.call("get_many", keys=["good"], timeout=60) == [fingerprint(good)]
     receipts[0].wait(timeout=60)
@@ -236,22 +237,22 @@ def check_many_wait_for_memory(rig: Rig) -> None:
             pool.submit(producer.put_many, payloads[part : part + 3], timeout=PATIENCE)
             for part in (0, 3)
         ]
-        until(lambda: any(one.done() for one in putting), "one of them has its memory")
+        until(lambda: any(future.done() for future in putting), "one of them has its memory")
         first = 0 if putting[0].done() else 3
         for part in (first, 3 - first):
-            found = reader.call("get_many", keys=keys[part : part + 3], timeout=60)
-            assert found == list(map(fingerprint, payloads[part : part + 3]))
-        for one in putting:
-            wait_all(one.result(PATIENCE))
+            digests = reader.call("get_many", keys=keys[part : part + 3], timeout=60)
+            assert digests == list(map(fingerprint, payloads[part : part + 3]))
+        for future in putting:
+            wait_all(future.result(PATIENCE))
     held = producer.put_many(payloads[:3])
-    rest = [*payloads[3:], sized("z", 600 << 10).make()]
-    error = expect(CapacityError, producer.put_many, rest, timeout=0.3)
+    last_payloads = [*payloads[3:], sized("z", 600 << 10).make()]
+    error = expect(CapacityError, producer.put_many, last_payloads, timeout=0.3)
     assert error.requested > 600 << 10
     assert reader.call("get_many", keys=keys[:3], timeout=60)
     wait_all(held)
-    again = producer.put_many(rest, timeout=60)
+    last_receipts = producer.put_many(last_payloads, timeout=60)
     assert reader.call("get_many", keys=[*keys[3:], "z"], timeout=60)
-    wait_all(again)
+    wait_all(last_receipts)
 
 
 def check_allocated_memory_among_many(rig: Rig) -> None:

@@ -20,13 +20,15 @@ from omni_kvlink.payload.views import TensorView, dense
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_kvlink.link import ReceivedChunk
+
 Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
 """The tensors of each layer, by branch and layer: K and V, one latent, or one tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What two processes need to make the same payload; all are JSON values.
+    """The arguments, JSON values, with which two processes make the same payload.
 
     A `bundle` has several branches instead of one cache, `latent` one tensor a layer instead of K
     and V; `tensors` are nested ones of every dtype instead of a cache, or a branch of the bundle.
@@ -116,13 +118,13 @@ def make_tensors(recipe: Recipe, *, contiguous: bool = False) -> TensorTransferD
 
 def make_bundle(recipe: Recipe, *, contiguous: bool = False) -> KVCacheBundle:
     """Make a bundle: a cache, a prefix of it, the same again, another one, and an empty one."""
-    whole = make_cache(recipe)
+    cache = make_cache(recipe)
     prefix = max(1, recipe.tokens // 2)
     shorter = dataclasses.replace(
-        whole.metadata, kv_lens=(prefix,), ropes=(prefix,), seq_len=prefix
+        cache.metadata, kv_lens=(prefix,), ropes=(prefix,), seq_len=prefix
     )
     branches: dict[str, BundleBranch] = {
-        "gen": whole,
+        "gen": cache,
         "cfg_text": PrefixOf("gen", tokens=prefix, metadata=shorter),
         "cfg_img": SameAs("gen"),
         "other": make_cache(recipe, salt=1, tokens=recipe.tokens + 1),
@@ -142,7 +144,7 @@ def every_dtype(key: str, **fields: Any) -> list[Recipe]:
 
 
 def layers_of(data: Payload) -> Layers:
-    """What `PutStream.write_layer` takes, in the order of the wire."""
+    """The tensors that `PutStream.write_layer` takes, in the order of the wire."""
     views = data.tensors()
     return {
         (branch.name, layer): views[numbers.start : numbers.stop]
@@ -152,16 +154,16 @@ def layers_of(data: Payload) -> Layers:
 
 def fingerprint(data: Payload) -> str:
     """SHA-256 over all that must arrive: ids, metadata, structure, and every byte."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, part in parts_of(data).items():
         fields: list[Any] = [name, part.request_id]
         if isinstance(part, TensorTransferData):
             fields += [part.metadata, _structure(part.tree)]
         else:
             fields += [part.block_ids, part.metadata.to_dict()]
-        found.update(json.dumps(fields, sort_keys=True).encode())
-        found.update(hash_tensors(part.tensors()).encode())
-    return found.hexdigest()
+        digest.update(json.dumps(fields, sort_keys=True).encode())
+        digest.update(hash_tensors(part.tensors()).encode())
+    return digest.hexdigest()
 
 
 def parts_of(data: Payload) -> dict[str, KVCacheTransferData | TensorTransferData]:
@@ -182,26 +184,31 @@ def _structure(node: Any) -> Any:
 
 def hash_tensors(tensors: Sequence[TensorView]) -> str:
     """SHA-256 over the dtype, shape and bytes of every tensor."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
-        found.update(dense(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
+        digest.update(dense(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 Tensors = dict[str, Any]
-"""What a chunk of a stream that grows is made of."""
+"""The nested tensors of a chunk of a stream that grows."""
 
 
 def chunk(number: int, rows: int = 5) -> Tensors:
     """The tensors of a chunk, of three dtypes, nested; the same for each call."""
-    made = torch.Generator().manual_seed(number)
-    hidden = torch.randn(rows, 24, generator=made).to(torch.bfloat16)
-    tokens = torch.randint(0, 1000, (rows,), generator=made)
-    return {"hidden": hidden, "more": [tokens, {"scale": torch.rand(rows, 1, generator=made)}]}
+    generator = torch.Generator().manual_seed(number)
+    hidden = torch.randn(rows, 24, generator=generator).to(torch.bfloat16)
+    tokens = torch.randint(0, 1000, (rows,), generator=generator)
+    return {"hidden": hidden, "more": [tokens, {"scale": torch.rand(rows, 1, generator=generator)}]}
+
+
+def identify(received: ReceivedChunk) -> tuple[int, str]:
+    """The number of a chunk that was received, and the hash of its tensors."""
+    return received.number, hash_tensors(received.data.tensors())
 
 
 def hash_chunk(tensors: Tensors) -> str:
     """The hash of a chunk's tensors, in the order of the wire."""
-    tokens, others = tensors["more"]
-    return hash_tensors([tensors["hidden"], tokens, others["scale"]])
+    tokens, nested = tensors["more"]
+    return hash_tensors([tensors["hidden"], tokens, nested["scale"]])

@@ -67,8 +67,8 @@ def check_digests_off(copier: Copier) -> None:
     data = _cache(_sources("float32", "contiguous", 5, 2, 3))
     plan = data.plan(digests=False)
     region = _region(plan)
-    found = copier.gather(data.tensors(), plan, region)
-    assert found == [""] * len(plan.tensors), found
+    digests = copier.gather(data.tensors(), plan, region)
+    assert digests == [""] * len(plan.tensors), digests
     copier.verify(plan, region)
     _compare(plan, region, [dense(view) for view in data.tensors()])
 
@@ -80,10 +80,12 @@ def check_a_small_payload_is_packed(copier: Copier) -> None:
     """
     for layout, tokens, digests in itertools.product(LAYOUTS, (7, 3, 0, 5), (True, False)):
         sources = _sources("float16", layout, tokens, 3, 5) if tokens else []
-        data = TensorTransferData("r \u00e9", {str(n): one for n, one in enumerate(sources)})
+        data = TensorTransferData("r \u00e9", {str(n): tensor for n, tensor in enumerate(sources)})
         plan = data.plan(digests=digests)
-        found = [f"{numpy_crc32c(reference(one)):08x}" if digests else "" for one in sources]
-        right = bytearray(plan.encode(found).ljust(plan.nbytes, b"\0"))
+        checksums = [
+            f"{numpy_crc32c(reference(tensor)):08x}" if digests else "" for tensor in sources
+        ]
+        right = bytearray(plan.encode(checksums).ljust(plan.nbytes, b"\0"))
         for spec, source in zip(plan.tensors, sources, strict=True):
             start = plan.header_nbytes + spec.start
             right[start : start + spec.nbytes] = reference(source)
@@ -98,24 +100,25 @@ def check_a_known_layout_is_packed(copier: Copier) -> None:
     """`pack_known` returns what `pack` returns, or None; None for tensors of another layout."""
     for layout, digests in itertools.product(LAYOUTS, (True, False)):
         sources = _sources("float16", layout, 5, 3, 4)
-        data = TensorTransferData("r 1", {str(n): one for n, one in enumerate(sources)})
+        data = TensorTransferData("r 1", {str(n): tensor for n, tensor in enumerate(sources)})
         plan = data.plan(digests=digests)
-        found = copier.pack_known(sources, layouts.Layout(plan), data.request_id)
-        assert found in (None, copier.pack(sources, plan)), layout
+        packed = copier.pack_known(sources, layouts.Layout(plan), data.request_id)
+        assert packed in (None, copier.pack(sources, plan)), layout
     sources = _sources("float16", "contiguous", 5, 2, 4)
-    known, (first, *rest) = layouts.Layout(_cache(sources).plan()), sources
-    others = (first.view(2, 5, 4), first.view(torch.int16), first.to("meta"))
-    for other in ([], rest, [*sources, first], *([one, *rest] for one in others)):
-        assert copier.pack_known(other, known, "r") is None
+    known_layout, (first, *tail) = layouts.Layout(_cache(sources).plan()), sources
+    replacements = (first.view(2, 5, 4), first.view(torch.int16), first.to("meta"))
+    misfits = [[tensor, *tail] for tensor in replacements]
+    for other in ([], tail, [*sources, first], *misfits):
+        assert copier.pack_known(other, known_layout, "r") is None
 
 
 def check_sources_are_only_read(copier: Copier) -> None:
     """`gather` does not write to its sources."""
     for layout in LAYOUTS:
         sources = _sources("bfloat16", layout, 6, 3, 5)
-        before = [reference(source) for source in sources]
+        originals = [reference(source) for source in sources]
         _gathered(copier, sources)
-        assert [reference(source) for source in sources] == before, layout
+        assert [reference(source) for source in sources] == originals, layout
 
 
 def check_scatter_into_every_layout(copier: Copier) -> None:
@@ -123,9 +126,9 @@ def check_scatter_into_every_layout(copier: Copier) -> None:
     for name, layout in itertools.product(KV_DTYPES, ("contiguous", "transposed", "every second")):
         sources = _sources(name, "contiguous", 7, 3, 5)
         targets = _sources(name, layout, 7, 3, 5, seed=99)
-        before = [_beside(target) for target in targets]
+        gaps = [_beside(target) for target in targets]
         _check_scatter(copier, sources, targets, f"{name}, {layout}")
-        assert [_beside(target) for target in targets] == before, f"{name}: wrote outside a target"
+        assert [_beside(target) for target in targets] == gaps, f"{name}: wrote outside a target"
 
 
 def check_scatter_of_large_tensors(copier: Copier) -> None:
@@ -145,13 +148,13 @@ def check_changed_bytes_are_named(copier: Copier) -> None:
     copier.scatter(manifest, region, targets)
     for spec in manifest.tensors:
         _, layer, part = spec.name.split(".")
-        for at in (0, MIB - 1, MIB, spec.nbytes - 1):
+        for offset in (0, MIB - 1, MIB, spec.nbytes - 1):
             view = region.view()
-            view[manifest.header_nbytes + spec.start + at] ^= 0x01
-            mentions = (f"layer {layer}", part[0].upper(), f"MiB {at // MIB} of")
+            view[manifest.header_nbytes + spec.start + offset] ^= 0x01
+            mentions = (f"layer {layer}", part[0].upper(), f"MiB {offset // MIB} of")
             expect(IntegrityError, copier.verify, manifest, region, mentions=mentions)
             expect(IntegrityError, copier.scatter, manifest, region, targets, mentions=mentions)
-            view[manifest.header_nbytes + spec.start + at] ^= 0x01
+            view[manifest.header_nbytes + spec.start + offset] ^= 0x01
     copier.verify(manifest, region)
 
 
@@ -160,7 +163,7 @@ def check_misfits_are_refused(copier: Copier) -> None:
     sources = _sources("float16", "contiguous", 5, 2, 4)
     manifest = _cache(sources).plan()
     region = _region(manifest)
-    before = bytes(region.view())
+    content = bytes(region.view())
     misfits: list[tuple[Sequence[torch.Tensor], Region]] = [
         (sources[:-1], region),
         ([*sources, sources[0]], region),
@@ -173,7 +176,7 @@ def check_misfits_are_refused(copier: Copier) -> None:
     for tensors, other in misfits:
         expect(SchemaError, copier.gather, tensors, manifest, other)
         expect(SchemaError, copier.scatter, manifest, other, tensors)
-    assert bytes(region.view()) == before
+    assert bytes(region.view()) == content
 
 
 def check_overlapping_targets_are_refused(copier: Copier) -> None:
@@ -182,7 +185,7 @@ def check_overlapping_targets_are_refused(copier: Copier) -> None:
     manifest, region = _gathered(copier, sources)
     memory = torch.zeros(1000, dtype=torch.float16)
     tokens = (6, 2, 4)
-    own = tensor_view(region, manifest.tensors[0], manifest.header_nbytes)
+    source_view = tensor_view(region, manifest.tensors[0], manifest.header_nbytes)
     table = BlockTable.of_blocks([2, 0], block_size=4, tokens=6)
     pool = memory.as_strided((3, 4, 2, 4), (32, 8, 4, 1))
     overlapping: list[list[TensorView]] = [
@@ -191,15 +194,15 @@ def check_overlapping_targets_are_refused(copier: Copier) -> None:
         [memory.as_strided(tokens, (0, 4, 1)), memory.as_strided(tokens, (8, 4, 1), 500)],
         [PagedTensor(pool, table), PagedTensor(pool, table)],
         [PagedTensor(pool, table), memory.as_strided(tokens, (8, 4, 1), 72)],
-        [own, memory.as_strided(tokens, (8, 4, 1))],
+        [source_view, memory.as_strided(tokens, (8, 4, 1))],
     ]
     for pair in overlapping:
-        others = [torch.zeros(tokens, dtype=torch.float16) for _ in sources[2:]]
-        expect(SchemaError, copier.scatter, manifest, region, [*pair, *others])
+        free_targets = [torch.zeros(tokens, dtype=torch.float16) for _ in sources[2:]]
+        expect(SchemaError, copier.scatter, manifest, region, [*pair, *free_targets])
         assert not memory.any()
-        assert not any(other.any() for other in others)
+        assert not any(other.any() for other in free_targets)
     copier.verify(manifest, region)
-    beside: list[TensorView] = [memory.as_strided(tokens, (16, 4, 1), at) for at in (0, 8)]
+    beside: list[TensorView] = [memory.as_strided(tokens, (16, 4, 1), offset) for offset in (0, 8)]
     copier.scatter(manifest, region, [*beside, *map(torch.zeros_like, sources[2:])])
     assert [*map(reference, map(dense, beside))] == [*map(reference, sources[:2])]
 
@@ -209,18 +212,18 @@ def reference(tensor: torch.Tensor) -> bytes:
     size, parts = tensor.element_size(), []
     *outer, inner = tensor.shape
     for index in itertools.product(*map(range, outer)):
-        at = tensor.data_ptr() + size * sum(
+        address = tensor.data_ptr() + size * sum(
             i * stride for i, stride in zip(index, tensor.stride(), strict=False)
         )
         if tensor.stride(-1) == 1:
-            parts.append(ctypes.string_at(at, inner * size))
+            parts.append(ctypes.string_at(address, inner * size))
         else:
             step = tensor.stride(-1) * size
-            parts.extend(ctypes.string_at(at + i * step, size) for i in range(inner))
+            parts.extend(ctypes.string_at(address + i * step, size) for i in range(inner))
     return b"".join(parts)
 
 
-def _check_gather(copier: Copier, sources: list[torch.Tensor], what: str) -> None:
+def _check_gather(copier: Copier, sources: list[torch.Tensor], label: str) -> None:
     data = _cache(sources)
     plan = data.plan()
     region = _region(plan)
@@ -228,33 +231,33 @@ def _check_gather(copier: Copier, sources: list[torch.Tensor], what: str) -> Non
     try:
         _compare(plan, region, sources)
     except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from None
+        raise AssertionError(f"{label}: {error}") from None
     for spec, source, digest in zip(plan.tensors, sources, digests, strict=True):
-        whole = reference(source)
+        content = reference(source)
         right = "".join(
-            f"{numpy_crc32c(whole[i : i + MIB]):08x}" for i in range(0, len(whole), MIB)
+            f"{numpy_crc32c(content[i : i + MIB]):08x}" for i in range(0, len(content), MIB)
         )
-        assert digest == right, f"{what}: digest of {spec.name}"
+        assert digest == right, f"{label}: digest of {spec.name}"
     copier.verify(plan.with_digests(digests), region)
 
 
 def _compare(plan: Manifest, region: Region, sources: Sequence[torch.Tensor]) -> None:
     """Every tensor is at its offset; header, padding and the rest of the region are not written."""
-    payload, at = bytes(region.view()), 0
+    payload, end = bytes(region.view()), 0
     for spec, source in zip(plan.tensors, sources, strict=True):
         start = plan.header_nbytes + spec.start
-        assert set(payload[at:start]) <= {_FILL}, f"wrote before {spec.name}"
-        at = start + spec.nbytes
-        assert payload[start:at] == reference(source), f"{spec.name} is not its source"
-    assert set(payload[at:]) <= {_FILL}, "wrote beyond the payload"
+        assert set(payload[end:start]) <= {_FILL}, f"wrote before {spec.name}"
+        end = start + spec.nbytes
+        assert payload[start:end] == reference(source), f"{spec.name} is not its source"
+    assert set(payload[end:]) <= {_FILL}, "wrote beyond the payload"
 
 
 def _check_scatter(
-    copier: Copier, sources: list[torch.Tensor], targets: list[torch.Tensor], what: str
+    copier: Copier, sources: list[torch.Tensor], targets: list[torch.Tensor], label: str
 ) -> None:
     manifest, region = _gathered(copier, sources)
     copier.scatter(manifest, region, targets)
-    assert [*map(reference, sources)] == [*map(reference, targets)], what
+    assert [*map(reference, sources)] == [*map(reference, targets)], label
 
 
 def _gathered(copier: Copier, sources: list[torch.Tensor]) -> tuple[Manifest, Region]:
@@ -291,12 +294,12 @@ def _sources(
 def _beside(tensor: torch.Tensor) -> bytes:
     """The bytes of the tensor's storage that are not the tensor's."""
     storage, size = tensor.untyped_storage(), tensor.element_size()
-    whole = bytearray(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
+    content = bytearray(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
     for index in itertools.product(*map(range, tensor.shape)):
         steps = zip(index, tensor.stride(), strict=True)
-        at = int(tensor.storage_offset() + sum(i * stride for i, stride in steps)) * size
-        whole[at : at + size] = bytes(size)
-    return bytes(whole)
+        start = int(tensor.storage_offset() + sum(i * stride for i, stride in steps)) * size
+        content[start : start + size] = bytes(size)
+    return bytes(content)
 
 
 Layout = Callable[[Callable[..., torch.Tensor], int, int, int], torch.Tensor]

@@ -10,7 +10,16 @@ from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeou
 from omni_kvlink.link import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_requested
+from omni_kvlink.testing.rig import (
+    Rig,
+    deliver,
+    expect,
+    receive,
+    request,
+    until,
+    until_requested,
+    wait_all,
+)
 
 if TYPE_CHECKING:
     from omni_kvlink.lowlevel import Delivery, PendingGet
@@ -54,8 +63,7 @@ def check_get_before_put(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         data = Recipe(f"early-{number}", seed=number).make()
-        waiting = reader.submit("get", key=data.request_id, timeout=PATIENCE)
-        until_requested(producer, 1)
+        waiting = request(reader, producer, data.request_id)
         receipt = producer.put(data)
         assert waiting.result(PATIENCE) == fingerprint(data)
         receipt.wait(timeout=60)
@@ -103,13 +111,13 @@ def check_several_readers(rig: Rig) -> None:
 def check_one_get_too_many(rig: Rig) -> None:
     """The third get of `readers=2` times out, and its error says why."""
     producer = rig.serve()
-    reader, late = rig.connect(), rig.connect()
+    reader, other = rig.connect(), rig.connect()
     receipt = producer.put(Recipe("two").make(), readers=2)
     reader.call("hold", key="two", timeout=60)
     reader.call("get", key="two", timeout=60)
     for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
         began = time.monotonic()
-        error = expect(TransferTimeout, late.call, "get", key="two", timeout=timeout)
+        error = expect(TransferTimeout, other.call, "get", key="two", timeout=timeout)
         assert time.monotonic() - began > 0.99 * timeout
         assert error.key == "two"
         assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
@@ -132,8 +140,7 @@ def check_a_get_of_a_released_key(rig: Rig) -> None:
         if "delivered to every declared reader" in error.phase:
             break
         assert timeout < 30.0, error.phase
-    waiting = reader.submit("get", key="twice", timeout=60)
-    until_requested(producer, 1)
+    waiting = request(reader, producer, "twice")
     producer.put(data)
     assert waiting.result(60) == fingerprint(data)
 
@@ -160,12 +167,12 @@ def check_a_wait_has_all_its_time(rig: Rig) -> None:
 
 
 def check_a_done_get_does_not_wait(rig: Rig) -> None:
-    """As soon as a get's future is done, `wait` returns without waiting, or raises its error."""
-    producer, here = rig.serve(), rig.connect_here()
+    """`wait` of a get whose future is done returns without waiting, or raises its error."""
+    producer, consumer = rig.serve(), rig.connect_here()
     outcomes: queue.SimpleQueue[Delivery | Exception] = queue.SimpleQueue()
 
     def begin(key: str) -> PendingGet:
-        pending = begin_get(here, key, timeout=60)
+        pending = begin_get(consumer, key, timeout=60)
 
         def on_done(_: object) -> None:
             try:
@@ -183,9 +190,9 @@ def check_a_done_get_does_not_wait(rig: Rig) -> None:
         receipt = producer.put(data)
         outcome = outcomes.get(timeout=PATIENCE)
         assert not isinstance(outcome, Exception), outcome
-        with open_delivery(here, outcome, started=time.perf_counter()) as found:
-            assert fingerprint(found) == fingerprint(data)
-        del found, outcome
+        with open_delivery(consumer, outcome, started=time.perf_counter()) as payload:
+            assert fingerprint(payload) == fingerprint(data)
+        del payload, outcome
         receipt.wait(timeout=60)
     pending = begin("failed")
     until_requested(producer, 1)
@@ -226,10 +233,10 @@ def check_timed_out_get_takes_nothing(rig: Rig) -> None:
 
 def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
     """A get that is cancelled as the payload comes leaves it unread, for another reader."""
-    producer, here, other = rig.serve(), rig.connect_here(), rig.connect()
+    producer, consumer, other = rig.serve(), rig.connect_here(), rig.connect()
     for number in range(10):
         data = Recipe(f"cancelled-{number}").make()
-        pending = begin_get(here, data.request_id, timeout=60)
+        pending = begin_get(consumer, data.request_id, timeout=60)
         if number % 2:
             until_requested(producer, 1)
         receipt = producer.put(data)
@@ -249,20 +256,16 @@ def check_concurrent_threads(rig: Rig) -> None:
     receipts = [producer.put(data) for data in reversed(payloads)]
     for key, future in gets.items():
         assert future.result(PATIENCE) == expected[key], key
-    for receipt in receipts:
-        receipt.wait(timeout=60)
+    wait_all(receipts)
     assert producer.stats()["transfers"]["released"] == len(payloads)
 
 
 def check_ends_have_their_own_methods(rig: Rig) -> None:
     """A producer has no method that receives, a consumer none that sends."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     assert not [name for name in ("get", "stream_get") if hasattr(producer, name)]
     sending = ("put", "stream_put", "allocate", "fail")
-    assert not [name for name in sending if hasattr(here, name)]
+    assert not [name for name in sending if hasattr(consumer, name)]
     data = Recipe("side").make()
     receipt = producer.put(data)
-    with here.get("side", timeout=60) as found:
-        assert fingerprint(found) == fingerprint(data)
-    del found
-    receipt.wait(timeout=60)
+    receive(consumer, receipt, data)

@@ -17,6 +17,8 @@ from omni_kvlink.testing.rig import (
     Rig,
     deliver,
     expect,
+    hold,
+    request,
     until_disconnected,
     until_freed,
     until_requested,
@@ -40,8 +42,7 @@ def check_end_wakes_a_waiting_get(rig: Rig) -> None:
     """A waiting get raises as soon as its key fails, or is aborted by either side."""
     producer, reader = rig.serve(), rig.connect()
     for key in _ENDS:
-        get = reader.submit("get", key=key, timeout=PATIENCE)
-        until_requested(producer, 1)
+        get = request(reader, producer, key)
         _end(key, producer, reader)
         mentions = () if key == "fail" else ("aborted",)
         error = expect(TransferFailed, get.result, PATIENCE, mentions=mentions)
@@ -65,12 +66,11 @@ def check_fail_while_read(rig: Rig) -> None:
     """The receipt fails at once, but the memory is kept until its reader releases it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("f").make())
-    reader.call("hold", key="f", timeout=60)
-    before = reader.peer.call("hash_held", key="f")
+    digest = hold(reader, "f")
     producer.fail("f", "too late")
     expect(TransferFailed, receipt.wait, timeout=60)
     producer.put(Recipe("g", seed=5).make())
-    assert reader.peer.call("hash_held", key="f") == before
+    assert reader.peer.call("hash_held", key="f") == digest
     assert producer.stats()["memory"]["blocks"] == 2
     reader.peer.call("release", key="f")
     reader.call("get", key="g", timeout=60)
@@ -100,10 +100,10 @@ def check_ttl_with_one_reader_missing(rig: Rig) -> None:
     """A reader keeps an expired payload until it releases it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = _put_for_waiting(producer, reader, readers=2, ttl=0.3)
-    before = reader.peer.call("hash_held", key="t")
+    digest = reader.peer.call("hash_held", key="t")
     expect(TransferFailed, receipt.wait, timeout=60, mentions=("1 readers",))
     assert producer.stats()["memory"]["used"] > 0
-    assert reader.peer.call("hash_held", key="t") == before
+    assert reader.peer.call("hash_held", key="t") == digest
     reader.peer.call("release", key="t")
 
 
@@ -127,16 +127,14 @@ def check_producer_closes(rig: Rig) -> None:
     """Waiting gets raise, receipts fail, and tensors that are held keep their bytes."""
     producer, reader = rig.serve(), rig.connect()
     held = producer.put(Recipe("held").make())
-    reader.call("hold", key="held", timeout=60)
-    before = reader.peer.call("hash_held", key="held")
+    digest = hold(reader, "held")
     unread = producer.put(Recipe("unread").make())
-    waiting = reader.submit("get", key="w", timeout=PATIENCE)
-    until_requested(producer, 2)
+    waiting = request(reader, producer, "w", requests=2)
     producer.close()
     expect(PeerLostError, waiting.result, PATIENCE, mentions=("'w'",))
     for receipt in (held, unread):
         expect(TransferFailed, receipt.wait, timeout=60, mentions=("closed",))
-    assert reader.peer.call("hash_held", key="held") == before
+    assert reader.peer.call("hash_held", key="held") == digest
     reader.peer.call("release", key="held")
     expect(PeerLostError, reader.call, "get", key="w", timeout=0.2)
 
@@ -144,8 +142,7 @@ def check_producer_closes(rig: Rig) -> None:
 def check_reader_closes(rig: Rig) -> None:
     """Its waiting gets raise, and the payload is left to another reader."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
-    waiting = reader.submit("get", key="w", timeout=PATIENCE)
-    until_requested(producer, 1)
+    waiting = request(reader, producer, "w")
     reader.call("close")
     expect(ClosedError, waiting.result, PATIENCE)
     deliver(producer, other, Recipe("w").make())
@@ -155,28 +152,27 @@ def check_reader_closes_while_reading(rig: Rig) -> None:
     """Tensors that outlive their link keep their bytes: the memory is not reused."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     receipt = producer.put(Recipe("kept").make())
-    reader.call("hold", key="kept", timeout=60)
-    before = reader.peer.call("hash_held", key="kept")
+    digest = hold(reader, "kept")
     reader.call("close")
     for number in range(3):
         producer.put(Recipe(f"next-{number}", seed=number + 1).make())
         other.call("get", key=f"next-{number}", timeout=60)
-    assert reader.peer.call("hash_held", key="kept") == before, "reused under a reader"
+    assert reader.peer.call("hash_held", key="kept") == digest, "reused under a reader"
     reader.peer.call("release", key="kept")
     receipt.wait(timeout=60)
 
 
 def check_use_after_close(rig: Rig) -> None:
     """Every verb raises ClosedError; closing again does nothing."""
-    producer, here, reader = rig.serve(), rig.connect_here(), rig.connect()
-    for link in (producer, here):
+    producer, consumer, reader = rig.serve(), rig.connect_here(), rig.connect()
+    for link in (producer, consumer):
         link.close()
         link.close()
         expect(ClosedError, link.abort, "c")
         assert link.stats()["closed"]
     expect(ClosedError, producer.put, Recipe("c").make())
     expect(ClosedError, producer.fail, "c", "x")
-    expect(ClosedError, here.get, "c", timeout=1)
+    expect(ClosedError, consumer.get, "c", timeout=1)
     reader.call("close")
     expect(ClosedError, reader.call, "get", key="c", timeout=1)
 
@@ -243,8 +239,7 @@ def _end(key: str, producer: KVProducer, reader: RemoteLink) -> None:
 
 def _put_for_waiting(producer: KVProducer, reader: RemoteLink, **options: Any) -> Receipt:
     """Put a payload whose reader waits already, so that it has it before the time starts to run."""
-    getting = reader.submit("hold", key="t", timeout=PATIENCE)
-    until_requested(producer, 1)
+    getting = request(reader, producer, "t", command="hold")
     receipt = producer.put(Recipe("t").make(), **options)
     getting.result(PATIENCE)
     return receipt

@@ -24,35 +24,42 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link import ChunkStreams
 from omni_kvlink.payload.tensor_data import TensorTransferData
-from omni_kvlink.testing.caches import Recipe, Tensors, chunk, hash_chunk, hash_tensors
+from omni_kvlink.testing.caches import Recipe, Tensors, chunk, hash_chunk, hash_tensors, identify
 from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing, flip_bit
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
-from omni_kvlink.testing.rig import Rig, deliver, expect, until, until_requested
+from omni_kvlink.testing.rig import Rig, deliver, expect, request, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from omni_kvlink.aio import AsyncKVConsumer
-    from omni_kvlink.link import AppendStream, ReceivedChunk
+    from omni_kvlink.link import AppendStream, ChunkStream, ReceivedChunk
 
 LENGTHS = (3, 1, 0, 700, 2)
 """Rows of the chunks: none, and more than what travels inside an offer."""
 
 
 def numbered(chunks: Iterable[Tensors], first: int = 0) -> list[tuple[int, str]]:
-    """What the peer's `receive_all` returns for the chunks from number `first` on."""
+    """The result of the peer's `receive_all` for the chunks from number `first` on."""
     return list(enumerate(map(hash_chunk, chunks), first))
 
 
 def receive(reader: RemoteLink, timeout: float = 60, key: str = "g") -> Any:
     """Receive a chunk in the peer."""
-    found = reader.peer.call("receive", key=key, timeout=timeout)
-    return found if found is None else tuple(found)
+    reply = reader.peer.call("receive", key=key, timeout=timeout)
+    return reply if reply is None else tuple(reply)
 
 
 def receive_all(reader: RemoteLink, key: str = "g") -> list[tuple[int, str]]:
     """Receive the chunks that are left in the peer."""
-    return [tuple(found) for found in reader.peer.call("receive_all", key=key)]
+    return [tuple(reply) for reply in reader.peer.call("receive_all", key=key)]
+
+
+def take(stream: ChunkStream[ReceivedChunk]) -> tuple[int, str]:
+    """Receive a chunk in this process, and drop it: its number and the hash of its tensors."""
+    received = stream.receive()
+    assert received is not None
+    return identify(received)
 
 
 def append(out: AppendStream, chunks: Iterable[Tensors]) -> None:
@@ -63,17 +70,17 @@ def append(out: AppendStream, chunks: Iterable[Tensors]) -> None:
 
 def until_failed(out: AppendStream, text: str) -> None:
     """Append until that raises TransferFailed, with this text."""
-    found = list[str]()
+    reasons = list[str]()
 
     def has_failed() -> bool:
         try:
             out.append(chunk(9), timeout=60)
         except TransferFailed as error:
-            found.append(str(error))
-        return bool(found)
+            reasons.append(str(error))
+        return bool(reasons)
 
     until(has_failed, "the writer knows")
-    assert text in found[0], found
+    assert text in reasons[0], reasons
 
 
 def check_chunks_come_one_by_one(rig: Rig) -> None:
@@ -106,8 +113,7 @@ def check_a_late_reader_has_all_chunks(rig: Rig) -> None:
     with other.read_stream("g", timeout=60, start=3, verify="full") as stream:
         assert stream.metadata == {"a": [1]}
         assert stream.position == 3
-        found = [(each.number, hash_tensors(each.data.tensors())) for each in stream]
-        assert found == numbered(chunks[3:], 3)
+        assert [identify(received) for received in stream] == numbered(chunks[3:], 3)
         assert stream.count == 5
     assert out.receipt is not None
     assert not out.receipt.done, "a third reader is missing"
@@ -128,13 +134,12 @@ def check_readers_go_at_their_own_pace(rig: Rig) -> None:
             assert [receive(fast) for _ in range(4)] == numbered(chunks[:4])
             first = stream.receive()
             assert first is not None
-            assert (first.number, hash_tensors(first.data.tensors())) == (0, hash_chunk(chunks[0]))
+            assert identify(first) == (0, hash_chunk(chunks[0]))
             append(out, chunks[4:])
             assert out.commit() is out.receipt
             assert receive_all(fast) == numbered(chunks[4:], 4)
             assert not out.commit().done
-            rest = [(each.number, hash_tensors(each.data.tensors())) for each in stream]
-            assert rest == numbered(chunks[1:], 1)
+            assert [identify(received) for received in stream] == numbered(chunks[1:], 1)
             expect(ClosedError, first.data.tensors)
     out.commit().wait(timeout=60)
 
@@ -144,36 +149,36 @@ def check_one_thread_receives_from_many_streams(rig: Rig) -> None:
     producer, consumer = rig.serve(), rig.connect_here()
     outs = {key: producer.open_stream(key, chunk(0)) for key in "abc"}
     streams = {key: consumer.read_stream(key, timeout=60) for key in "abc"}
-    together = ChunkStreams(streams.values())
-    last: ReceivedChunk | None = None
+    merged = ChunkStreams(streams.values())
+    received: ReceivedChunk | None = None
     for number, key in enumerate("caabcb"):
         rows = LENGTHS[number % len(LENGTHS)]
         outs[key].append(chunk(number, rows), timeout=60)
-        stream, last = together.receive(timeout=60)
+        stream, received = merged.receive(timeout=60)
         assert stream is streams[key]
-        assert last is not None
-        assert hash_tensors(last.data.tensors()) == hash_chunk(chunk(number, rows))
-        assert last.number == stream.position - 1
-    expect(TransferTimeout, together.receive, timeout=0.0, mentions=("3 streams",))
-    assert last is not None
-    expect(ClosedError, last.data.tensors)
+        assert received is not None
+        assert hash_tensors(received.data.tensors()) == hash_chunk(chunk(number, rows))
+        assert received.number == stream.position - 1
+    expect(TransferTimeout, merged.receive, timeout=0.0, mentions=("3 streams",))
+    assert received is not None
+    expect(ClosedError, received.data.tensors)
     outs["b"].commit()
-    assert together.receive(timeout=60) == (streams["b"], None)
-    assert (len(together), streams["b"].count) == (2, 2)
+    assert merged.receive(timeout=60) == (streams["b"], None)
+    assert (len(merged), streams["b"].count) == (2, 2)
     outs["a"].fail("it fell over")
-    expect(TransferFailed, together.receive, timeout=60, mentions=("it fell over", "a"))
-    assert together.last is streams["a"]
+    expect(TransferFailed, merged.receive, timeout=60, mentions=("it fell over", "a"))
+    assert merged.last is streams["a"]
     append(outs["c"], [chunk(7), chunk(8)])
     outs["c"].commit()
-    rest = [last and (last.number, hash_tensors(last.data.tensors())) for _, last in together]
-    assert rest == [*numbered([chunk(7), chunk(8)], 2), None]
-    expect(ClosedError, together.receive, timeout=60)
+    contents = [last and identify(last) for _, last in merged]
+    assert contents == [*numbered([chunk(7), chunk(8)], 2), None]
+    expect(ClosedError, merged.receive, timeout=60)
     for key in "bc":
         outs[key].commit().wait(timeout=60)
 
 
 def check_a_chunk_carries_many_requests(rig: Rig) -> None:
-    """What one step computes for many requests is one chunk, which the reader takes apart."""
+    """The tensors that a step has for many requests are one chunk, which the reader takes apart."""
     producer, consumer = rig.serve(), rig.connect_here()
     steps = [{"a": 3, "b/0": 0, "ç": 1}, {"ç": 2, "a": 1, "b/0": 1}, {"a": 700}, {"a": 700}, {}]
     with producer.open_stream("g", chunk(0)) as out:
@@ -188,14 +193,14 @@ def check_a_chunk_carries_many_requests(rig: Rig) -> None:
         for number, requests in enumerate(steps):
             step = stream.receive()
             assert step is not None
-            found = step.requests()
-            assert (found.ended, found.failed) == ((), {})
+            parts = step.requests()
+            assert (parts.ended, parts.failed) == ((), {})
             tensors = chunk(number, sum(requests.values()))
-            assert hashes(found) == hashes(taken_apart(tensors, requests))
+            assert hashes(parts) == hashes(taken_apart(tensors, requests))
         step = stream.receive()
         assert step is not None
-        found = step.requests()
-        assert (list(found), found.ended, found.failed) == (["a"], ("a",), last)
+        parts = step.requests()
+        assert (list(parts), parts.ended, parts.failed) == (["a"], ("a",), last)
         plain = stream.receive()
         assert plain is not None
         expect(SchemaError, plain.requests, mentions=("append_requests",))
@@ -212,23 +217,23 @@ def hashes(requests: Mapping[str, Tensors]) -> list[tuple[str, str]]:
 def taken_apart(tensors: Tensors, requests: Mapping[str, int]) -> dict[str, Tensors]:
     """Split the tensors of a chunk into those of each request."""
     parts, start = dict[str, Tensors](), 0
-    tokens, others = tensors["more"]
+    tokens, nested = tensors["more"]
     for key, size in requests.items():
         rows = slice(start, start + size)
-        more = [tokens[rows], {"scale": others["scale"][rows]}]
-        parts[key] = {"hidden": tensors["hidden"][rows], "more": more}
+        nested_rows = [tokens[rows], {"scale": nested["scale"][rows]}]
+        parts[key] = {"hidden": tensors["hidden"][rows], "more": nested_rows}
         start += size
     return parts
 
 
 def check_the_window_holds_the_producer_up(rig: Rig) -> None:
     """`append` waits for the slowest reader, then raises CapacityError, and may be repeated."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     chunks = [chunk(number) for number in range(6)]
     with producer.open_stream("g", chunks[0], window=2) as out:
         append(out, chunks[:2])
         expect(CapacityError, out.append, chunks[2], timeout=0.0, mentions=("chunk 0", "2 chunks"))
-        with here.read_stream("g", timeout=60) as stream:
+        with consumer.read_stream("g", timeout=60) as stream:
             first = stream.receive()
             assert first is not None
             kept = first.data["hidden"]
@@ -238,16 +243,10 @@ def check_the_window_holds_the_producer_up(rig: Rig) -> None:
             assert torch.equal(kept, chunks[0]["hidden"]), "overwritten while it is kept"
             del kept, first
             append(out, chunks[2:3])
-            third = stream.receive()
-            assert third is not None
-            assert hash_tensors(third.data.tensors()) == hash_chunk(chunks[2])
-            del third
+            assert take(stream) == (2, hash_chunk(chunks[2]))
             for number in range(3, 6):
                 append(out, [chunks[number]])
-                found = stream.receive()
-                assert found is not None
-                assert hash_tensors(found.data.tensors()) == hash_chunk(chunks[number])
-                del found
+                assert take(stream) == (number, hash_chunk(chunks[number]))
             out.commit()
             assert stream.receive() is None
     out.commit().wait(timeout=60)
@@ -258,11 +257,11 @@ def check_appends_of_two_threads_keep_their_deadlines(rig: Rig) -> None:
     producer = rig.serve()
     out = producer.open_stream("g", chunk(0), window=1)
     append(out, [chunk(0)])
-    found = list[str]()
+    reasons = list[str]()
 
     def is_held_up() -> bool:
-        found.append(str(expect(CapacityError, out.append, chunk(1), timeout=0.0)))
-        return "another append" in found[-1]
+        reasons.append(str(expect(CapacityError, out.append, chunk(1), timeout=0.0)))
+        return "another append" in reasons[-1]
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(out.append, chunk(1), timeout=PATIENCE)
@@ -346,11 +345,11 @@ def check_a_closing_producer_ends_a_stream(rig: Rig) -> None:
 
 def check_another_reader_goes_on(rig: Rig) -> None:
     """A reader that gives up lets another one go on with the first chunk it had not released."""
-    producer, reader, here = rig.serve(), rig.connect(), rig.connect_here()
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
     chunks = [chunk(number) for number in range(6)]
     with producer.open_stream("g", chunks[0]) as out:
         append(out, chunks[:3])
-        stream = here.read_stream("g", timeout=60)
+        stream = consumer.read_stream("g", timeout=60)
         for number in range(2):
             received = stream.receive()
             assert received is not None
@@ -400,10 +399,9 @@ def check_a_stream_nobody_reads_expires(rig: Rig) -> None:
 def check_streams_and_payloads_are_not_mixed_up(rig: Rig) -> None:
     """`get` of a stream and `read_stream` of a payload raise and name the other method."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
-    early = other.submit("get", key="g", timeout=PATIENCE)
-    until_requested(producer, 1)
+    waiting = request(other, producer, "g")
     with producer.open_stream("g", chunk(0)) as out:
-        expect(TransferFailed, early.result, PATIENCE, mentions=("read_stream",))
+        expect(TransferFailed, waiting.result, PATIENCE, mentions=("read_stream",))
         expect(TransferFailed, reader.call, "get", key="g", timeout=60, mentions=("read_stream",))
         expect(DuplicateKeyError, producer.open_stream, "g", chunk(0), mentions=("'g'",))
         expect(DuplicateKeyError, producer.put, Recipe("g").make(), mentions=("'g'",))
@@ -422,13 +420,13 @@ def check_streams_and_payloads_are_not_mixed_up(rig: Rig) -> None:
 
 def check_chunks_are_as_the_spec_says(rig: Rig) -> None:
     """Another name, dtype, shape or number of tensors is refused, and the stream goes on."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     spec = {"hidden": torch.empty(0, 24), "ids": torch.empty(0, dtype=torch.int64)}
     good = {"hidden": torch.randn(4, 24), "ids": torch.arange(4)}
     expect(SchemaError, producer.open_stream, "g", {}, mentions=("no tensors",))
     expect(SchemaError, producer.open_stream, "g", spec, dim=1, mentions=("ids", "dimension 1"))
     expect(SchemaError, producer.open_stream, "g", spec, window=0, mentions=("window",))
-    expect(SchemaError, here.read_stream, "g", timeout=60, start=-1, mentions=("start",))
+    expect(SchemaError, consumer.read_stream, "g", timeout=60, start=-1, mentions=("start",))
     with producer.open_stream("g", spec) as out:
         for bad, mentions in (
             ({**good, "hidden": torch.randn(4, 23)}, ("hidden", "23", "24")),
@@ -443,10 +441,10 @@ def check_chunks_are_as_the_spec_says(rig: Rig) -> None:
         expect(SchemaError, out.append, good, {"bad": {1, 2}}, mentions=("metadata",))
         assert out.count == 0
         out.append(good, {"step": 1})
-        with here.read_stream("g", timeout=60) as stream:
-            found = stream.receive()
-            assert found is not None
-            assert found.data.metadata == {"step": 1}
+        with consumer.read_stream("g", timeout=60) as stream:
+            received = stream.receive()
+            assert received is not None
+            assert received.data.metadata == {"step": 1}
             out.commit()
             assert stream.receive() is None
     out.commit().wait(timeout=60)
@@ -455,28 +453,25 @@ def check_chunks_are_as_the_spec_says(rig: Rig) -> None:
 def check_a_damaged_chunk_is_found(rig: Rig) -> None:
     """A byte that changed after the copy fails the stream on both sides, and names the tensor."""
     copier = TamperingCopier()
-    producer, here = rig.serve(copier=copier), rig.connect_here()
+    producer, consumer = rig.serve(copier=copier), rig.connect_here()
     out = producer.open_stream("g", chunk(0))
     append(out, [chunk(0)])
     copier.tamper = partial(flip_bit, "tensors/data/more/0", 3)
     append(out, [chunk(1)])
-    with here.read_stream("g", timeout=60, verify="full") as stream:
-        first = stream.receive()
-        assert first is not None
-        assert hash_tensors(first.data.tensors()) == hash_chunk(chunk(0))
+    with consumer.read_stream("g", timeout=60, verify="full") as stream:
+        assert take(stream) == (0, hash_chunk(chunk(0)))
         expect(IntegrityError, stream.receive, mentions=("data/more/0",))
-        del first
     until_failed(out, "data/more/0")
 
 
 def check_damaged_requests_are_found(rig: Rig) -> None:
-    """Whose a chunk's tensors are is checked also by a reader that does not check the tensors."""
+    """The requests of a chunk are checked also by a reader that does not check its tensors."""
     copier = TamperingCopier()
-    producer, here = rig.serve(copier=copier), rig.connect_here()
+    producer, consumer = rig.serve(copier=copier), rig.connect_here()
     out = producer.open_stream("g", chunk(0))
     copier.tamper = partial(flip_bit, "tensors/requests", 4)  # "a" becomes "q"
     out.append_requests({"a": 3, "b": 2}, chunk(0, 5), timeout=60)
-    with here.read_stream("g", timeout=60) as stream:
+    with consumer.read_stream("g", timeout=60) as stream:
         expect(IntegrityError, stream.receive, mentions=("requests",))
     until_failed(out, "requests")
 
@@ -484,14 +479,14 @@ def check_damaged_requests_are_found(rig: Rig) -> None:
 def check_chunks_that_are_missing_or_swapped_are_found(rig: Rig) -> None:
     """A chunk with another number, and one after other chunks, raise IntegrityError."""
     copier = TamperingCopier()
-    for at, mentions in ((0, ("chunk 17 came instead of chunk 1",)), (9, ("chunks before 1",))):
-        producer, here = rig.serve(copier=copier, digests=False), rig.connect_here()
+    for offset, mentions in ((0, ("chunk 17 came instead of chunk 1",)), (9, ("chunks before 1",))):
+        producer, consumer = rig.serve(copier=copier, digests=False), rig.connect_here()
         copier.tamper = do_nothing
         out = producer.open_stream("g", chunk(0))
         append(out, [chunk(0)])
-        copier.tamper = partial(flip_bit, "tensors/position", at)
+        copier.tamper = partial(flip_bit, "tensors/position", offset)
         append(out, [chunk(1)])
-        with here.read_stream("g", timeout=60) as stream:
+        with consumer.read_stream("g", timeout=60) as stream:
             assert stream.receive() is not None
             expect(IntegrityError, stream.receive, mentions=mentions)
         out.fail("it was rejected")
@@ -500,13 +495,13 @@ def check_chunks_that_are_missing_or_swapped_are_found(rig: Rig) -> None:
 
 def check_a_stream_is_joined(rig: Rig) -> None:
     """`concatenate` joins the chunks along the dimension that grows, and its file opens again."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     for lengths in ((), LENGTHS):
         parts = [torch.randn(2, rows, 3) for rows in lengths]
         spec = {"audio": [torch.empty(2, 0, 3, device="meta")]}
         with producer.open_stream("g", spec, dim=1, metadata={"rate": 16}) as out:
             append(out, [{"audio": [part]} for part in parts])
-        joined = here.read_stream("g", timeout=60).concatenate()
+        joined = consumer.read_stream("g", timeout=60).concatenate()
         assert torch.equal(joined["audio"][0], torch.cat([torch.empty(2, 0, 3), *parts], 1))
         assert joined.metadata == {"rate": 16}
         with tempfile.TemporaryDirectory() as folder:
@@ -530,12 +525,12 @@ def check_chunks_by_asyncio(rig: Rig) -> None:
                 for tensors in chunks[:-1]:
                     await out.append(tensors, timeout=60)
                 await out.append_requests({"r": LENGTHS[-1]}, chunks[-1], timeout=60)
-            found = await reading
+            contents = await reading
             await producer.wait(await out.commit(), timeout=60)
-            return found
+            return contents
 
     async def read(consumer: AsyncKVConsumer) -> list[tuple[int, str]]:
         with await consumer.read_stream("g", timeout=60) as stream:
-            return [(found.number, hash_tensors(found.data.tensors())) async for found in stream]
+            return [identify(received) async for received in stream]
 
     assert asyncio.run(transfer()) == numbered(chunks)

@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import TransferFailed, TransferTimeout
-from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_tensors
+from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, identify
 from omni_kvlink.testing.growing_checks import append, numbered
-from omni_kvlink.testing.rig import Rig, expect, until_freed
+from omni_kvlink.testing.rig import Rig, expect, receive, until_freed, wait_all
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Receipt
@@ -19,24 +19,21 @@ LAYERS = 3
 
 
 class ReaderError(Exception):
-    """What a reader raises in its own block."""
+    """The error that a reader raises in its own block."""
 
 
 def check_a_payload_whose_reader_raises(rig: Rig) -> None:
     """An exception in a reader's block gives the payload back; without a block, a look reads it."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     data = Recipe("r").make()
     receipt = producer.put(data)
-    _raise_in(here.get("r", timeout=60))
-    here.get("r", timeout=60).release_unread()
-    _drop_unseen(here, "r")
+    _raise_in(consumer.get("r", timeout=60))
+    consumer.get("r", timeout=60).release_unread()
+    _drop_unseen(consumer, "r")
     _until_offered(receipt)
-    with here.get("r", timeout=60) as found:
-        assert fingerprint(found) == fingerprint(data)
-    del found
-    receipt.wait(timeout=60)
+    receive(consumer, receipt, data)
     receipt = producer.put(data)
-    received = here.get("r", timeout=60)
+    received = consumer.get("r", timeout=60)
     assert fingerprint(received.data) == fingerprint(data)
     del received
     receipt.wait(timeout=60)
@@ -45,16 +42,16 @@ def check_a_payload_whose_reader_raises(rig: Rig) -> None:
 
 def check_the_first_ending_of_a_payload_counts(rig: Rig) -> None:
     """After `release` it is read whatever follows, after `release_unread` it is not."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     receipt = producer.put(Recipe("r").make())
-    with contextlib.suppress(ReaderError), (received := here.get("r", timeout=60)) as data:
+    with contextlib.suppress(ReaderError), (received := consumer.get("r", timeout=60)) as data:
         kept = data.tensors()
         received.release_unread()
         received.release()
         raise ReaderError
     del data, kept, received
     _until_offered(receipt)
-    with contextlib.suppress(ReaderError), (received := here.get("r", timeout=60)) as data:
+    with contextlib.suppress(ReaderError), (received := consumer.get("r", timeout=60)) as data:
         kept = data.tensors()
         received.release()
         raise ReaderError
@@ -65,78 +62,77 @@ def check_the_first_ending_of_a_payload_counts(rig: Rig) -> None:
 
 def check_a_batch_whose_reader_raises(rig: Rig) -> None:
     """Its payloads are left to others, without those that it released before."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     keys = ["a", "b", "c"]
     receipts = producer.put_many([Recipe(key).make() for key in keys])
-    batch = here.get_many(keys, timeout=60)
+    batch = consumer.get_many(keys, timeout=60)
     with contextlib.suppress(ReaderError), batch as payloads:
         assert list(map(fingerprint, payloads)) == [fingerprint(Recipe(k).make()) for k in keys]
         batch[1].release()
         raise ReaderError
     del payloads, batch
     receipts[1].wait(timeout=60)
-    with here.get_many(["c", "a"], timeout=60) as payloads:
+    with consumer.get_many(["c", "a"], timeout=60) as payloads:
         assert list(map(fingerprint, payloads)) == [fingerprint(Recipe(k).make()) for k in "ca"]
     del payloads
-    for receipt in receipts:
-        receipt.wait(timeout=60)
+    wait_all(receipts)
 
 
 def check_layers_that_were_not_taken(rig: Rig) -> None:
     """A cache whose reader left before its last layer is left to another one."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     recipe = Recipe("s", layers=LAYERS)
     receipt = producer.put(recipe.make())
     for leave in (_break_layers, _raise_at_last_layer, _drop_layers):
-        leave(here)
+        leave(consumer)
         _until_offered(receipt)
     expected = fingerprint(recipe.make())
     for number, take in enumerate((_take_layers, _take_whole, _release_after_one)):
         if number:
             receipt = producer.put(recipe.make())
-        take(here, expected)
+        take(consumer, expected)
         receipt.wait(timeout=60)
     until_freed(producer)
 
 
 def check_chunks_that_were_not_taken(rig: Rig) -> None:
     """Wherever and however a reader leaves, the next one goes on; each chunk reaches one."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     for leave in (_break_chunks, _raise_in_chunk, _time_out, _drop_chunks):
         for stop in range(len(CHUNKS)):
             with producer.open_stream("g", CHUNKS[0]) as out:
                 append(out, CHUNKS[: stop + 1])
-                leave(here, stop)
+                leave(consumer, stop)
                 append(out, CHUNKS[stop + 1 :])
             # To ask for the next chunk is to have read the one before.
-            _read_from(here, out.commit(), stop + (leave is _time_out))
+            _read_from(consumer, out.commit(), stop + (leave is _time_out))
     until_freed(producer)
 
 
 def check_a_chunk_that_was_given_back(rig: Rig) -> None:
     """A stream of which a chunk was given back was not read, also at its end."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     for stop in range(len(CHUNKS)):
         with producer.open_stream("g", CHUNKS[0]) as out:
             append(out, CHUNKS)
-        with here.read_stream("g", timeout=60) as stream:
-            for found in stream:
-                if found.number == stop:
-                    _raise_in(found)
+        with consumer.read_stream("g", timeout=60) as stream:
+            for received in stream:
+                if received.number == stop:
+                    _raise_in(received)
             assert stream.count == len(CHUNKS)
-        _read_from(here, out.commit(), stop)
+        _read_from(consumer, out.commit(), stop)
     until_freed(producer)
 
 
 def check_nobody_comes_after_a_reader_that_left(rig: Rig) -> None:
     """Then the receipt says so."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     data = Recipe("r", layers=LAYERS).make()
     receipts = [producer.put(data, ttl=1.0)]
-    _raise_in(here.get("r", timeout=60))
+    _raise_in(consumer.get("r", timeout=60))
     with producer.open_stream("g", CHUNKS[0], ttl=1.0) as out:
         append(out, CHUNKS)
-        _break_chunks(here, 2)
+        _break_chunks(consumer, 2)
     receipts.append(out.commit())
     for receipt in receipts:
         expect(TransferFailed, receipt.wait, timeout=60, mentions=("expired",))
@@ -154,85 +150,85 @@ def _raise_in(received: Any) -> None:
         raise ReaderError
 
 
-def _drop_unseen(here: KVConsumer, key: str) -> None:
+def _drop_unseen(consumer: KVConsumer, key: str) -> None:
     """Receive a payload, and drop it without a look."""
-    here.get(key, timeout=60)
+    consumer.get(key, timeout=60)
 
 
-def _break_layers(here: KVConsumer) -> None:
-    with here.stream_get("s", timeout=60) as stream:
+def _break_layers(consumer: KVConsumer) -> None:
+    with consumer.stream_get("s", timeout=60) as stream:
         for layer in stream:
             if layer.index == LAYERS - 2:
                 break
 
 
-def _raise_at_last_layer(here: KVConsumer) -> None:
-    with contextlib.suppress(ReaderError), here.stream_get("s", timeout=60) as stream:
+def _raise_at_last_layer(consumer: KVConsumer) -> None:
+    with contextlib.suppress(ReaderError), consumer.stream_get("s", timeout=60) as stream:
         for layer in stream:
             if layer.index == LAYERS - 1:
                 raise ReaderError
 
 
-def _drop_layers(here: KVConsumer) -> None:
-    for layer in here.stream_get("s", timeout=60):
+def _drop_layers(consumer: KVConsumer) -> None:
+    for layer in consumer.stream_get("s", timeout=60):
         if layer.index == LAYERS - 2:
             break
 
 
-def _take_layers(here: KVConsumer, expected: str) -> None:
-    with here.stream_get("s", timeout=60) as stream:
+def _take_layers(consumer: KVConsumer, expected: str) -> None:
+    with consumer.stream_get("s", timeout=60) as stream:
         assert len(list(stream)) == LAYERS
 
 
-def _take_whole(here: KVConsumer, expected: str) -> None:
-    stream: ReceivedStream = here.stream_get("s", timeout=60)
+def _take_whole(consumer: KVConsumer, expected: str) -> None:
+    stream: ReceivedStream = consumer.stream_get("s", timeout=60)
     assert fingerprint(stream.wait()) == expected
 
 
-def _release_after_one(here: KVConsumer, expected: str) -> None:
-    with here.stream_get("s", timeout=60) as stream:
+def _release_after_one(consumer: KVConsumer, expected: str) -> None:
+    with consumer.stream_get("s", timeout=60) as stream:
         stream.wait_for_layer(0)
         stream.release()
 
 
-def _break_chunks(here: KVConsumer, stop: int) -> None:
-    with here.read_stream("g", timeout=60) as stream:
-        for found in stream:
-            if found.number == stop:
+def _break_chunks(consumer: KVConsumer, stop: int) -> None:
+    with consumer.read_stream("g", timeout=60) as stream:
+        for received in stream:
+            if received.number == stop:
                 break
 
 
-def _raise_in_chunk(here: KVConsumer, stop: int) -> None:
-    with contextlib.suppress(ReaderError), here.read_stream("g", timeout=60) as stream:
-        for found in stream:
-            if found.number == stop:
+def _raise_in_chunk(consumer: KVConsumer, stop: int) -> None:
+    with contextlib.suppress(ReaderError), consumer.read_stream("g", timeout=60) as stream:
+        for received in stream:
+            if received.number == stop:
                 raise ReaderError
 
 
-def _time_out(here: KVConsumer, stop: int) -> None:
-    with contextlib.suppress(TransferTimeout), here.read_stream("g", timeout=60) as stream:
+def _time_out(consumer: KVConsumer, stop: int) -> None:
+    with contextlib.suppress(TransferTimeout), consumer.read_stream("g", timeout=60) as stream:
         for _ in range(stop + 1):
             assert stream.receive() is not None
         stream.receive(timeout=0.0)
 
 
-def _drop_chunks(here: KVConsumer, stop: int) -> None:
-    for found in here.read_stream("g", timeout=60):
-        if found.number == stop:
+def _drop_chunks(consumer: KVConsumer, stop: int) -> None:
+    for received in consumer.read_stream("g", timeout=60):
+        if received.number == stop:
             break
 
 
-def _read_from(here: KVConsumer, receipt: Receipt, start: int) -> None:
+def _read_from(consumer: KVConsumer, receipt: Receipt, start: int) -> None:
     """Read what a reader has left; as a new one learns where it begins, which ends no stream."""
     _until_offered(receipt)
     if start:
-        expect(TransferFailed, _read_all, here, 0, mentions=(f"start={start}",))
+        expect(TransferFailed, _read_all, consumer, 0, mentions=(f"start={start}",))
         _until_offered(receipt)
-    assert _read_all(here, start) == numbered(CHUNKS[start:], start)
+    assert _read_all(consumer, start) == numbered(CHUNKS[start:], start)
     receipt.wait(timeout=60)
 
 
-def _read_all(here: KVConsumer, start: int) -> list[tuple[int, str]]:
-    stream: ChunkStream[ReceivedChunk] = here.read_stream("g", timeout=60, start=start)
+def _read_all(consumer: KVConsumer, start: int) -> list[tuple[int, str]]:
+    stream: ChunkStream[ReceivedChunk] = consumer.read_stream("g", timeout=60, start=start)
     with stream:
-        return [(found.number, hash_tensors(found.data.tensors())) for found in stream]
+        return [identify(received) for received in stream]

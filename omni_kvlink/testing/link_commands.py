@@ -17,6 +17,7 @@ from omni_kvlink.testing.caches import (
     chunk,
     fingerprint,
     hash_tensors,
+    identify,
     layers_of,
     parts_of,
 )
@@ -136,9 +137,9 @@ class LinkCommands(CommandSet):
 
     def scatter_layer(self, key: str, layer: int, **options: Any) -> str:
         """Wait for one layer of a stream and copy it out; the hash of the copies."""
-        found = self._streams[key].wait_for_layer(layer, **options)
-        targets = [torch.zeros_like(tensor) for tensor in found.tensors]
-        found.scatter(*targets)
+        received = self._streams[key].wait_for_layer(layer, **options)
+        targets = [torch.zeros_like(tensor) for tensor in received.tensors]
+        received.scatter(*targets)
         return hash_tensors(targets)
 
     def wait_stream(self, key: str, timeout: float | None = None) -> str:
@@ -163,13 +164,12 @@ class LinkCommands(CommandSet):
 
     def receive(self, key: str, timeout: float | None = None) -> tuple[int, str] | None:
         """Receive a chunk: its number and the hash of its tensors; None at the end."""
-        found = self._growing[key].receive(timeout=timeout)
-        return None if found is None else (found.number, hash_tensors(found.data.tensors()))
+        received = self._growing[key].receive(timeout=timeout)
+        return None if received is None else identify(received)
 
     def receive_all(self, key: str) -> list[tuple[int, str]]:
         """Receive the chunks that are left; the number of each and the hash of its tensors."""
-        growing = self._growing[key]
-        return [(found.number, hash_tensors(found.data.tensors())) for found in growing]
+        return [identify(received) for received in self._growing[key]]
 
     def hash_held(self, key: str) -> str:
         """The hash of the tensors that `hold` kept, as they are now."""
@@ -218,12 +218,12 @@ class LinkCommands(CommandSet):
 
     def remove(self, link: str) -> None:
         """Close a link, if there is one of this name, and forget the name."""
-        found = self._links.pop(link, None)
-        if found is not None:
-            found.close()
+        endpoint = self._links.pop(link, None)
+        if endpoint is not None:
+            endpoint.close()
 
     def usage(self) -> dict[str, float]:
-        """What this process has used since its start, and what it has open."""
+        """The CPU seconds and page faults of this process so far, its descriptors and threads."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {
             "cpu": used.ru_utime + used.ru_stime,

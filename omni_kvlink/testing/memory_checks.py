@@ -16,7 +16,16 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_freed
+from omni_kvlink.testing.rig import (
+    Rig,
+    deliver,
+    expect,
+    hold,
+    receive,
+    until,
+    until_freed,
+    wait_all,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,15 +58,14 @@ def check_views_outlive_the_block(rig: Rig) -> None:
     """Tensors that are kept beyond the `with` block keep the memory; the last one frees it."""
     producer, reader = rig.serve(), rig.connect()
     receipt = producer.put(Recipe("v").make())
-    reader.call("hold", key="v", timeout=60)
-    before = reader.peer.call("hash_held", key="v")
+    digest = hold(reader, "v")
     deliver(producer, reader, sized("w", MIB, seed=3).make())
-    assert reader.peer.call("hash_held", key="v") == before
-    left = 1
-    while left:
+    assert reader.peer.call("hash_held", key="v") == digest
+    count = 1
+    while count:
         assert not receipt.done, "released while a view was held"
         assert producer.stats()["memory"]["used"] > 0
-        left = reader.peer.call("release_one", key="v")
+        count = reader.peer.call("release_one", key="v")
     receipt.wait(timeout=60)
 
 
@@ -116,8 +124,7 @@ def check_memory_does_not_fragment(rig: Rig) -> None:
         receipts = [producer.put(sized(key, size << 10).make()) for key, size in sizes.items()]
         for key in sorted(sizes, key=lambda key: hash(key) % 17):
             reader.call("get", key=key, timeout=60)
-        for receipt in receipts:
-            receipt.wait(timeout=60)
+        wait_all(receipts)
     until_freed(producer)
     deliver(producer, reader, sized("whole", 3900 << 10).make(), timeout=60)
 
@@ -212,20 +219,20 @@ def _named(
             yield spec, region.view()[start : start + spec.nbytes]
 
 
-def flip_bit(name: str, at: int, manifest: Manifest, region: Region) -> None:
+def flip_bit(name: str, offset: int, manifest: Manifest, region: Region) -> None:
     """Flip a bit of one byte of one tensor."""
-    for _, found in _named(manifest, region, name):
-        found[at] ^= 0x10
+    for _, content in _named(manifest, region, name):
+        content[offset] ^= 0x10
 
 
 def swap_tokens(names: Sequence[str], manifest: Manifest, region: Region) -> None:
     """Swap the first two tokens in each tensor: sums of bytes stay the same."""
-    for spec, found in _named(manifest, region, *names):
+    for spec, content in _named(manifest, region, *names):
         row = spec.nbytes // spec.shape[0]
-        found[: 2 * row] = bytes(found[row : 2 * row]) + bytes(found[:row])
+        content[: 2 * row] = bytes(content[row : 2 * row]) + bytes(content[:row])
 
 
-def swap_tensors(one: str, other: str, manifest: Manifest, region: Region) -> None:
+def swap_tensors(first: str, second: str, manifest: Manifest, region: Region) -> None:
     """Swap two tensors."""
-    (_, a), (_, b) = _named(manifest, region, one, other)
+    (_, a), (_, b) = _named(manifest, region, first, second)
     a[:], b[:] = bytes(b), bytes(a)

@@ -259,8 +259,8 @@ class ProcessPeer(Peer):
         if not data:
             with self._lock:
                 self._exited = True
-                left, self._pending = list(self._pending.values()), {}
-            for future in left:
+                unanswered, self._pending = list(self._pending.values()), {}
+            for future in unanswered:
                 future.set_exception(self._exit_error())
         return True
 
@@ -281,8 +281,8 @@ class _PulledFuture(Future[Any]):
         """The command's result; raises its error, or `TimeoutError`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._receive(left):
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._receive(seconds):
                 break
         return super().result(0)
 

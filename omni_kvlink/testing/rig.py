@@ -1,4 +1,4 @@
-"""What a conformance check works with: a producer in this process, and readers of a peer."""
+"""The set-up of a conformance check: a producer in this process, and readers of a peer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import Payload
@@ -87,12 +88,12 @@ class Rig:
         self._links.clear()
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
+def until(condition: Callable[[], bool], goal: str, timeout: float = PATIENCE) -> None:
     """Wait at most `timeout` seconds for something that no event announces; look every 2 ms."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"after {timeout:g} s still not: {what}")
+            raise AssertionError(f"after {timeout:g} s still not: {goal}")
         time.sleep(0.002)
 
 
@@ -119,10 +120,44 @@ def until_freed(producer: KVProducer, timeout: float = PATIENCE) -> None:
         raise AssertionError(f"{error}: {producer.stats()}") from None
 
 
-def receive(reader: RemoteLink, receipt: Receipt, data: Payload, **options: Any) -> None:
+def request(
+    reader: RemoteLink,
+    producer: KVProducer,
+    key: str,
+    *,
+    requests: int = 1,
+    command: str = "get",
+    **options: Any,
+) -> Future[Any]:
+    """Let a reader request a payload; returns when so many requests have reached the producer."""
+    future = reader.submit(command, key=key, timeout=PATIENCE, **options)
+    until_requested(producer, requests)
+    return future
+
+
+def hold(reader: RemoteLink, key: str) -> str:
+    """Let a reader get a payload and keep its tensors; their hash."""
+    reader.call("hold", key=key, timeout=60)
+    return str(reader.peer.call("hash_held", key=key))
+
+
+def wait_all(receipts: Iterable[Receipt]) -> None:
+    """Wait until each was delivered."""
+    for receipt in receipts:
+        receipt.wait(timeout=60)
+
+
+def receive(
+    reader: RemoteLink | KVConsumer, receipt: Receipt, data: Payload, **options: Any
+) -> None:
     """Let a reader get a payload that was put: it equals `data`, and its receipt is done."""
-    found = reader.call("get", key=data.request_id, timeout=60, **options)
-    assert found == fingerprint(data), f"{data.request_id!r} arrived with other content"
+    if isinstance(reader, RemoteLink):
+        digest = reader.call("get", key=data.request_id, timeout=60, **options)
+    else:
+        with reader.get(data.request_id, timeout=60, **options) as payload:
+            digest = fingerprint(payload)
+        del payload
+    assert digest == fingerprint(data), f"{data.request_id!r} arrived with other content"
     receipt.wait(timeout=60)
 
 

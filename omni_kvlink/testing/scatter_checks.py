@@ -25,7 +25,7 @@ SIZE = 4
 
 def check_scatter_into_any_target(rig: Rig) -> None:
     """Dense, strided and paged targets get every byte, and nothing else is written."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     data = ODD.make()
     for make in (dense_target, strided_target, blocks_target, slots_target):
         for streamed in (False, True):
@@ -33,12 +33,12 @@ def check_scatter_into_any_target(rig: Rig) -> None:
             pairs = [make(view) for view in data.tensors()]
             targets = [target for target, _ in pairs]
             if streamed:
-                with here.stream_get("s", timeout=60) as stream:
+                with consumer.stream_get("s", timeout=60) as stream:
                     for layer in stream:
                         layer.scatter(*targets[2 * layer.index : 2 * layer.index + 2])
                     del layer
             else:
-                received = here.get("s", timeout=60)
+                received = consumer.get("s", timeout=60)
                 arrived = received.ledger.copies
                 received.scatter(targets)
                 assert received.ledger.copies == arrived + 1
@@ -56,40 +56,38 @@ def check_scatter_of_a_stream(rig: Rig) -> None:
         out, layers = begin(producer, recipe)
         reader.call("stream_get", key="s", timeout=60)
         write_all(out, layers, reader, "s", "scatter_layer")
-        receipt = out.commit()
-        finish(reader, recipe.make())
-        receipt.wait(timeout=60)
+        finish(reader, recipe.make(), out.commit())
         until_freed(producer)
         producer.close()
 
 
 def check_scatter_into_a_cache(rig: Rig) -> None:
     """The targets may be a payload of the reader's own."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True)):
         data = recipe.make()
         receipt = producer.put(data)
-        received = here.get(recipe.key, timeout=60)
-        own = dataclasses.replace(recipe, seed=7).make()
-        received.scatter(own)
-        assert hash_tensors(own.tensors()) == hash_tensors(data.tensors())
+        received = consumer.get(recipe.key, timeout=60)
+        target = dataclasses.replace(recipe, seed=7).make()
+        received.scatter(target)
+        assert hash_tensors(target.tensors()) == hash_tensors(data.tensors())
         received.release()
         receipt.wait(timeout=60)
 
 
 def check_wrong_targets(rig: Rig) -> None:
     """Wrong targets are refused before a byte is written, and the payload stays usable."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     data = ODD.make()
     receipt = producer.put(data)
-    received = here.get("s", timeout=60)
+    received = consumer.get("s", timeout=60)
     for make_wrong in _WRONG:
         pairs = [dense_target(view) for view in data.tensors()]
         targets = [target for target, _ in pairs]
-        before = hash_tensors(targets)
+        digest = hash_tensors(targets)
         wrong = make_wrong(targets, received.data.tensors())
         expect(SchemaError, received.scatter, wrong)
-        assert hash_tensors(targets) == before, "written before it was refused"
+        assert hash_tensors(targets) == digest, "written before it was refused"
         assert all(is_clean() for _, is_clean in pairs)
         del wrong
     targets = [dense_target(view)[0] for view in data.tensors()]
@@ -103,13 +101,15 @@ def check_wrong_targets(rig: Rig) -> None:
 def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
     """`scatter` raises, names the tensor, and the receipt says that the payload was rejected."""
     copier = TamperingCopier()
-    producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    producer, consumer, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     for name, mentions in (("kv.0.key", ("layer 0", "K")), ("kv.2.value", ("layer 2", "V"))):
         copier.tamper = partial(flip_bit, name, -1)
         data = ODD.make()
         targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
         receipt = producer.put(data)
-        received = here.get("s", timeout=60, verify="off")  # over a network "auto" would find it
+        received = consumer.get(
+            "s", timeout=60, verify="off"
+        )  # over a network "auto" would find it
         views = received.data.tensors()
         error = expect(IntegrityError, received.scatter, targets, mentions=mentions)
         expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", *mentions))
@@ -128,25 +128,25 @@ def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
     stream before the other reader takes layer 0.
     """
     copier = TamperingCopier()
-    producer, here, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    producer, consumer, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
     copier.tamper = partial(flip_bit, "kv.1.value", -1)
     out, layers = begin(producer, ODD, readers=2)
     waiting = other.submit("get", key="s", timeout=PATIENCE)
-    stream = here.stream_get("s", timeout=60)
+    stream = consumer.stream_get("s", timeout=60)
     write(out, layers, ("kv", 0), ("kv", 1))
     targets = [torch.zeros_like(dense(view)) for view in layers["kv", 0]]
-    early = _error_of(stream, 0, targets)
-    if early is None:
+    first_error = _error_of(stream, 0, targets)
+    if first_error is None:
         assert hash_tensors(targets) == hash_tensors(layers["kv", 0])
-    own = [_error_of(stream, layer, targets) for layer in (1, 2)]
-    others = waiting.exception(PATIENCE)
-    errors = [*own, others]
+    stream_errors = [_error_of(stream, layer, targets) for layer in (1, 2)]
+    get_error = waiting.exception(PATIENCE)
+    errors = [*stream_errors, get_error]
     for error in errors:
         assert isinstance(error, (TransferFailed, IntegrityError)), error
         assert all(text in str(error) for text in ("layer 1", "V")), error
     assert IntegrityError in map(type, errors), "one of them found it"
-    on_arrival = stream.delivery.is_verified or type(others) is IntegrityError
-    assert early is None or on_arrival, early
+    on_arrival = stream.delivery.is_verified or type(get_error) is IntegrityError
+    assert first_error is None or on_arrival, first_error
     stream.release()
     until(lambda: producer.stats()["transfers"]["failed"] > 0, "the rejection arrived")
     expect(TransferFailed, write, out, layers, ("kv", 2), mentions=("rejected", "layer 1"))
@@ -178,8 +178,8 @@ def strided_target(source: TensorView) -> Target:
     """A target with tokens and heads transposed, which has every second row of its memory."""
     tokens, *row = source.shape
     capacity = torch.zeros((row[0], 2 * tokens, *row[1:]), dtype=source.dtype)
-    others = capacity[:, 1::2].view(capacity.dtype)
-    return capacity[:, ::2].transpose(0, 1), lambda: not others.contiguous().view(torch.uint8).any()
+    gaps = capacity[:, 1::2].view(capacity.dtype)
+    return capacity[:, ::2].transpose(0, 1), lambda: not gaps.contiguous().view(torch.uint8).any()
 
 
 def blocks_target(source: TensorView) -> Target:

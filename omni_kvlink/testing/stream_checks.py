@@ -25,12 +25,13 @@ from omni_kvlink.testing.rig import (
     deliver,
     expect,
     receive,
+    request,
     until,
     until_freed,
-    until_requested,
 )
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link import KVConsumer, KVProducer, Payload, PutStream
 
 THREE = Recipe("s", layers=3)
@@ -48,10 +49,10 @@ def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
         out.write_layer(layer, *layers[branch, layer], branch=branch)
 
 
-def wait_layer(reader: RemoteLink, key: str, layer: int, timeout: float = 5, **more: Any) -> str:
+def wait_layer(reader: RemoteLink, key: str, layer: int, timeout: float = 5, **options: Any) -> str:
     """Wait for a layer of the stream that a reader has; the hash of its tensors."""
-    found: str = reader.peer.call("wait_layer", key=key, layer=layer, timeout=timeout, **more)
-    return found
+    digest: str = reader.peer.call("wait_layer", key=key, layer=layer, timeout=timeout, **options)
+    return digest
 
 
 def write_all(
@@ -60,15 +61,16 @@ def write_all(
     """Write every layer; the reader has it with every byte before the next one is written."""
     for (branch, layer), views in layers.items():
         write(out, layers, (branch, layer))
-        found = reader.peer.call(command, key=key, layer=layer, branch=branch, timeout=60)
-        assert found == hash_tensors(views), (key, branch, layer)
+        digest = reader.peer.call(command, key=key, layer=layer, branch=branch, timeout=60)
+        assert digest == hash_tensors(views), (key, branch, layer)
 
 
-def finish(reader: RemoteLink, data: Payload) -> None:
-    """The reader of a committed stream has its whole payload, and releases it."""
-    found = reader.peer.call("wait_stream", key=data.request_id, timeout=60)
-    assert found == fingerprint(data), f"{data.request_id!r} arrived with other content"
+def finish(reader: RemoteLink, data: Payload, receipt: Receipt) -> None:
+    """The reader of a committed stream has its whole payload, and releases it: it is delivered."""
+    digest = reader.peer.call("wait_stream", key=data.request_id, timeout=60)
+    assert digest == fingerprint(data), f"{data.request_id!r} arrived with other content"
     reader.peer.call("release", key=data.request_id)
+    receipt.wait(timeout=60)
 
 
 def check_layers_come_one_by_one(rig: Rig) -> None:
@@ -86,8 +88,7 @@ def check_layers_come_one_by_one(rig: Rig) -> None:
             assert waiting.result(PATIENCE) == hash_tensors(layers[branch, layer])
     receipt = out.commit()
     assert not receipt.done, "released while it is read"
-    finish(reader, recipe.make())
-    receipt.wait(timeout=60)
+    finish(reader, recipe.make(), receipt)
 
 
 def check_every_byte_of_a_stream(rig: Rig) -> None:
@@ -116,11 +117,9 @@ def check_layers_in_any_order(rig: Rig) -> None:
     for branch, layer in reversed(names):
         write(out, layers, (branch, layer))
         expect(SchemaError, write, out, layers, names[-1], mentions=("written already",))
-        found = wait_layer(reader, "s", layer, branch=branch)
-        assert found == hash_tensors(layers[branch, layer]), (branch, layer)
-    receipt = out.commit()
-    finish(reader, recipe.make())
-    receipt.wait(timeout=60)
+        digest = wait_layer(reader, "s", layer, branch=branch)
+        assert digest == hash_tensors(layers[branch, layer]), (branch, layer)
+    finish(reader, recipe.make(), out.commit())
 
 
 def check_stream_get_of_a_plain_put(rig: Rig) -> None:
@@ -140,12 +139,10 @@ def check_stream_get_of_a_plain_put(rig: Rig) -> None:
 def check_stream_get_before_a_plain_put(rig: Rig) -> None:
     """A waiting `stream_get` gets a payload that is put."""
     producer, reader = rig.serve(), rig.connect()
-    waiting = reader.submit("stream_get", key="s", timeout=PATIENCE)
-    until_requested(producer, 1)
+    waiting = request(reader, producer, "s", command="stream_get")
     receipt = producer.put(Recipe("s").make())
     waiting.result(PATIENCE)
-    finish(reader, Recipe("s").make())
-    receipt.wait(timeout=60)
+    finish(reader, Recipe("s").make(), receipt)
 
 
 def check_readers_wait_for_a_large_put(rig: Rig) -> None:
@@ -154,14 +151,12 @@ def check_readers_wait_for_a_large_put(rig: Rig) -> None:
     *readers, streaming = [rig.connect(quota=128 << 20) for _ in range(3)]
     data = Recipe("s", layers=3, tokens=4096, heads=4, dim=256, dtype="uint8").make()
     gets = [reader.submit("get", key="s", timeout=PATIENCE, verify="full") for reader in readers]
-    begun = streaming.submit("stream_get", key="s", timeout=PATIENCE)
-    until_requested(producer, 3)
+    begun = request(streaming, producer, "s", requests=3, command="stream_get")
     receipt = producer.put(data, readers=3)
     for get in gets:
         assert get.result(PATIENCE) == fingerprint(data)
     begun.result(PATIENCE)
-    finish(streaming, data)
-    receipt.wait(timeout=60)
+    finish(streaming, data, receipt)
 
 
 def check_plain_get_of_a_stream(rig: Rig) -> None:
@@ -169,15 +164,17 @@ def check_plain_get_of_a_stream(rig: Rig) -> None:
     producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=3)
-    early = readers[0].submit("get", key="s", timeout=PATIENCE, verify="full")
-    until_requested(producer, 1)
+    first_get = request(readers[0], producer, "s", verify="full")
     write(out, layers)
-    late = readers[1].submit("get", key="s", timeout=PATIENCE, verify="full")
-    until_requested(producer, 2)
-    assert not early.done()
-    assert not late.done()
+    second_get = request(readers[1], producer, "s", requests=2, verify="full")
+    assert not first_get.done()
+    assert not second_get.done()
     receipt = out.commit()
-    for get in (early, late, readers[2].submit("get", key="s", timeout=60, verify="full")):
+    for get in (
+        first_get,
+        second_get,
+        readers[2].submit("get", key="s", timeout=60, verify="full"),
+    ):
         assert get.result(PATIENCE) == fingerprint(recipe.make())
     receipt.wait(timeout=60)
 
@@ -187,12 +184,12 @@ def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
     producer, streaming, waiting = rig.serve(), rig.connect(), rig.connect()
     recipe = Recipe("s", layers=3)
     out, layers = begin(producer, recipe, readers=2)
-    whole = waiting.submit("get", key="s", timeout=PATIENCE)
+    getting = waiting.submit("get", key="s", timeout=PATIENCE)
     streaming.call("stream_get", key="s", timeout=60)
     write_all(out, layers, streaming, "s")
-    assert not whole.done()
+    assert not getting.done()
     receipt = out.commit()
-    assert whole.result(PATIENCE) == fingerprint(recipe.make())
+    assert getting.result(PATIENCE) == fingerprint(recipe.make())
     assert not receipt.done, "the streaming reader still has it"
     streaming.peer.call("release", key="s")
     receipt.wait(timeout=60)
@@ -200,16 +197,16 @@ def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
 
 def check_late_reader_of_a_stream(rig: Rig) -> None:
     """A late reader gets the earlier layers at once, and the others as they come."""
-    producer, first, late = rig.serve(), rig.connect(), rig.connect_here()
+    producer, first, consumer = rig.serve(), rig.connect(), rig.connect_here()
     out, layers = begin(producer, Recipe("s", layers=4), readers=2)
     names = list(layers)
     first.call("stream_get", key="s", timeout=60)
     write(out, layers, *names[:2])
-    with late.stream_get("s", timeout=60) as stream:
+    with consumer.stream_get("s", timeout=60) as stream:
         for branch, layer in names[:2]:
-            found = stream.wait_for_layer(layer, timeout=60)
-            assert hash_tensors(found.tensors) == hash_tensors(layers[branch, layer])
-        del found
+            received = stream.wait_for_layer(layer, timeout=60)
+            assert hash_tensors(received.tensors) == hash_tensors(layers[branch, layer])
+        del received
         expect(TransferTimeout, stream.wait_for_layer, 2, timeout=0.0)
         write(out, layers, *names[2:])
         out.commit()
@@ -257,14 +254,13 @@ def check_failing_writer(rig: Rig) -> None:
     """An error in the writer's block wakes every reader, whatever it waits for."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = _begin(producer, reader, readers=2, written=1)
-    getting = other.submit("get", key="s", timeout=PATIENCE)
-    until_requested(producer, 2)
+    getting = request(other, producer, "s", requests=2)
     layer = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
-    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
     wait_layer(reader, "s", 0)
     out.__exit__(ValueError, ValueError("out of luck"), None)
     mentions = ("layer 1 of branch 'kv'", "out of luck", "'s'")
-    for waiting in (layer, whole, getting):
+    for waiting in (layer, completion, getting):
         error = expect(TransferFailed, waiting.result, PATIENCE, mentions=mentions)
         assert error.key == "s"
     expect(TransferFailed, other.call, "get", key="s", timeout=60, mentions=("out of luck",))
@@ -278,20 +274,20 @@ def check_missing_layer(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     out, layers = _begin(producer, reader)
     write(out, layers, ("kv", 0), ("kv", 2))
-    whole = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
+    completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
     expect(SchemaError, out.commit, mentions=("layer 1 of branch 'kv'", "never written"))
-    expect(TransferFailed, whole.result, PATIENCE, mentions=("layer 1", "never"))
+    expect(TransferFailed, completion.result, PATIENCE, mentions=("layer 1", "never"))
     reader.peer.call("release", key="s")
 
 
 def check_wrong_layers_are_refused(rig: Rig) -> None:
     """A layer that is not in the plan is refused, and the stream goes on."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     key, value = layers["kv", 0]
     assert isinstance(key, torch.Tensor)
     assert isinstance(value, torch.Tensor)
-    with here.stream_get("s", timeout=60) as stream:
+    with consumer.stream_get("s", timeout=60) as stream:
         for call in (
             partial(out.write_layer, 3, key, value),
             partial(out.write_layer, -1, key, value),
@@ -330,8 +326,7 @@ def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
     """After an abort by a reader, the writer's next layer and every reader raise."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     out, layers = _begin(producer, reader, readers=2)
-    getting = other.submit("get", key="s", timeout=PATIENCE)
-    until_requested(producer, 2)
+    getting = request(other, producer, "s", requests=2)
     waiting = reader.peer.submit("wait_layer", key="s", layer=2, timeout=PATIENCE)
     write(out, layers, ("kv", 0))
     reader.call("abort", key="s", reason="the user left")
@@ -368,13 +363,11 @@ def check_layer_times_out(rig: Rig) -> None:
         error = expect(TransferTimeout, waiting.result, PATIENCE, mentions=mentions)
         assert error.key == "s"
         assert "still writing" in error.phase, error.phase
-    whole = reader.peer.submit("wait_stream", key="s", timeout=0.1)
-    expect(TransferTimeout, whole.result, PATIENCE, mentions=("commit",))
+    completion = reader.peer.submit("wait_stream", key="s", timeout=0.1)
+    expect(TransferTimeout, completion.result, PATIENCE, mentions=("commit",))
     write(out, layers)
     assert wait_layer(reader, "s", 1) == hash_tensors(layers["kv", 1])
-    out.commit()
-    finish(reader, THREE.make())
-    out.commit().wait(timeout=60)
+    finish(reader, THREE.make(), out.commit())
 
 
 def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
@@ -389,10 +382,10 @@ def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
 
 def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
     """A thread that waits for a layer raises when the stream is released by another."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     out, layers = begin(producer, THREE)
     write(out, layers, ("kv", 0))
-    stream = here.stream_get("s", timeout=60)
+    stream = consumer.stream_get("s", timeout=60)
     kept = stream.wait_for_layer(0).key
     pool = ThreadPoolExecutor(1)
     waiting = pool.submit(stream.wait_for_layer, 1, timeout=PATIENCE)
@@ -412,11 +405,11 @@ def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
 
 def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
     """A failed stream that a reader drops is freed without the garbage collector."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     gc.disable()
     try:
         for _ in range(2):
-            _drop_a_failed_stream(producer, here)
+            _drop_a_failed_stream(producer, consumer)
         until_freed(producer)
     finally:
         gc.enable()
@@ -458,9 +451,9 @@ def _stream_get_with_a_short_timeout(reader: RemoteLink, key: str) -> None:
     reader.call("stream_get", key=key, timeout=60)
 
 
-def _drop_a_failed_stream(producer: KVProducer, here: KVConsumer) -> None:
+def _drop_a_failed_stream(producer: KVProducer, consumer: KVConsumer) -> None:
     out, layers = begin(producer, THREE)
-    stream = here.stream_get("s", timeout=60)
+    stream = consumer.stream_get("s", timeout=60)
     write(out, layers, ("kv", 0))
     stream.wait_for_layer(0)
     out.fail("no")
@@ -473,9 +466,7 @@ def _pass_through(producer: KVProducer, reader: RemoteLink, recipe: Recipe) -> P
     out, layers = begin(producer, recipe)
     reader.call("stream_get", key=recipe.key, timeout=60)
     write_all(out, layers, reader, recipe.key)
-    receipt = out.commit()
-    finish(reader, recipe.make())
-    receipt.wait(timeout=60)
+    finish(reader, recipe.make(), out.commit())
     return out
 
 

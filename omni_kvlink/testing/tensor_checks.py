@@ -43,23 +43,23 @@ def check_tensors_arrive(rig: Rig) -> None:
 
 def check_tensors_have_their_structure(rig: Rig) -> None:
     """Dicts and lists come back as they were, and the kinds of payload are not mixed up."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     for recipe in (NESTED, MIXED):
         data = recipe.make()
         receipt = producer.put(data)
-        received = here.get("t", timeout=60)
-        found = received.data
-        assert type(found) is type(data)
-        if isinstance(found, KVCacheBundle):
+        received = consumer.get("t", timeout=60)
+        payload = received.data
+        assert type(payload) is type(data)
+        if isinstance(payload, KVCacheBundle):
             assert isinstance(data, KVCacheBundle)
-            assert list(found.branches) == list(data.branches)
-            found, data = found.tensor_data["extra"], data.tensor_data["extra"]
-        assert isinstance(found, TensorTransferData)
+            assert list(payload.branches) == list(data.branches)
+            payload, data = payload.tensor_data["extra"], data.tensor_data["extra"]
+        assert isinstance(payload, TensorTransferData)
         assert isinstance(data, TensorTransferData)
-        assert not found.difference(data), found.difference(data)
+        assert not payload.difference(data), payload.difference(data)
         received.release()
-        expect(ClosedError, found.tensors)
-        del found
+        expect(ClosedError, payload.tensors)
+        del payload
         receipt.wait(timeout=60)
 
 
@@ -73,11 +73,11 @@ def check_tensors_by_asyncio(rig: Rig) -> None:
         ):
             receipt = await producer.put(data)
             received = await consumer.get("t", timeout=60, verify="full")
-            found = fingerprint(received.data)
+            digest = fingerprint(received.data)
             received.release()
             del received
             await producer.wait(receipt, timeout=60)
-            return found
+            return digest
 
     for recipe in (NESTED, MIXED):
         assert asyncio.run(transfer(recipe.make())) == fingerprint(recipe.make())
@@ -109,11 +109,11 @@ def check_tensors_written_in_place(rig: Rig) -> None:
 
 def check_scatter_of_tensors(rig: Rig) -> None:
     """Copied into tensors of the reader's own, in a list or in a payload of the same structure."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     for recipe in RECIPES:
         data = recipe.make()
         receipt = producer.put(data)
-        received = here.get("t", timeout=60)
+        received = consumer.get("t", timeout=60)
         targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
         received.scatter(targets)
         assert hash_tensors(targets) == hash_tensors(data.tensors()), recipe
@@ -133,14 +133,13 @@ def check_stream_of_tensors(rig: Rig) -> None:
         with producer.stream_put(data) as out:
             assert reader.call("stream_get", key="t", timeout=60) == [list(name) for name in layers]
             write_all(out, layers, reader, "t")
-        finish(reader, data)
-        out.commit().wait(timeout=60)
+        finish(reader, data, out.commit())
 
 
 def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
     """`get` and `scatter` name the tensor by its path, and the receipt fails."""
     copier = TamperingCopier()
-    producer, reader, here = rig.serve(copier=copier), rig.connect(), rig.connect_here()
+    producer, reader, consumer = rig.serve(copier=copier), rig.connect(), rig.connect_here()
     for name, recipe in (("tensors/nested/0", NESTED), ("extra/nested/1/mask", MIXED)):
         path = name.partition("/")[2]
         copier.tamper = partial(flip_bit, name, -1)
@@ -151,7 +150,9 @@ def check_flipped_bit_of_a_tensor(rig: Rig) -> None:
         expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", path))
         receipt = producer.put(data)
         targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
-        received = here.get("t", timeout=60, verify="off")  # over a network "auto" would find it
+        received = consumer.get(
+            "t", timeout=60, verify="off"
+        )  # over a network "auto" would find it
         expect(IntegrityError, received.scatter, targets, mentions=(path,))
         received.release()
         expect(TransferFailed, receipt.wait, timeout=60)

@@ -31,6 +31,7 @@ from omni_kvlink.testing.rig import (
     deliver,
     expect,
     receive,
+    request,
     until,
     until_freed,
     until_requested,
@@ -111,8 +112,8 @@ def check_less_than_allocated(rig: Rig) -> None:
     deliver(
         producer,
         reader,
-        _only(allocation.data, "other"),
-        _only(data, "other"),
+        _branches_of(allocation.data, "other"),
+        _branches_of(data, "other"),
         copies=0,
         verify="full",
     )
@@ -192,21 +193,21 @@ def check_allocation_is_put_once(rig: Rig) -> None:
 
 def check_abort_of_an_allocation(rig: Rig) -> None:
     """After an abort by either side `put` raises, the memory is free, and so is the key."""
-    producer, here = rig.serve(), rig.connect_here()
+    producer, consumer = rig.serve(), rig.connect_here()
     mentions = ("the user left",)
-    for link in (producer, here):
+    for link in (producer, consumer):
         allocation, data = _filled(producer, CACHE)
-        waiting = begin_get(here, "a", timeout=60)
+        waiting = begin_get(consumer, "a", timeout=60)
         until_requested(producer, 1)
         link.abort("a", "the user left")
         expect(TransferFailed, waiting.wait, timeout=60)
-        expect(TransferFailed, here.get, "a", timeout=60, mentions=mentions)
+        expect(TransferFailed, consumer.get, "a", timeout=60, mentions=mentions)
         expect(TransferFailed, producer.put, allocation.data, mentions=mentions)
         del allocation
         until_freed(producer)
         receipt = producer.put(data)
         assert receipt.ledger.copies == 1
-        here.get("a", timeout=60).release()
+        consumer.get("a", timeout=60).release()
         receipt.wait(timeout=60)
         until_freed(producer)
 
@@ -223,9 +224,8 @@ def check_streamed_in_place(rig: Rig) -> None:
             reader.call("stream_get", key="a", timeout=60)
             write_all(out, layers_of(plan), reader, "a", "scatter_layer")
         assert out.ledger.copies == 0
-        finish(reader, expected)
         del plan
-        out.commit().wait(timeout=60)
+        finish(reader, expected, out.commit())
         until_freed(producer)
 
 
@@ -305,8 +305,7 @@ def check_direct_put_times_out(rig: Rig) -> None:
     put = partial(producer.put, data, direct=True)
     mentions = ("1 readers missing", "its caller's tensors")
     expect(TransferTimeout, put, timeout=0.2, mentions=mentions)
-    stream = reader.submit("stream_get", key="d", timeout=PATIENCE)
-    until_requested(producer, 1)
+    stream = request(reader, producer, "d", command="stream_get")
     expect(TransferTimeout, put, readers=2, timeout=1.0, mentions=mentions)
     _overwrite(data)
     stream.result(PATIENCE)
@@ -323,12 +322,10 @@ def check_stream_of_a_direct_put(rig: Rig) -> None:
     if not can_put_direct(producer):
         return
     data = DIRECT[0].make()
-    reading = reader.submit("stream_get", key="d", timeout=PATIENCE)
-    until_requested(producer, 1)
+    reading = request(reader, producer, "d", command="stream_get")
     receipt = producer.put(data, direct=True)
     assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
-    finish(reader, data)
-    receipt.wait(timeout=60)
+    finish(reader, data, receipt)
 
 
 def check_direct_put_can_be_aborted(rig: Rig) -> None:
@@ -397,24 +394,24 @@ def _first_tokens(data: Payload, tokens: int, extra: Any = None) -> KVCacheTrans
     return cache.first_tokens(tokens, metadata)
 
 
-def _only(data: Payload, *names: str) -> KVCacheBundle:
+def _branches_of(data: Payload, *names: str) -> KVCacheBundle:
     assert isinstance(data, KVCacheBundle)
     return KVCacheBundle(data.request_id, {name: data.branches[name] for name in names})
 
 
-def _mixed(there: Payload, elsewhere: Payload) -> KVCacheTransferData:
+def _mixed(data: Payload, other: Payload) -> KVCacheTransferData:
     """A cache whose first K is in other memory."""
-    cache, blocks = _blocks(there)
-    _, others = _blocks(elsewhere)
-    blocks["key_cache"][0] = others["key_cache"][0]
+    cache, blocks = _blocks(data)
+    _, other_blocks = _blocks(other)
+    blocks["key_cache"][0] = other_blocks["key_cache"][0]
     return KVCacheTransferData(cache.request_id, blocks, cache.block_ids, cache.metadata)
 
 
-def _misplaced(data: Payload, how: str) -> KVCacheTransferData:
+def _misplaced(data: Payload, kind: str) -> KVCacheTransferData:
     cache, blocks = _blocks(data)
-    if how == "reverse":
+    if kind == "reverse":
         blocks["key_cache"].reverse()
-    elif how == "strided":
+    elif kind == "strided":
         first = blocks["key_cache"][0]
         blocks["key_cache"][0] = first.as_strided(tuple(first.shape), (48, 1, 2))
     else:  # after the payload, where the draft of a stream would be

@@ -38,7 +38,7 @@ _PART_FIELDS = (*_TARGET_FIELDS, "block_size", "image_shape", "extra")
 """Metadata that must be equal in all parts of one cache."""
 
 _Described: TypeAlias = tuple[tuple[str, str, int], tuple[int, ...], KVMetadata]
-"""Of a branch: what it refers to, the shape of one head (or latent), and its metadata."""
+"""A branch: what it refers to, the shape of one head (or latent), and its metadata."""
 
 
 def slice_heads(data: P, start: int, stop: int) -> P:
@@ -71,8 +71,8 @@ def head_targets(parts: Sequence[KVPayload], *, into: P) -> list[P]:
     Raises:
         SchemaError: as for `merge_heads`, or `into` has other lengths, positions or branches.
     """
-    whole = Shard(*rank_of(into), heads_in(into))
-    _check_parts(parts, whole)
+    shard = Shard(*rank_of(into), heads_in(into))
+    _check_parts(parts, shard)
     _check_alike(parts[0], into, _TARGET_FIELDS, "the target")
     return [slice_heads(into, *shard_in(part).heads) for part in parts]
 
@@ -131,40 +131,42 @@ def _check_parts(parts: Sequence[KVPayload], shard: Shard) -> str:
     start, stop = shard.heads
     if not parts:
         raise SchemaError(f"{label(shard)}: no parts")
-    request_id, at = request_of(parts[0]), start
+    request_id, position = request_of(parts[0]), start
     for part in sorted(parts, key=first_head):
         sent = shard_in(part)
         first, last = sent.heads
         if part.request_id != request_id + suffix(sent):
             raise SchemaError(f"{label(sent)}: {part.request_id!r} is no part of {request_id!r}")
-        if first < at or last > stop:
+        if first < position or last > stop:
             why = "come twice" if first >= start and last <= stop else f"are outside {start}…{stop}"
             raise SchemaError(f"{label(sent)}: they {why}")
-        if first > at:
-            raise SchemaError(f"{label(shard)}: heads {at}…{first} are missing")
+        if first > position:
+            raise SchemaError(f"{label(shard)}: heads {position}…{first} are missing")
         _check_alike(parts[0], part, _PART_FIELDS, label(sent))
-        at = last
-    if at != stop:
-        raise SchemaError(f"{label(shard)}: heads {at}…{stop} are missing")
+        position = last
+    if position != stop:
+        raise SchemaError(f"{label(shard)}: heads {position}…{stop} are missing")
     return request_id
 
 
 def _check_alike(part: KVPayload, other: KVPayload, fields: Sequence[str], name: str) -> None:
     """Raise SchemaError if two payloads do not have the branches of one cache."""
-    own, others = _described(part), _described(other)
+    branches, other_branches = _described(part), _described(other)
     if type(part) is not type(other):
         raise SchemaError(f"{name} is a {type(other).__name__}, a part {type(part).__name__}")
-    if list(own) != list(others):
-        raise SchemaError(f"{name}: branches {', '.join(others)}, those of a part {', '.join(own)}")
-    for branch, (reference, row, metadata) in own.items():
-        its_reference, its_row, its_metadata = others[branch]
+    if list(branches) != list(other_branches):
+        raise SchemaError(
+            f"{name}: branches {', '.join(other_branches)}, those of a part {', '.join(branches)}"
+        )
+    for branch, (reference, row, metadata) in branches.items():
+        its_reference, its_row, its_metadata = other_branches[branch]
         if reference != its_reference:
             raise SchemaError(f"{name}: branch {branch!r} is not the same reference as in a part")
         for field in fields:
-            expected, found = getattr(metadata, field), getattr(its_metadata, field)
-            if expected != found:
+            expected, actual = getattr(metadata, field), getattr(its_metadata, field)
+            if expected != actual:
                 raise SchemaError(
-                    f"{name}: branch {branch!r} has {field} {found!r:.100}, "
+                    f"{name}: branch {branch!r} has {field} {actual!r:.100}, "
                     f"in a part {expected!r:.100}"
                 )
         if row != its_row:
@@ -177,7 +179,7 @@ def _described(data: KVPayload) -> dict[str, _Described]:
     """Describe each branch, so that two payloads can be compared."""
     if isinstance(data, KVCacheTransferData):
         return {SINGLE: _description(data, ("", "", 0))}
-    found = {}
+    descriptions = {}
     for name, branch in data.branches.items():
         if isinstance(branch, TensorTransferData):
             raise SchemaError(
@@ -188,8 +190,8 @@ def _described(data: KVPayload) -> dict[str, _Described]:
             reference = ("", "", 0)
         else:
             reference = (type(branch).__name__, branch.branch, getattr(branch, "tokens", 0))
-        found[name] = _description(data[name], reference)
-    return found
+        descriptions[name] = _description(data[name], reference)
+    return descriptions
 
 
 def _description(cache: KVCacheTransferData, reference: tuple[str, str, int]) -> _Described:
@@ -257,7 +259,7 @@ def _merged(
 
 def _joined(views: Sequence[TensorView | None]) -> TensorView | None:
     """Concatenate views along the heads; None if the caches are empty."""
-    found = [view for view in views if view is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    return torch.cat([dense(view) for view in found], dim=1)
+    present_views = [view for view in views if view is not None]
+    if len(present_views) < 2:
+        return present_views[0] if present_views else None
+    return torch.cat([dense(view) for view in present_views], dim=1)

@@ -1,4 +1,4 @@
-"""Which rank sends which heads to which rank."""
+"""The parts of a cache: the heads that one rank sends to others."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Part:
         Raises:
             SchemaError: the cache is another rank's by its `shard`, or lacks these heads.
         """
-        found = rank_of(data)
-        if found != (self.shard.rank, self.shard.world):
+        rank, world = rank_of(data)
+        if (rank, world) != (self.shard.rank, self.shard.world):
             raise SchemaError(
-                f"the cache is that of rank {found[0]} of {found[1]}, {label(self.shard)} is "
+                f"the cache is that of rank {rank} of {world}, {label(self.shard)} is "
                 "required; set metadata.shard to Topology.sender(rank)"
             )
         return slice_heads(data, *self.shard.heads)
@@ -97,23 +97,24 @@ class Topology:
 
     def parts(self) -> tuple[Part, ...]:
         """Return all parts by heads; receivers of the same heads share a part."""
-        found: dict[tuple[int, int, int], list[int]] = {}
+        receivers: dict[tuple[int, int, int], list[int]] = {}
         for rank in range(self.receivers):
             needed = self.receiver(rank).heads
             for sender in self._sources(rank):
                 sent = self.sender(sender).heads
                 heads = max(sent[0], needed[0]), min(sent[1], needed[1])
-                found.setdefault((*heads, sender), []).append(rank)
+                receivers.setdefault((*heads, sender), []).append(rank)
         return tuple(
-            Part(Shard(sender, self.senders, (start, stop)), tuple(found[start, stop, sender]))
-            for start, stop, sender in sorted(found)
+            Part(Shard(sender, self.senders, (start, stop)), tuple(receivers[start, stop, sender]))
+            for start, stop, sender in sorted(receivers)
         )
 
     def _sources(self, rank: int) -> range:
         """Return one sender for each head; senders of the same head share the receivers evenly."""
         start, stop = self.receiver(rank).heads
-        same = max(1, self.senders // self.heads)
+        replicas = max(1, self.senders // self.heads)
         sharing = max(1, self.receivers // self.heads)
-        mine = rank % sharing * same // sharing
-        each = max(1, self.heads // self.senders)
-        return range(start // each * same + mine, (stop - 1) // each * same + mine + 1, same)
+        mine = rank % sharing * replicas // sharing  # which of the senders of the same head
+        width = max(1, self.heads // self.senders)
+        first, last = start // width, (stop - 1) // width
+        return range(first * replicas + mine, last * replicas + mine + 1, replicas)

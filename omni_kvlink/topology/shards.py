@@ -47,16 +47,16 @@ def rank_of(data: KVPayload) -> tuple[int, int]:
         for cache in caches_of(data).values()
         if cache.metadata.shard or not cache.is_empty
     ]
-    found = {(shard.rank, shard.world) if shard else (0, 1) for shard in shards} or {(0, 1)}
-    if len(found) > 1:
-        raise SchemaError(f"the branches are of several ranks: {sorted(found)} (rank, world)")
-    return found.pop()
+    ranks = {(shard.rank, shard.world) if shard else (0, 1) for shard in shards} or {(0, 1)}
+    if len(ranks) > 1:
+        raise SchemaError(f"the branches are of several ranks: {sorted(ranks)} (rank, world)")
+    return ranks.pop()
 
 
 def heads_in(data: KVPayload) -> tuple[int, int]:
     """Return the heads of the first branch that has any; slicing checks every branch."""
-    found = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
-    return found[0] if found else (0, 1)
+    ranges = [heads for cache in caches_of(data).values() if (heads := heads_of(cache))]
+    return ranges[0] if ranges else (0, 1)
 
 
 def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
@@ -70,8 +70,8 @@ def heads_of(cache: KVCacheTransferData) -> tuple[int, int] | None:
 
 def shard_in(part: KVPayload) -> Shard:
     """Return the one shard of all branches of a part."""
-    found = {cache.metadata.shard for cache in caches_of(part).values()}
-    shard = found.pop() if len(found) == 1 else None
+    shards = {cache.metadata.shard for cache in caches_of(part).values()}
+    shard = shards.pop() if len(shards) == 1 else None
     if shard is None:
         raise SchemaError(f"{part!r} is no part: its metadata.shard is missing, or not one")
     return shard

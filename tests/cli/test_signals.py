@@ -18,6 +18,7 @@ from fork_server import new_interpreters
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+VERIFY = ("-m", "omni_kvlink.bench", "verify", "--quick", "--corrupt", "7")
 ENDLESS = ("kvlink-bench", "latency", "--preset", "tiny", "--rounds", "1000000")
 SPAWN = f"subprocess.Popen {sys.executable}"
 
@@ -118,16 +119,21 @@ def test_a_measuring_process_that_is_killed_is_reported(folder: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_a_reader_that_goes_is_no_error(option: str, folder: Path) -> None:
-    assert status_without_a_reader(option, folder=folder) == 0
+    assert status_without_a_reader("-m", "omni_kvlink.bench", option, folder=folder) == 0
+
+
+def test_a_text_that_nobody_reads_is_no_error(folder: Path) -> None:
+    program = "from omni_kvlink.cli.process import show; show('one'); show('two')"
+    assert status_without_a_reader("-c", program, folder=folder) == 0
 
 
 @pytest.mark.slow
 def test_a_reader_that_goes_hides_no_failure(folder: Path) -> None:
-    assert status_without_a_reader("verify", "--quick", "--corrupt", "7", folder=folder) == 1
+    assert status_without_a_reader(*VERIFY, folder=folder) == 1
 
 
 def status_without_a_reader(*arguments: str, folder: Path) -> int:
-    command = [sys.executable, "-m", "omni_kvlink.bench", *arguments]
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     read, write = os.pipe()
     os.close(read)

@@ -184,7 +184,7 @@ torch.kept = open_payload(Manifest.decode(payload), Region.copy_of(memoryview(pa
 
 
 def test_the_interpreter_is_this_one() -> None:
-    here = dlpack.Interpreter.here()
+    here = dlpack.Interpreter.current()
     address = here.Py_IsInitialized
     assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == 1
     assert host.missing() is None

@@ -142,7 +142,21 @@ INT(34, zmq_bind, (P a, P b), (a, b))
 INT(35, zmq_connect, (P a, P b), (a, b))
 INT(36, zmq_setsockopt, (P a, int b, P c, size_t d), (a, b, c, d))
 INT(37, zmq_getsockopt, (P a, int b, P c, P d), (a, b, c, d))
-INT(38, zmq_msg_send, (P a, P b, int c), (a, b, c))
+/* A ROUTER's message may have no route; that of another socket never lacks one. */
+int zmq_msg_send(P message, P socket, int flags) {
+    static int (*real)(P, P, int), (*option)(P, int, void *, size_t *);
+    int type = 0, error = 0;
+    size_t nbytes = sizeof type;
+    if (!option) option = (__typeof__(option))find("zmq_getsockopt");
+    if (!option(socket, 16, &type, &nbytes) && type == 6)
+        error = due(38, __builtin_return_address(0));
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    FIND(zmq_msg_send);
+    return real(message, socket, flags);
+}
 INT(39, zmq_msg_recv, (P a, P b, int c), (a, b, c))
 INT(40, zmq_socket_monitor, (P a, P b, int c), (a, b, c))
 INT(41, link, (P a, P b), (a, b))

@@ -13,8 +13,7 @@ import pytest
 
 from omni_kvlink import KVConsumer, KVProducer, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import GatherHandle, StreamEvents, TorchCopier
-from omni_kvlink.link import PutStream
-from omni_kvlink.link import producer as producer_module
+from omni_kvlink.link import PutStream, put_operation
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
 
@@ -56,7 +55,7 @@ class Late(TorchCopier):
 @pytest.fixture
 def late(ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     copier = Late()
-    monkeypatch.setattr(producer_module, "is_on_device", lambda view: True)
+    monkeypatch.setattr(put_operation, "is_on_device", lambda view: True)
     monkeypatch.setattr(ends[0], "_copier", copier)
     yield copier
     copier.go.set()
@@ -155,13 +154,13 @@ def test_announcements_fit_into_messages(
 ) -> None:
     """Of a large layer K and V are announced one by one; a larger tensor is refused at once."""
     producer, consumer = ends
-    monkeypatch.setattr(producer_module, "MAX_DIGITS", 8)
+    monkeypatch.setattr(put_operation, "MAX_DIGITS", 8)
     with producer.stream_put(RECIPE.make()) as out:
         write(out)
         stream = consumer.stream_get("s", timeout=60)
         assert [layer.index for layer in stream] == [0, 1, 2]
     stream.release()
-    monkeypatch.setattr(producer_module, "MAX_DIGITS", 7)
+    monkeypatch.setattr(put_operation, "MAX_DIGITS", 7)
     with pytest.raises(SchemaError, match="cannot be streamed"):
         producer.stream_put(Recipe("other", layers=3, tokens=10, dim=24).make())
     until_freed(producer)

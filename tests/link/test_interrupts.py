@@ -17,6 +17,7 @@ import pytest
 import omni_kvlink
 from omni_kvlink import (
     ClosedError,
+    KVConsumer,
     KVLink,
     Receipt,
     Received,
@@ -24,7 +25,8 @@ from omni_kvlink import (
     ReceivedChunk,
     TransferFailed,
 )
-from omni_kvlink.lowlevel import begin_get, begin_gets, open_delivery
+from omni_kvlink.link.allocation import Allocation
+from omni_kvlink.lowlevel import BackgroundGet, begin_get, begin_gets, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-    from omni_kvlink import KVConsumer, KVProducer, Payload
+    from omni_kvlink import KVProducer, Payload
 
 T = TypeVar("T")
 pytestmark = [
@@ -82,12 +84,12 @@ def is_committed(receipt: Receipt) -> bool:
 
 
 class Timeout(Exception):
-    """What the handler of a SIGALRM raises to end a call."""
+    """The exception that the handler of a SIGALRM raises to end a call."""
 
 
 @pytest.fixture(params=[KeyboardInterrupt, Timeout])
 def interrupt(request: pytest.FixtureRequest) -> type[BaseException]:
-    """Of an interrupt, which no `except Exception` catches, and of one that is caught."""
+    """An interrupt, which no `except Exception` catches, and one that is caught."""
     kind: type[BaseException] = request.param
     return kind
 
@@ -95,7 +97,7 @@ def interrupt(request: pytest.FixtureRequest) -> type[BaseException]:
 def interrupted(
     number: int,
     call: Callable[[], T],
-    found: list[T],
+    results: list[T],
     interrupt: type[BaseException] = KeyboardInterrupt,
 ) -> bool:
     """Raise `interrupt` at the n-th line of the package that a call runs; False if fewer.
@@ -114,39 +116,55 @@ def interrupted(
             raise interrupt
         return trace
 
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        found.append(call())
+        results.append(call())
     except interrupt:
         pass
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
     return bool(raised)
 
 
+def get_in_background(consumer: KVConsumer, key: str, timeout: float) -> Received:
+    """The same as `KVConsumer.get`, of a `BackgroundGet`."""
+    get = BackgroundGet(key, lambda timeout: consumer, begin_get, timeout)
+    try:
+        get.begin()
+        get.pending.future.exception(timeout)
+        return open_delivery(consumer, get.take(), started=0.0)
+    except BaseException:
+        get.cancel()
+        raise
+
+
+@pytest.mark.parametrize("get_payload", [KVConsumer.get, get_in_background])
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["put before", "put while it waits"])
 def test_a_get_interrupted_at_each_line(
-    pair: tuple[KVProducer, KVConsumer], is_waiting: bool, interrupt: type[BaseException]
+    pair: tuple[KVProducer, KVConsumer],
+    is_waiting: bool,
+    interrupt: type[BaseException],
+    get_payload: Callable[..., Received],
 ) -> None:
     producer, consumer = pair
     gc.disable()  # what is left to the cyclic collector is left behind, on servers
     try:
         for number in itertools.count():
-            found, receipts, ended = list[Received](), list[Receipt](), threading.Event()
+            results, receipts, ended = list[Received](), list[Receipt](), threading.Event()
             put = partial(put_once_awaited, producer, receipts, ended)
             thread = threading.Thread(target=put)
             if is_waiting:
                 thread.start()
             else:
                 receipts.append(producer.put(DATA))
-            get = partial(consumer.get, "k", timeout=60)
-            was_interrupted = interrupted(number, get, found, interrupt)
+            get = partial(get_payload, consumer, "k", timeout=60)
+            was_interrupted = interrupted(number, get, results, interrupt)
             ended.set()
             if is_waiting:
                 thread.join()
-            if found:
-                found.pop().release_unread()
+            if results:
+                results.pop().release_unread()
             until(partial(is_committed, receipts[0]), "it can be read")
             until(lambda: not producer.stats()["transfers"]["waiting"], "no get waits")
             with consumer.get("k", timeout=60) as data:
@@ -178,12 +196,12 @@ def test_a_get_many_interrupted_at_each_line(
     gc.disable()
     try:
         for number in itertools.count():
-            found, receipts = list[ReceivedBatch[Received]](), producer.put_many(make_many())
+            results, receipts = list[ReceivedBatch[Received]](), producer.put_many(make_many())
             get_many = partial(consumer.get_many, MANY, timeout=60)
-            was_interrupted = interrupted(number, get_many, found, interrupt)
-            if found:
-                found.pop().release_unread()
-            until(lambda found=receipts: all(map(is_committed, found)), "they can be read")  # type: ignore[misc]
+            was_interrupted = interrupted(number, get_many, results, interrupt)
+            if results:
+                results.pop().release_unread()
+            until(lambda results=receipts: all(map(is_committed, results)), "they can be read")  # type: ignore[misc]
             with consumer.get_many(MANY, timeout=60) as data:
                 assert list(map(fingerprint, data)) == expected
             del data
@@ -208,8 +226,8 @@ def test_a_put_many_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer]
     try:
         for number in itertools.count():
             keys = [f"{number} {key}" for key in MANY]  # those before are remembered as failed
-            payloads, found = make_many(keys), list[list[Receipt]]()
-            was_interrupted = interrupted(number, partial(producer.put_many, payloads), found)
+            payloads, results = make_many(keys), list[list[Receipt]]()
+            was_interrupted = interrupted(number, partial(producer.put_many, payloads), results)
             pending = begin_gets(consumer, keys, timeout=60)
             until_requested(producer, len(keys))
             for get, key, payload in zip(pending, keys, payloads, strict=True):
@@ -254,13 +272,13 @@ def test_a_release_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer])
     gc.disable()
     try:
         for number in itertools.count():
-            receipts, found = producer.put_many(make_many()), list[None]()
-            one, batch = consumer.get("m0", timeout=60), consumer.get_many(MANY[1:], timeout=60)
-            for received in (one, *batch):
+            receipts, results = producer.put_many(make_many()), list[None]()
+            single, batch = consumer.get("m0", timeout=60), consumer.get_many(MANY[1:], timeout=60)
+            for received in (single, *batch):
                 assert received.data.request_id  # it was read
             del received
-            was_interrupted = interrupted(number, partial(release_all, one, batch), found)
-            del one, batch
+            was_interrupted = interrupted(number, partial(release_all, single, batch), results)
+            del single, batch
             for receipt in receipts:
                 receipt.wait(timeout=60)
             until_freed(producer)
@@ -272,8 +290,8 @@ def test_a_release_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer])
         gc.enable()
 
 
-def release_all(one: Received, batch: ReceivedBatch[Received]) -> None:
-    one.release()
+def release_all(single: Received, batch: ReceivedBatch[Received]) -> None:
+    single.release()
     batch.release()
 
 
@@ -286,18 +304,18 @@ def test_a_receive_interrupted_at_each_line(
     try:
         for number in itertools.count():
             with producer.open_stream("g", chunk(0)) as out:
-                for each in range(2):
-                    out.append(chunk(each))
-            stream, found = consumer.read_stream("g", timeout=60), list[ReceivedChunk | None]()
+                for step in range(2):
+                    out.append(chunk(step))
+            stream, results = consumer.read_stream("g", timeout=60), list[ReceivedChunk | None]()
             receive = partial(stream.receive, timeout=60)
-            was_interrupted = interrupted(number, receive, found, interrupt)
-            first = found.pop() if found else stream.receive(timeout=60)
+            was_interrupted = interrupted(number, receive, results, interrupt)
+            first = results.pop() if results else stream.receive(timeout=60)
             assert first is not None
             assert first.number == 0
             assert hash_tensors(first.data.tensors()) == hash_chunk(chunk(0))
             del first
             assert stream.receive(timeout=60).number == 1  # type: ignore[union-attr]
-            interrupted(number, receive, found, interrupt)
+            interrupted(number, receive, results, interrupt)
             assert stream.receive(timeout=60) is None
             assert stream.count == 2
             out.commit().wait(timeout=60)
@@ -316,18 +334,18 @@ def test_an_append_interrupted_at_each_line(pair: tuple[KVProducer, KVConsumer])
     gc.disable()
     try:
         for number in itertools.count():
-            out, found = producer.open_stream("g", chunk(0)), list[int]()
+            out, results = producer.open_stream("g", chunk(0)), list[int]()
             out.append(chunk(0))
-            was_interrupted = interrupted(number, partial(out.append, chunk(1)), found)
+            was_interrupted = interrupted(number, partial(out.append, chunk(1)), results)
             with contextlib.suppress(ClosedError):
                 out.append(chunk(out.count))
                 out.commit()
             with contextlib.suppress(TransferFailed):
                 with consumer.read_stream("g", timeout=60) as stream:
-                    for each in stream:
-                        tensors = each.data.tensors()
-                        assert hash_tensors(tensors) == hash_chunk(chunk(each.number))
-                        del tensors, each
+                    for received in stream:
+                        tensors = received.data.tensors()
+                        assert hash_tensors(tensors) == hash_chunk(chunk(received.number))
+                        del tensors, received
                 assert stream.count == out.count
             out.fail("enough")
             until_freed(producer)
@@ -346,9 +364,9 @@ def test_an_allocation_interrupted_at_each_line(pair: tuple[KVProducer, KVConsum
     gc.disable()
     try:
         for number in itertools.count():
-            plan, found = Recipe(f"a{number}").make(), list[None]()
+            plan, results = Recipe(f"a{number}").make(), list[None]()
             allocate = partial(release_allocated, producer, plan)
-            was_interrupted = interrupted(number, allocate, found)
+            was_interrupted = interrupted(number, allocate, results)
             producer.abort(plan.request_id)
             until_freed(producer)
             assert not producer.stats()["transfers"]["live"]
@@ -357,6 +375,24 @@ def test_an_allocation_interrupted_at_each_line(pair: tuple[KVProducer, KVConsum
         assert number > 50
     finally:
         gc.enable()
+
+
+def test_an_allocation_interrupted_before_its_caller_has_it(
+    pair: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is free: a put takes other memory."""
+    producer, _ = pair
+    begin = Allocation.__init__
+
+    def begin_interrupted(*arguments: Any) -> None:
+        begin(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Allocation, "__init__", begin_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            producer.allocate(DATA)
+    producer.put(DATA)
 
 
 def release_allocated(producer: KVProducer, plan: Payload) -> None:

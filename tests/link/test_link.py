@@ -28,9 +28,9 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.link import consumer as link_consumer
 from omni_kvlink.payload.manifest import Manifest, decode_header
 from omni_kvlink.payload.views import dense
+from omni_kvlink.system import deadline
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until
 
@@ -441,7 +441,7 @@ def test_the_time_of_a_reconnection_counts(
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + late[0], perf_counter=time.perf_counter
     )
-    monkeypatch.setattr(link_consumer, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
     begin = consumer._end.begin_get
 
     def begin_late(*arguments: Any, **options: Any) -> PendingGet:

@@ -15,7 +15,7 @@ from locks import held, locks_of
 from omni_kvlink import KVLink, UnavailableError
 from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
 from omni_kvlink.connectors.registry import backend, split_url
-from omni_kvlink.link.producer import STEP
+from omni_kvlink.link.put_operation import FIRST_STEP_NBYTES
 from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 from omni_kvlink.lowlevel import begin_get, can_retry, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, hash_chunk, hash_tensors
@@ -84,7 +84,7 @@ def awaited(call: Callable[[], Coroutine[Any, Any, object]]) -> Callable[[], obj
 
 def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
     producer, consumer = pair
-    assert LARGE.plan().nbytes > 2 * STEP  # it looks for readers that wait
+    assert LARGE.plan().nbytes > 2 * FIRST_STEP_NBYTES  # it looks for readers that wait
     receipt = producer.put(Recipe("k").make(), ttl=600)
     received = consumer.get("k", timeout=60)
     out = producer.stream_put(STREAM, ttl=600)

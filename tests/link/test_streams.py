@@ -167,7 +167,7 @@ def test_a_stream_that_cannot_begin_leaves_nothing(
 
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(producer._end, "begin_stream", begin)
+        patch.setattr(producer._end, "begin", begin)
         expect(TransferFailed, lambda: producer.stream_put(cache()))
         gc.collect()
     assert not caught, "it warned of a stream that never was"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import BusyError, KVLink, KVProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer
+from omni_kvlink.connectors.shm.consumer import ShmConsumer
 from omni_kvlink.system.threads import is_abandoned, start_detached, uninterrupted
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until
@@ -203,7 +203,7 @@ def test_an_interrupted_put_in_the_background_keeps_its_memory(
         for target, tensor in zip(allocation.data.tensors(), data.tensors(), strict=True):
             target.copy_(tensor)
         del target
-        monkeypatch.setattr("omni_kvlink.link.producer.start_detached", start)
+        monkeypatch.setattr("omni_kvlink.link.put_operation.start_detached", start)
         with pytest.raises(KeyboardInterrupt):
             producer.put(allocation.data, background=True)
         del allocation

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +15,8 @@ from parties import LAYERS, Producer, SimConsumer
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
+from omni_kvlink.connectors.control.remote_get import RemoteGet
+from omni_kvlink.connectors.control.session import ControlSession, SessionResources
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.messages import (
@@ -24,7 +28,6 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
 )
-from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet, RemoteSession
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.layouts import LayoutCache
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
 ROW = 600
@@ -104,7 +107,9 @@ class FarProducer(Producer):
                 self.transfers.announce(transfer, layer, (b"",))
                 layer += 1
             elif transfer.is_sent:
-                self.transfers.commit(transfer, self._location(transfer), 0, self.clock.now + 1.0)
+                self.transfers.commit(
+                    [(transfer, self._location(transfer))], 0, self.clock.now + 1.0
+                )
                 owned.overwrite()
                 return
             elif self.clock.now > until:
@@ -279,11 +284,13 @@ class SimPool:
         """No get receives in its own thread here."""
 
 
-class FarSession(RemoteSession):
+class FarSession(ControlSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
     def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
-        super().__init__("sim://", loop, pool, LayoutCache())  # type: ignore[arg-type]  # simulated ones
+        address = SimpleNamespace(url="sim://")
+        simulated: Any = SessionResources
+        super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), Counter()))
         self._connection = connection
 
     @property
@@ -292,10 +299,10 @@ class FarSession(RemoteSession):
         chunk = BLOCK if self._connection.is_eager else 500
         return FetchLimits(chunk, 3 * chunk)
 
-    def _transmit(self, message: Message) -> None:
+    def _transmit_in_loop(self, message: Message) -> None:
         self._connection.to_producer.send(message)
 
-    def _close_connection(self) -> None:
+    def _close_connection_in_loop(self) -> None:
         self._connection.break_off()
 
 
@@ -320,7 +327,7 @@ class FarConnection:
         self.to_producer.cut()
         self.to_reader.cut()
         self.bytes_to_reader.cut()
-        self.clock.soon(partial(self.session.disconnect, PeerLostError("gone")), 0.3)
+        self.clock.soon(partial(self.session.disconnect_in_loop, PeerLostError("gone")), 0.3)
         self.clock.soon(self._on_peer_lost, 0.3)
 
     def _on_peer_lost(self) -> None:
@@ -340,13 +347,13 @@ class FarConnection:
         self.clock.record(f"  {self.name} receives:", message)
         try:
             if isinstance(message, Chunk):
-                self.session.on_chunk(message, memoryview(beside[0]))
+                self.session.on_chunk_in_loop(message, memoryview(beside[0]))
             else:
-                self.session.on_message(message, *beside)
+                self.session.on_message_in_loop(message, *beside)
         except KVLinkError as error:
             if not self._is_wild:
                 raise  # nothing was repeated or overtaken
-            self.session.disconnect(error)
+            self.session.disconnect_in_loop(error)
 
 
 class FarConsumer(SimConsumer):

@@ -12,8 +12,8 @@ from growing_parties import PATIENCE
 from growing_payloads import rows_of
 
 from omni_kvlink import IntegrityError, KVLinkError, TransferTimeout
+from omni_kvlink.connectors.control.remote_get import RemoteGet
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
-from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.consumer import ReceivedChunk
@@ -41,7 +41,7 @@ class FarGrowingReader:
         if reader.far is None or reader.far.session.is_closed:
             return
         self._is_over, self._turn, self._producer = False, 0, reader.far.producer
-        head = reader.far.session.request(key, streamed=True, of=ChunkOf(0, start))
+        head = reader.far.session.request(key, streamed=True, chunk=ChunkOf(0, start))
         assert isinstance(head, RemoteGet)
         self._head = head
         reader.open += 1

@@ -53,7 +53,8 @@ class GrowingWriter:
         elif clock.chance.random() < 0.3 and self._append_inline():
             clock.soon(self._append, 0.2)
         else:
-            chunk = table.reserve_chunk(self._head)
+            chunk = Transfer(self._head.key, stream=self._head)
+            table.reserve([chunk])
             producer._allocate(chunk)
             clock.soon(partial(self._write, chunk))
 
@@ -62,13 +63,13 @@ class GrowingWriter:
         self._producer.counts[head.epoch] = self._chunks
         self._producer.end_growing(head, self._chunks)
         expires = self._producer.clock.now + self._ttl
-        table.commit(head, self._producer._location(head), 0, expires)
+        table.commit([(head, self._producer._location(head))], 0, expires)
 
     def _append_inline(self) -> bool:
         """Append a chunk that travels in its offers, unless the quota has no room."""
         producer, number = self._producer, self._growing.stop
         payload = producer.chunk_payload(self._head, number)
-        chunk = producer.publish_inline(self._head.key, payload, 1, float("inf"), self._head)
+        chunk = producer.publish_packed(self._head.key, payload, 1, float("inf"), self._head)
         if chunk is not None:
             self._add(chunk, number)
         return chunk is not None
@@ -89,7 +90,7 @@ class GrowingWriter:
             producer.transfers.abort(chunk)
         else:
             try:
-                producer.transfers.commit(chunk, producer._location(chunk), 1, float("inf"))
+                producer.transfers.commit([(chunk, producer._location(chunk))], 1, float("inf"))
                 self._add(chunk, number)
             except TransferFailed:
                 producer.transfers.abort(chunk)
@@ -107,7 +108,7 @@ class GrowingReader:
         self._connection: Connection = connection
         self._is_over, self._epoch, self._number = False, 0, 0
         try:
-            head = connection.get_table.request(key, streamed=True, of=ChunkOf(0, 0))
+            head = connection.get_table.request(key, streamed=True, chunk=ChunkOf(0, 0))
         except PeerLostError:
             return
         self._head = head
@@ -130,9 +131,9 @@ class GrowingReader:
     def _request(self) -> None:
         if self._is_over:
             return
-        of, table = ChunkOf(self._head.get_id, self._number), self._connection.get_table
+        chunk, table = ChunkOf(self._head.get_id, self._number), self._connection.get_table
         try:
-            get = table.request(self._key, streamed=False, of=of)
+            get = table.request(self._key, streamed=False, chunk=chunk)
         except PeerLostError:
             self._leave("stream failed")
             return

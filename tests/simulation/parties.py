@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.get_table import Delivery
+    from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.memory.region import Mapping
 
 T = TypeVar("T")
@@ -90,12 +90,12 @@ class Producer:
             return
         payload = self._inline_payload(key, self.transfers._epoch + 1)
         try:
-            if not self.publish_inline(key, payload, readers, self.clock.now + ttl):
+            if not self.publish_packed(key, payload, readers, self.clock.now + ttl):
                 self.put(key, readers, ttl)
         except DuplicateKeyError:
             return
 
-    def publish_inline(
+    def publish_packed(
         self,
         key: str,
         payload: bytes,
@@ -103,12 +103,13 @@ class Producer:
         expires: float,
         stream: Transfer | None = None,
     ) -> Transfer | None:
-        """Do what `PooledProducer.publish_inline` does; None if the quota has no room."""
+        """Do what `PooledProducer` does with a packed payload; None if the quota has no room."""
         transfer = Transfer(key, inline=payload, stream=stream)
         if not self.quota.share(len(payload), transfer):
             return None
         try:
-            self.transfers.put(transfer, readers, expires)
+            location = Location(0, 0, len(payload))
+            self.transfers.commit([(transfer, location)], readers, expires)
         except (DuplicateKeyError, TransferFailed):
             self.transfers.abort(transfer)
             raise
@@ -123,7 +124,7 @@ class Producer:
         if not self.alive or (is_small and self._put_all(keys, readers, ttl)):
             return
         try:
-            self.transfers.reserve_all(transfers)
+            self.transfers.reserve(transfers)
         except DuplicateKeyError:
             return
         for transfer in transfers:
@@ -139,7 +140,8 @@ class Producer:
         if not self.quota.share_all([len(transfer.inline) for transfer in put], put):
             return False
         try:
-            self.transfers.put_all(put, readers, self.clock.now + ttl)
+            packed = [(transfer, Location(0, 0, len(transfer.inline))) for transfer in put]
+            self.transfers.commit(packed, readers, self.clock.now + ttl)
         except DuplicateKeyError:
             for transfer in put:
                 self.transfers.abort(transfer)
@@ -199,7 +201,7 @@ class Producer:
             return None
         try:
             transfer = Transfer(key)
-            self.transfers.reserve(transfer)
+            self.transfers.reserve([transfer])
         except DuplicateKeyError:
             return None
         self._allocate(transfer)
@@ -217,7 +219,7 @@ class Producer:
             self._fill(transfer)
         committed = [(transfer, self._location(transfer)) for transfer in transfers]
         try:
-            self.transfers.commit_all(committed, readers, self.clock.now + ttl)
+            self.transfers.commit(committed, readers, self.clock.now + ttl)
         except TransferFailed:
             for transfer in transfers:
                 self.transfers.abort(transfer)
@@ -275,7 +277,7 @@ class Producer:
         self._write_header(transfer)
         try:
             location = self._location(transfer)
-            self.transfers.commit(transfer, location, readers, self.clock.now + ttl)
+            self.transfers.commit([(transfer, location)], readers, self.clock.now + ttl)
         except TransferFailed:
             self.transfers.abort(transfer)
 

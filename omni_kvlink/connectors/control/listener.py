@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import select
-import socket
-import struct
-import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer
-from omni_kvlink.connectors.control.router_socket import RouterSocket
+from omni_kvlink.connectors.control.peer import Inboxes, PeerConnection, RangeSender
+from omni_kvlink.connectors.control.router_socket import RouterSocket, UngreetedConnections
 from omni_kvlink.connectors.control.security import (
     ZapAuth,
     find_credentials,
@@ -39,8 +33,8 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     unexpected,
 )
-from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
-from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, RecentNames, TurnCounts
+from omni_kvlink.connectors.runtime.producer import Listener
+from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
 from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
 if TYPE_CHECKING:
@@ -54,138 +48,13 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
 
 MAX_PEERS = 1024
-MAX_UNGREETED = 128
-"""Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
-MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
-"""Messages of one peer, and their bytes, that may be read and not handled; then it is disconnected.
-
-The socket itself has no limit: ZMQ would stop reading from a peer, see `MonitoredSocket`.
-"""
-MAX_INBOX_AGAIN = 256
-"""The same, in the minute after a peer of the same process or host had too many."""
-ROUND, SHARE = 2 * TURN, 8
-"""Messages that one round of reads handles; and those of each peer that it handles nevertheless."""
 MAX_PENDING = 4096
 """Ranges that one peer may have requested and not been sent."""
 _REFUSAL_RETRY = 1.0
 """Seconds between attempts to tell a peer that it was refused."""
-_ACCEPT_SECONDS = 0.1
-"""How long ZMQ may take to accept a connection with a descriptor that was given up for it."""
-_CREDENTIALS = struct.calcsize("3i")
-_UNREAD_WAIT_MS = 10
-"""How long a closed connection is checked for unread data; a frozen peer costs this once."""
-
-
-class RangeSender(ABC):
-    """Sends the bytes that the peers of a `ControlListener` fetch, by one transport.
-
-    `connect`, `send_range` and `on_peer_lost` are called in the producer's loop, or with the
-    listener's lock held.
-    """
-
-    transport: str  # "zmq" or "ucx"
-    max_in_flight: int
-    """Bytes that may be on their way to one peer; as many more may be queued."""
-    needs_address = False
-    """Whether a peer must send `TransportAddress` before it can use this sender."""
-
-    @abstractmethod
-    def direct_refusal(self, device: str) -> str:
-        """Return why this sender cannot send tensors of a device; "" if it can."""
-
-    @abstractmethod
-    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
-        """Start sending the bytes of one request; never blocks. WireError if there are none."""
-
-    def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
-        """Connect to the address that a peer sent; return the address of this side."""
-        unexpected(address)
-
-    def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
-        """Disconnect from a peer whose control connection is gone."""
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is the sender's own thread."""
-        return False
-
-    def stats(self) -> dict[str, Any]:
-        """Return state and counters, as JSON values."""
-        return {}
-
-    def close(self) -> None:  # noqa: B027 (optional)
-        """Free the sender's resources; in the producer's loop, or before it has peers."""
 
 
 SenderOpener: TypeAlias = "Callable[[ControlListener], RangeSender]"
-
-
-class PeerConnection(PeerHandle):
-    """A consumer that has completed the handshake, by its identity on the ROUTER socket.
-
-    `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
-    connection, so that the reason can be determined; it is None if the process had no descriptor
-    left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
-    that the sender needs. `inbox` has its messages that are read and not handled.
-    """
-
-    def __init__(
-        self,
-        listener: ControlListener,
-        identity: bytes,
-        descriptor: int,
-        duplicate: socket.socket | None,
-    ):
-        super().__init__(listener)
-        self.identity, self.descriptor, self.duplicate = identity, descriptor, duplicate
-        self.name = _address_of(duplicate)
-        self.inbox: deque[bytes] = deque()
-        self.inbox_nbytes = 0
-        self.round, self.handled = -1, 0  # of reads, the last; messages that were handled in it
-        self.turns = 0  # in a row after which the inbox was not empty
-        self.sender = listener.find_sender(needs_address=False)
-        self.pending: deque[FetchRange] = deque()
-        self.in_flight = 0  # bytes handed to the sender that have not left yet
-
-    @property
-    def host(self) -> str:
-        """The host of the peer, or its process over a Unix socket."""
-        return self.name.rpartition(":")[0] or self.name
-
-    @property
-    def pending_nbytes(self) -> int:
-        """Bytes of the requests that are queued."""
-        return sum(fetch.stop - fetch.start for fetch in self.pending)
-
-    def has_unread_data(self) -> bool:
-        """Return whether ZMQ closed the connection at a frame that is too long.
-
-        The rest of such a frame is there to be read, or arrives within 10 ms; a peer that closed
-        the connection itself has sent an end of file.
-        """
-        if self.duplicate is None:
-            return False
-        poll = select.poll()  # `select` is limited to descriptors below 1024
-        poll.register(self.duplicate, select.POLLIN)
-        poll.poll(_UNREAD_WAIT_MS)
-        try:
-            return bool(self.duplicate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
-
-
-def _address_of(connection: socket.socket | None) -> str:
-    """Return the address of a connection's other end, or its process over a Unix socket."""
-    try:
-        if connection is None:
-            return "unknown"
-        if connection.family == socket.AF_UNIX:
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
-            return f"pid {struct.unpack('3i', credentials)[0]}"
-        host, port = connection.getpeername()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    except OSError:  # it has ended
-        return "unknown"
 
 
 class ControlListener(Listener):
@@ -208,16 +77,13 @@ class ControlListener(Listener):
         credentials = find_credentials(address, options)
         self._peers: dict[bytes, PeerConnection] = {}
         self._by_descriptor: dict[int, PeerConnection] = {}
-        self._ungreeted: dict[int, None] = {}  # descriptors of connections, the oldest first
-        self._spare = -1  # a descriptor that is given up to take a connection from the queue
-        self._given_up_at = 0.0
         self._disconnected: list[PeerConnection] = []
         self._refusals: dict[bytes, str] = {}
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
-        self._refused: Counter[str] = Counter()
+        self._refused = Counter[str]()
+        self._ungreeted = UngreetedConnections(self._refused)
         self._throttled = TurnCounts()
-        self._floods = RecentNames()
-        self._round, self._handled = -1, 0  # of reads, the last; messages that were handled in it
+        self._inboxes = Inboxes()
         self._flooders: set[bytes] = set()  # disconnected, while messages of them may be here
         self._context: zmq.Context[Any] = zmq.Context()
         self._senders: list[RangeSender] = []
@@ -234,7 +100,12 @@ class ControlListener(Listener):
 
     def _bind(self, credentials: Credentials | None) -> None:
         on_refused = partial(self._count, "key")
-        callbacks = self._is_known, self._on_parts, self._on_event, self._on_idle
+        callbacks = (
+            self._is_known,
+            self._on_parts_in_loop,
+            self._on_event_in_loop,
+            self._on_idle_in_loop,
+        )
         with random_routing_ids():
             self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
             self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
@@ -247,11 +118,11 @@ class ControlListener(Listener):
 
     def find_sender(self, *, needs_address: bool) -> RangeSender | None:
         """Return the first sender that needs a peer's address, or that needs none."""
-        return next((one for one in self._senders if one.needs_address is needs_address), None)
+        return next((s for s in self._senders if s.needs_address is needs_address), None)
 
     def open(self) -> None:
         """Start accepting peers; in the producer's loop."""
-        self._take_spare()
+        self._ungreeted.take_spare()
         self._zap_auth.watch()
         self._socket.watch()
 
@@ -262,7 +133,7 @@ class ControlListener(Listener):
             "readers": len(self._peers),
             "refused": dict(self._refused),
             "throttled": self._throttled.stats(),
-            **{one.transport: stats for one in self._senders if (stats := one.stats())},
+            **{s.transport: stats for s in self._senders if (stats := s.stats())},
         }
 
     def direct_refusal(self, device: str) -> str:
@@ -274,12 +145,10 @@ class ControlListener(Listener):
         """Whether the caller is a sender's own thread."""
         return any(sender.is_own_thread for sender in self._senders)
 
-    # Outgoing messages
-
     def send(self, peer: PeerConnection, message: Message) -> None:
         """Queue a message for a peer; any thread, never blocks."""
         self._outbox.append((peer, message))
-        self.loop.call(self._flush)
+        self.loop.call(self._flush_in_loop)
 
     def flush(self) -> None:
         """Send queued messages in this thread, unless another thread is using the socket."""
@@ -291,11 +160,11 @@ class ControlListener(Listener):
         except BaseException:  # an interrupt: the loop goes on
             with contextlib.suppress(RuntimeError):  # it was not acquired, or is released
                 self.lock.release()
-            self.loop.call(self._flush)
+            self.loop.call(self._flush_in_loop)
             self.loop.call(self._socket.drain)
             raise
 
-    def _flush(self) -> None:
+    def _flush_in_loop(self) -> None:
         if self._outbox:
             with self.lock:
                 self._send_queued()
@@ -321,8 +190,8 @@ class ControlListener(Listener):
         if not isinstance(message, Offer):
             return [encode(message)]
         if message.inline:
-            alone = Offer(message.get_id, message.epoch, message.location)
-            return [encode(alone), message.inline]
+            offer = Offer(message.get_id, message.epoch, message.location)
+            return [encode(offer), message.inline]
         start, stop = message.first
         transfer = None
         if stop - start <= EAGER:
@@ -343,111 +212,89 @@ class ControlListener(Listener):
                 self.refuse(peer, "too slow")
             else:
                 self._disconnected.append(peer)
-                self.loop.call(self._on_idle)
-
-    # Incoming messages, in the loop's thread
+                self.loop.call(self._on_idle_in_loop)
 
     def _is_known(self, identity: bytes) -> bool:
         return identity in self._peers or identity in self._flooders
 
-    def _on_parts(self, identity: bytes, parts: Sequence[Any]) -> None:
+    def _on_parts_in_loop(self, identity: bytes, parts: Sequence[Any]) -> None:
         """Handle a message, or keep it if its peer has used up its turn in this round of reads."""
         peer = self._peers.get(identity)
         if peer is None:
             if identity not in self._flooders:
-                self._on_stranger(identity, parts)
+                self._on_stranger_in_loop(identity, parts)
         elif len(parts) != 1:
-            self._on_bad_message(peer)
-        elif peer.inbox or not self._has_turn(peer):
-            self._keep(peer, parts[0])
+            self._on_bad_message_in_loop(peer)
+        elif peer.inbox or not self._inboxes.has_turn(peer, self._socket.rounds):
+            if not peer.inbox:
+                peer.turns = 0
+                self._throttle_in_loop(peer)
+            if not self._inboxes.keep(peer, parts[0]):
+                self._end_flood_in_loop(peer)
         else:
-            self._handle_data(peer, parts[0])
+            self._handle_data_in_loop(peer, parts[0])
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
             self._send_queued()
 
-    def _has_turn(self, peer: PeerConnection) -> bool:
-        """Count a message of a peer; whether it is handled in this round of reads."""
-        if self._round != self._socket.rounds:
-            self._round, self._handled = self._socket.rounds, 0
-        if peer.round != self._round:
-            peer.round, peer.handled = self._round, 0
-        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
-            return False
-        peer.handled += 1
-        self._handled += 1
-        return True
-
-    def _on_stranger(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _on_stranger_in_loop(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         try:
             if len(frames) != 1:
                 raise WireError("a message has one part")
-            self._on_hello(identity, frames[0], decode(frames[0].bytes))
+            self._on_hello_in_loop(identity, frames[0], decode(frames[0].bytes))
         except WireError:
-            self._on_bad_message(None)
+            self._on_bad_message_in_loop(None)
 
-    def _handle_data(self, peer: PeerConnection, data: bytes) -> None:
+    def _handle_data_in_loop(self, peer: PeerConnection, data: bytes) -> None:
         try:
-            self._on_message(peer, decode(data))
+            self._on_message_in_loop(peer, decode(data))
         except WireError:
-            self._on_bad_message(peer)
+            self._on_bad_message_in_loop(peer)
 
-    def _on_bad_message(self, peer: PeerConnection | None) -> None:
+    def _on_bad_message_in_loop(self, peer: PeerConnection | None) -> None:
         self._count("bad message")
         if peer is not None:
             self.refuse(peer, "it sent what is no message of this protocol")
 
-    def _keep(self, peer: PeerConnection, data: bytes) -> None:
-        """Keep a message until a turn of its peer; a peer with too many is disconnected."""
-        if not peer.inbox:
-            peer.turns = 0
-            self._throttle(peer)
-        peer.inbox.append(data)
-        peer.inbox_nbytes += len(data)
-        count = len(peer.inbox)
-        if count > MAX_INBOX_AGAIN and peer.host in self._floods:
-            count += MAX_INBOX
-        if count > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
-            self._floods.add(peer.host)
-            self._count("flood")
-            self.refuse(peer, "it sent more than can be kept")
-            self._flooders.add(peer.identity)
-            self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
+    def _end_flood_in_loop(self, peer: PeerConnection) -> None:
+        """Disconnect a peer of which no more messages are kept."""
+        self._count("flood")
+        self.refuse(peer, "it sent more than can be kept")
+        self._flooders.add(peer.identity)
+        self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
 
-    def _throttle(self, peer: PeerConnection) -> None:
+    def _throttle_in_loop(self, peer: PeerConnection) -> None:
         peer.turns += 1
         self._throttled.add(peer.name)
-        self.loop.defer(partial(self._take_turn, peer), paused=peer.turns > MANY_TURNS)
+        self.loop.defer(partial(self._take_turn_in_loop, peer), paused=peer.turns > MANY_TURNS)
 
-    def _take_turn(self, peer: PeerConnection) -> None:
+    def _take_turn_in_loop(self, peer: PeerConnection) -> None:
         """Handle messages that were kept."""
         with self.lock:
             for _ in range(min(TURN, len(peer.inbox))):
-                data = peer.inbox.popleft()
-                peer.inbox_nbytes -= len(data)
-                self._handle_data(peer, data)
+                self._handle_data_in_loop(peer, peer.take_kept())
                 if not peer.inbox:
                     break  # also when it was refused
             if peer.inbox:
-                self._throttle(peer)
+                self._throttle_in_loop(peer)
             self._send_queued()
         self._socket.drain()
 
-    def _on_message(self, peer: PeerConnection, message: Message) -> None:
+    def _on_message_in_loop(self, peer: PeerConnection, message: Message) -> None:
         if isinstance(message, TransportAddress):
-            self._on_address(peer, message)
+            self._on_address_in_loop(peer, message)
         elif peer.sender is None:
             self._count("bad message")
             scheme = self.address.url.partition(":")[0]
             self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
         elif isinstance(message, FetchRange):
-            self._on_fetch(peer, peer.sender, message)
+            self._on_fetch_in_loop(peer, peer.sender, message)
         else:
             if isinstance(message, Release) and peer.pending:
-                left = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
-                peer.pending = deque(left)
+                pending = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
+                peer.pending = deque(pending)
             self.producer.handle(peer, message)
 
-    def _on_hello(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
+    def _on_hello_in_loop(self, identity: bytes, frame: zmq.Frame, message: Message) -> None:
         if not isinstance(message, Hello):
             raise WireError("the first message must be Hello")
         refusal = ""
@@ -470,7 +317,8 @@ class ControlListener(Listener):
         if former is not None and former.identity == identity:
             return  # it was refused, and is to disconnect
         duplicate = self._socket.duplicate(descriptor)
-        peer = PeerConnection(self, identity, descriptor, duplicate)
+        sender = self.find_sender(needs_address=False)
+        peer = PeerConnection(self, identity, descriptor, duplicate, sender)
         self._peers[identity] = peer
         try:
             self._socket.send([identity, encode(self.producer.hello)])
@@ -479,16 +327,16 @@ class ControlListener(Listener):
             self._socket.close_duplicate(peer.duplicate)
             return
         if former is not None:  # its `Hello` came after its end, and was taken for this one's
-            self._drop_connection(former)
+            self._drop_connection_in_loop(former)
         self._ungreeted.pop(descriptor, None)
         self._by_descriptor[descriptor] = peer
 
-    def _drop_connection(self, peer: PeerConnection) -> None:
+    def _drop_connection_in_loop(self, peer: PeerConnection) -> None:
         """Remove a peer whose connection has ended, as soon as its last messages are read."""
         self._socket.close_duplicate(peer.duplicate)
         self._disconnected.append(peer)
 
-    def _on_address(self, peer: PeerConnection, address: TransportAddress) -> None:
+    def _on_address_in_loop(self, peer: PeerConnection, address: TransportAddress) -> None:
         sender = self.find_sender(needs_address=True)
         if sender is None:
             unexpected(address)
@@ -502,68 +350,25 @@ class ControlListener(Listener):
             peer.sender = sender
             self.send_frames(peer, [encode(answer)])
 
-    def _on_event(self, event: int, value: int) -> None:
+    def _on_event_in_loop(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._on_accepted(value)
+            self._ungreeted.add(value, self._socket)
         elif event == zmq.EVENT_ACCEPT_FAILED:
-            self._give_up_spare()
+            self._ungreeted.give_up(self._by_descriptor.values(), self._socket)
         elif event == zmq.EVENT_DISCONNECTED:
             peer = self._by_descriptor.pop(value, None)
             if peer is not None:
                 if peer.has_unread_data():
                     self._count("too long")
-                self._drop_connection(peer)
+                self._drop_connection_in_loop(peer)
             elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
                 del self._ungreeted[value]
                 self._count("no greeting")
-            self._take_spare()
+            self._ungreeted.take_spare()
         elif event & BROKEN:
             self._count("handshake")
 
-    def _on_accepted(self, descriptor: int) -> None:
-        """Keep a connection until its `Hello`, unless there are too many, or no descriptors."""
-        if not self._take_spare():
-            self._count("no descriptors")
-            self._socket.disconnect(descriptor)
-            return
-        self._ungreeted[descriptor] = None
-        if len(self._ungreeted) > MAX_UNGREETED:
-            oldest = next(iter(self._ungreeted))
-            del self._ungreeted[oldest]
-            self._count("no greeting")
-            self._socket.disconnect(oldest)
-
-    def _take_spare(self) -> bool:
-        """Keep one descriptor in reserve; return whether there is one."""
-        if self._spare < 0:
-            with contextlib.suppress(OSError):
-                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        return self._spare >= 0
-
-    def _give_up_spare(self) -> None:
-        """Let ZMQ accept a connection for which there was no descriptor, to disconnect it.
-
-        ZMQ would try again without a pause for as long as the connection is in the queue. If
-        another thread took the spare descriptor, a peer's `duplicate` is given up.
-        """
-        now = time.monotonic()
-        if self._spare >= 0:
-            self._close_spare()
-        elif now < self._given_up_at + _ACCEPT_SECONDS:
-            return  # an event from before ZMQ could use what was given up last
-        else:
-            peers = (one for one in self._by_descriptor.values() if one.duplicate is not None)
-            for peer in itertools.islice(peers, 1):
-                self._socket.close_duplicate(peer.duplicate)
-                peer.duplicate = None
-        self._given_up_at = now
-
-    def _close_spare(self) -> None:
-        spare, self._spare = self._spare, -1
-        if spare >= 0:
-            os.close(spare)
-
-    def _on_idle(self) -> None:
+    def _on_idle_in_loop(self) -> None:
         """Remove disconnected peers, when their last messages have been read and handled."""
         with self.lock:
             ended, self._disconnected = self._disconnected, []
@@ -573,7 +378,7 @@ class ControlListener(Listener):
                 else:
                     self._flooders.discard(peer.identity)
                     self._remove(peer)
-        self._flush()
+        self._flush_in_loop()
 
     def _remove(self, peer: PeerConnection) -> None:
         if self._peers.get(peer.identity) is peer:
@@ -611,18 +416,18 @@ class ControlListener(Listener):
             self._socket.drain()
         return now + _REFUSAL_RETRY if self._refusals else float("inf")
 
-    # Outgoing bytes, in the loop's thread
-
-    def _on_fetch(self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange) -> None:
+    def _on_fetch_in_loop(
+        self, peer: PeerConnection, sender: RangeSender, fetch: FetchRange
+    ) -> None:
         nbytes = fetch.stop - fetch.start
         if nbytes <= 0 or len(peer.pending) >= MAX_PENDING:
             raise WireError("a peer fetches bytes, and only so many ranges at once")
         if nbytes + peer.pending_nbytes > sender.max_in_flight:
             raise WireError("a peer fetches no more than its window")
         peer.pending.append(fetch)
-        self._send_pending(peer, sender)
+        self._send_pending_in_loop(peer, sender)
 
-    def _send_pending(self, peer: PeerConnection, sender: RangeSender) -> None:
+    def _send_pending_in_loop(self, peer: PeerConnection, sender: RangeSender) -> None:
         """Send requested ranges until enough bytes are on their way."""
         while peer.pending and peer.in_flight < sender.max_in_flight:
             fetch = peer.pending.popleft()
@@ -643,20 +448,18 @@ class ControlListener(Listener):
         self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer, start: int, stop: int
     ) -> Region:
         """Return bytes of a payload to send; their memory is kept until the region is freed."""
-        claim, on_sent = (peer, fetch.get_id), partial(self._on_sent, peer)
+        claim, on_sent = (peer, fetch.get_id), partial(self._on_sent_in_loop, peer)
         piece = self.producer.lend_piece(transfer, claim, start, stop, on_sent)
         peer.in_flight += piece.nbytes
         return piece
 
-    def _on_sent(self, peer: PeerConnection, nbytes: int) -> None:
+    def _on_sent_in_loop(self, peer: PeerConnection, nbytes: int) -> None:
         with self.lock:
             peer.in_flight -= nbytes
             if not peer.pending or peer.sender is None:
                 return
-            self._send_pending(peer, peer.sender)
+            self._send_pending_in_loop(peer, peer.sender)
         self._socket.drain()
-
-    # The end
 
     def _count(self, reason: str) -> None:
         self._refused[reason] += 1
@@ -665,11 +468,11 @@ class ControlListener(Listener):
         """Send the last messages, then close sockets and senders; in the producer's loop, once."""
         if self._context.closed:
             return
-        self._flush()
+        self._flush_in_loop()
         for peer in self._by_descriptor.values():
             self._socket.close_duplicate(peer.duplicate)
         self._socket.close()
-        self._close_spare()
+        self._ungreeted.close()
         self._zap_auth.close()
         for peer in self._peers.values():
             peer.pending.clear()

@@ -1,4 +1,4 @@
-"""Where the bytes of a direct put lie, and which of them each reader was sent."""
+"""The parts of a direct put in the caller's memory, and the bytes that each reader was sent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from omni_kvlink.connectors.protocol.answer import LazyEvent
 from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
-from omni_kvlink.connectors.protocol.get_table import LazyEvent
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import ALIGN
@@ -61,7 +61,7 @@ class DirectSource:
 
         Raises WireError if they lie in two parts or in none, or the caller has the tensor back.
         """
-        part = self._at(start)
+        part = self._part_at(start)
         region = part.region  # read once: another thread may clear it
         if region is None or not part.start <= start <= stop <= part.stop:
             raise WireError(f"bytes {start}…{stop} are not in one part of this payload")
@@ -69,7 +69,7 @@ class DirectSource:
 
     def mark_sent(self, claim: Hashable, start: int, stop: int) -> None:
         """Record that bytes, as given to `find`, have been sent for a get."""
-        if self._at(start).is_tensor:
+        if self._part_at(start).is_tensor:
             sent = self._sent.setdefault(claim, RangeSet())
             new = sum(last - first for first, last in sent.gaps(start, stop))
             self._unsent_nbytes[claim] = self._unsent_nbytes.get(claim, self._nbytes) - new
@@ -85,6 +85,6 @@ class DirectSource:
             if part.is_tensor:
                 part.region = None
 
-    def _at(self, start: int) -> _Part:
-        at = bisect.bisect_right(self._parts, start, key=lambda part: part.start)
-        return self._parts[max(0, at - 1)]
+    def _part_at(self, start: int) -> _Part:
+        index = bisect.bisect_right(self._parts, start, key=lambda part: part.start)
+        return self._parts[max(0, index - 1)]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.get_table import LazyEvent, check_timeout, list_of
+from omni_kvlink.connectors.protocol.answer import LazyEvent, check_timeout, list_of
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
 

@@ -106,41 +106,23 @@ class TransferTable:
 
     # A caller has a transfer before it begins, and ends it by `abort` after any exception.
 
-    def reserve(self, transfer: Transfer) -> None:
-        """Start a transfer, not written yet; DuplicateKeyError if a live payload has its key."""
-        self.reserve_all([transfer])
+    def reserve(self, transfers: Sequence[Transfer]) -> None:
+        """Start transfers, not written yet; DuplicateKeyError if a live payload has the key of one.
 
-    def reserve_all(self, transfers: Sequence[Transfer]) -> None:
-        """Start several transfers; DuplicateKeyError if a live payload has the key of one."""
-        for transfer in transfers:
+        The chunk of an append stream has its stream's key.
+        """
+        payloads = [transfer for transfer in transfers if transfer.stream is None]
+        for transfer in payloads:
             self._check_free(transfer.key)
         for transfer in transfers:
             self._add(transfer)
+        for transfer in payloads:
             self._notify(transfer.key, RESERVED)
 
     def _notify(self, key: str, state: TransferState) -> None:
         """Tell the gets that wait for a key how far its payload is."""
         for peer, get_id in self._waiting.get(key, ()):
             self._send(peer, Status(get_id, _PHASES[state]))
-
-    def reserve_chunk(self, stream: Transfer) -> Transfer:
-        """Return the next chunk of a stream that grows, not written yet."""
-        return Transfer(stream.key, self._next_epoch(), stream=stream)
-
-    def put(self, transfer: Transfer, readers: int, expires: float) -> None:
-        """Start and commit a small payload, or chunk of a stream, that travels in its offers."""
-        if transfer.stream is None:
-            self._add(transfer)
-        else:
-            transfer.epoch = self._next_epoch()
-        self.commit(transfer, Location(0, 0, len(transfer.inline)), readers, expires)
-
-    def put_all(self, transfers: Sequence[Transfer], readers: int, expires: float) -> None:
-        """Put several small payloads: all, or on an error none."""
-        for transfer in transfers:
-            self._check_free(transfer.key)
-        for transfer in transfers:
-            self.put(transfer, readers, expires)
 
     def abort(self, transfer: Transfer, reason: str = "", now: float = 0.0) -> None:
         """End a transfer that is not written to any more, also one that did not begin.
@@ -201,48 +183,29 @@ class TransferTable:
         for peer, get_id in transfer.leases:
             self._send(peer, Layer(get_id, first, digests))
 
-    def commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
-        """Offer a complete payload to `readers` readers until `expires`.
-
-        Of a stream, `begin_stream` set the location and the readers. Raises TransferFailed if it
-        was aborted while it was being written.
-        """
-        self._check_writing(transfer)
-        if transfer.stream is not None:
-            self._append(transfer.stream, transfer, location)
-            return
-        if transfer.state is RESERVED:
-            transfer.location, transfer.unclaimed = location, readers
-        try:
-            # In one line: an interrupt comes before it or after it.
-            transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
-            self.counters["committed"] += 1
-            if transfer.direct is not None:
-                transfer.direct.release_tensors()
-            transfer.state = LEASED if transfer.leases else COMMITTED
-            for peer, get_id in transfer.leases:
-                self._send(peer, Committed(get_id))
-            if transfer.growing is not None:
-                self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
-            self._offer(transfer)
-            self._schedule(transfer)  # last, because a reader may sleep until it has the offer
-        except BaseException:  # an interrupt, at any line
-            if transfer.is_committed and not transfer.state.is_final:
-                self._schedule(transfer)
-                transfer.state = LEASED if transfer.leases else COMMITTED
-                self._offer(transfer)  # again: a reader may be sent its offer twice
-            raise
-        if not transfer.unclaimed and not transfer.leases:
-            self._end(transfer, RELEASED, "", "closed")
-
-    def commit_all(
-        self, transfers: Sequence[tuple[Transfer, Location]], readers: int, expires: float
+    def commit(
+        self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float
     ) -> None:
-        """Commit several payloads: all, or none if one was aborted meanwhile (TransferFailed)."""
-        for transfer, _ in transfers:
-            self._check_writing(transfer)
-        for transfer, location in transfers:
-            self.commit(transfer, location, readers, expires)
+        """Offer complete payloads, each to `readers` readers until `expires`; on an error none.
+
+        A transfer that was not reserved begins now. Of a stream, `begin_stream` set the location
+        and the readers. DuplicateKeyError if a live payload has the key of one that begins,
+        TransferFailed if one was aborted while it was being written.
+        """
+        for transfer, _ in payloads:
+            if transfer.epoch:
+                self._check_writing(transfer)
+            elif transfer.stream is None:
+                self._check_free(transfer.key)
+            else:
+                self._check_writing(transfer.stream)
+        for transfer, location in payloads:
+            if not transfer.epoch:
+                self._add(transfer)
+            if transfer.stream is not None:
+                self._append(transfer.stream, transfer, location)
+            else:
+                self._commit(transfer, location, readers, expires)
 
     def lend(self, transfer: Transfer) -> None:
         """Keep the memory until `on_lent_released`: the caller holds tensors of it."""
@@ -448,10 +411,38 @@ class TransferTable:
 
     # Inside
 
+    def _commit(self, transfer: Transfer, location: Location, readers: int, expires: float) -> None:
+        if transfer.state is RESERVED:
+            transfer.location, transfer.unclaimed = location, readers
+        try:
+            # In one line: an interrupt comes before it or after it.
+            transfer.expires, transfer.has_writer, transfer.is_committed = expires, False, True
+            self.counters["committed"] += 1
+            if transfer.direct is not None:
+                transfer.direct.release_tensors()
+            transfer.state = LEASED if transfer.leases else COMMITTED
+            for peer, get_id in transfer.leases:
+                self._send(peer, Committed(get_id))
+            if transfer.growing is not None:
+                self._fail_chunk_gets(transfer.growing, "the stream has ended", "complete")
+            self._offer(transfer)
+            self._schedule(transfer)  # last, because a reader may sleep until it has the offer
+        except BaseException:  # an interrupt, at any line
+            if transfer.is_committed and not transfer.state.is_final:
+                self._schedule(transfer)
+                transfer.state = LEASED if transfer.leases else COMMITTED
+                self._offer(transfer)  # again: a reader may be sent its offer twice
+            raise
+        if not transfer.unclaimed and not transfer.leases:
+            self._end(transfer, RELEASED, "", "closed")
+
     def _add(self, transfer: Transfer) -> None:
-        self._check_free(transfer.key)
+        if transfer.stream is not None:
+            transfer.epoch = self._next_epoch()
+            return
+        if self._live.setdefault(transfer.key, transfer) is not transfer:
+            self._check_free(transfer.key)
         transfer.epoch = self._next_epoch()
-        self._live[transfer.key] = transfer
         self._tombstones.pop(transfer.key, None)
         self._aborted.pop(transfer.key, None)
         self._released.pop(transfer.key, None)

@@ -11,17 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
-from omni_kvlink.connectors.protocol.get_table import (
-    Answer,
-    ChunkOf,
-    Delivery,
-    GetLease,
-    GetState,
-    GetTable,
-    LazyEvent,
-    check_timeout,
-    is_fault_of_payload,
-)
+from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent, check_timeout
+from omni_kvlink.connectors.protocol.delivery import Delivery, is_fault_of_payload
+from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetLease, GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
     SLOT,
@@ -75,12 +67,12 @@ class Session(ABC):
 
     @abstractmethod
     def request(
-        self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
+        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
     ) -> PendingGet:
         """Request a payload; does not block. Raises PeerLostError if the connection has ended.
 
-        `verify`: compare bytes with their digests as they arrive, unless they are mapped. `of` is
-        as for `GetTable.request`.
+        `verify`: compare bytes with their digests as they arrive, unless they are mapped. `chunk`
+        is as for `GetTable.request`.
         """
 
     @abstractmethod
@@ -139,8 +131,10 @@ class SessionGet(PendingGet):
     def request_chunk(self, number: int) -> PendingGet:
         """Request a chunk of the stream that this get has received."""
         get_state = self._get_state
-        of = ChunkOf(get_state.get_id, number)
-        return self.session.request(get_state.key, streamed=False, verify=get_state.verify, of=of)
+        chunk = ChunkOf(get_state.get_id, number)
+        return self.session.request(
+            get_state.key, streamed=False, verify=get_state.verify, chunk=chunk
+        )
 
 
 class MappedSession(Session):
@@ -157,10 +151,10 @@ class MappedSession(Session):
         """See `PendingGet.receive_until`."""
 
     def request(
-        self, key: str, *, streamed: bool, verify: bool = True, of: ChunkOf | None = None
+        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
     ) -> PendingGet:
         """Request a payload, which is mapped when it is offered; nothing crosses a network."""
-        return MappedGet(self, self.get_table.request(key, streamed=streamed, of=of))
+        return MappedGet(self, self.get_table.request(key, streamed=streamed, chunk=chunk))
 
     def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
         """Request several payloads at once; see `request`."""
@@ -254,11 +248,6 @@ class SessionConsumer(Consumer):
         self._session: Session | None = None
         self._sessions = 0
 
-    def _open_session(self, timeout: float, *, no_wait: bool = False) -> Session:
-        """Do what `_open` does; what the system refuses is an error of the library."""
-        with translate_errors(self._url):
-            return self._open(timeout, no_wait=no_wait)
-
     @abstractmethod
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         """Wait for a producer and complete the handshake, both within `timeout` seconds.
@@ -306,7 +295,7 @@ class SessionConsumer(Consumer):
     def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
         """Request a stream that grows; blocks only while it reconnects."""
         session = self._live_session(timeout)
-        return session.request(key, streamed=True, verify=verify, of=ChunkOf(0, start))
+        return session.request(key, streamed=True, verify=verify, chunk=ChunkOf(0, start))
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""
@@ -379,7 +368,8 @@ class SessionConsumer(Consumer):
         try:
             self._check_open()
             if self._session is None or self._session.is_closed:
-                self._session = self._open_session(deadline - time.monotonic(), no_wait=no_wait)
+                with translate_errors(self._url):
+                    self._session = self._open(deadline - time.monotonic(), no_wait=no_wait)
                 self._sessions += 1
             return self._session
         finally:

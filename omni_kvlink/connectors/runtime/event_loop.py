@@ -1,4 +1,4 @@
-"""A thread that sleeps until a descriptor, a call or a deadline needs it; it never polls."""
+"""The thread of a connection, and waiting threads that receive in its place; none of them polls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import select
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink.errors import CapacityError
+from omni_kvlink.memory.ownership import CallAtEnd, closer
 from omni_kvlink.system.failures import system_error
 from omni_kvlink.system.threads import start_thread
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.answer import LazyEvent
 
 
 class HasFileno(Protocol):
@@ -38,6 +43,7 @@ _AT_EXIT = 0.5
 _GIVE_WAY = 5e-3
 """Seconds that a loop is given way at most: after so long, the interpreter would switch itself."""
 _MAX_SLEEP = 86_400.0  # epoll counts milliseconds in an int; a longer sleep takes two
+_MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int, too
 _PAUSE = 1e-3
 """Seconds from one paused function to the next: of 64 messages each, 64,000 a second."""
 _MAX_EVENTS = 64
@@ -45,12 +51,30 @@ _MAX_EVENTS = 64
 _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 
 
-def _never(now: float) -> float:
+def _no_deadline(now: float) -> float:
     return float("inf")
 
 
 def _ignore(error: BaseException) -> None:
     pass
+
+
+class Wake:
+    """A descriptor that is readable after `set`; closed when nobody has this object any more."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not by its owner: a thread may still wait for it, and its number must not be reused.
+        CallAtEnd.of(self, closer(self.fd))
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
 
 
 class EventLoop:
@@ -70,17 +94,15 @@ class EventLoop:
     def __init__(
         self,
         name: str,
-        tick: Callable[[float], float] = _never,
+        tick: Callable[[float], float] = _no_deadline,
         crashed: Callable[[BaseException], None] = _ignore,
     ):
-        self._wake = -1
-        self._ended_wake: deque[int] = deque()  # the descriptor, from the end until it is closed
+        self._wake: Wake | None = None
         self._tick, self._crashed = tick, crashed
         self._calls: deque[Callable[[], None]] = deque()
         self._deferred: deque[Callable[[], None]] = deque()
         self._paused: deque[Callable[[], None]] = deque()
         self._paused_until = 0.0
-        self._writers: deque[None] = deque()  # threads that write to `_wake` now
         self._sleeps_until = 0.0
         # Numbers: of the sleep that the thread is in, 0 while it runs; of its last sleep; of the
         # last one that a call has ended.
@@ -91,15 +113,13 @@ class EventLoop:
         self._watched: dict[int, tuple[int, Handler]] = {}
         self._epoll = select.epoll()
         try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self.watch(self._wake, READ, self._on_wake)
+            self._wake = Wake()
+            self.watch(self._wake.fd, READ, self._on_wake)
             start_thread(self._thread)
         except (OSError, CapacityError):  # no thread runs; the loop is in a reference cycle
             self._watched.clear()
             self._epoll.close()
-            wake, self._wake = self._wake, -1
-            if wake >= 0:
-                os.close(wake)
+            self._wake = None
             raise
         _loops.add(self)
 
@@ -110,7 +130,7 @@ class EventLoop:
         if sleep and sleep != self._woken:  # a thread that runs looks for calls before it sleeps
             self._wake_up()
             self._woken = sleep
-        if self._wake < 0:  # the loop has ended: a call that is kept would be a reference cycle
+        if self._wake is None:  # the loop has ended: a call that is kept would be a reference cycle
             self._calls.clear()
 
     def give_way(self) -> None:
@@ -143,17 +163,17 @@ class EventLoop:
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
-    def tick_by(self, when: float) -> None:
-        """Make sure that `tick` runs at `when` (`time.monotonic`) or before."""
-        if when < self._sleeps_until:
+    def tick_by(self, moment: float) -> None:
+        """Make sure that `tick` runs at `moment` (`time.monotonic`) or before."""
+        if moment < self._sleeps_until:
             self._wake_up()
 
-    def watch(self, what: int | HasFileno, events: int, handler: Handler) -> None:
+    def watch(self, source: int | HasFileno, events: int, handler: Handler) -> None:
         """Call `handler(events)` whenever they happen; any thread, one at a time a descriptor.
 
         ConnectorError if the system refuses to watch one more.
         """
-        fd = what if isinstance(what, int) else what.fileno()
+        fd = source if isinstance(source, int) else source.fileno()
         if fd < 0:
             return  # it was closed: nothing happens to it
         is_watched, self._watched[fd] = fd in self._watched, (events, handler)
@@ -170,9 +190,9 @@ class EventLoop:
             other = "raise fs.epoll.max_user_watches"
             raise system_error(error, "watching a connection", other) from None
 
-    def unwatch(self, what: int | HasFileno) -> None:
-        """Undo `watch`; does nothing if `what` is not watched."""
-        fd = what if isinstance(what, int) else what.fileno()
+    def unwatch(self, source: int | HasFileno) -> None:
+        """Undo `watch`; does nothing if `source` is not watched."""
+        fd = source if isinstance(source, int) else source.fileno()
         if self._watched.pop(fd, None) is None:
             return
         try:  # noqa: SIM105 (a context manager costs a small `get` more than the call)
@@ -197,19 +217,14 @@ class EventLoop:
         self._running = False
 
     def _wake_up(self) -> None:
-        # A forked child shares the descriptor, not the thread.
-        if os.getpid() != self._pid:
-            return
-        self._writers.append(None)
         wake = self._wake
-        if wake >= 0:
-            os.eventfd_write(wake, 1)
-        self._writers.pop()
-        if self._ended_wake:
-            self._close_wake()
+        # A forked child shares the descriptor, not the thread.
+        if wake is not None and os.getpid() == self._pid:
+            os.eventfd_write(wake.fd, 1)
 
     def _on_wake(self, events: int) -> None:
-        os.eventfd_read(self._wake)
+        assert self._wake is not None
+        os.eventfd_read(self._wake.fd)
 
     def _run(self) -> None:
         try:
@@ -222,10 +237,10 @@ class EventLoop:
                 self._sleeping = self._sleeps
                 if self._running:
                     is_busy = self._calls or self._deferred
-                    until = self._sleeps_until
+                    wakeup = self._sleeps_until
                     if self._paused:
-                        until = min(until, self._paused_until)
-                    self._sleep(0.0 if is_busy else until - now)
+                        wakeup = min(wakeup, self._paused_until)
+                    self._sleep(0.0 if is_busy else wakeup - now)
                 self._sleeping = 0
                 if self._running:
                     self._run_deferred()
@@ -237,13 +252,11 @@ class EventLoop:
         finally:
             self._epoll.close()
             self._watched.clear()
-            self._tick, self._crashed = _never, _ignore  # breaks the cycle with the owner
+            self._tick, self._crashed = _no_deadline, _ignore  # breaks the cycle with the owner
             self._calls.clear()
             self._deferred.clear()
             self._paused.clear()
-            wake, self._wake = self._wake, -1  # for each `call` that begins now
-            self._ended_wake.append(wake)
-            self._close_wake()
+            self._wake = None  # closed once no `call` of another thread writes to it
 
     def _run_deferred(self) -> None:
         if self._deferred:
@@ -251,20 +264,6 @@ class EventLoop:
         if self._paused and (now := time.monotonic()) >= self._paused_until:
             self._paused_until = now + _PAUSE
             self._paused.popleft()()
-
-    def _close_wake(self) -> None:
-        """Close the descriptor, unless a late `call` may write to it: its number could be reused.
-
-        The last of them closes it. One that an exception ended stays a writer; `__del__` closes the
-        descriptor then.
-        """
-        if not self._writers:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                os.close(self._ended_wake.pop())
-
-    def __del__(self) -> None:
-        for descriptor in {self._wake, *self._ended_wake} - {-1}:
-            os.close(descriptor)
 
     def _sleep(self, seconds: float) -> None:
         timeout = None if seconds == float("inf") else min(max(0.0, seconds), _MAX_SLEEP)
@@ -300,3 +299,88 @@ def readable_pidfd(pid: int) -> int:
         if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
             raise
         return -1
+
+
+class LeadingReceiver(ABC):
+    """Lets a thread that waits for an answer receive it itself, and not the loop's thread.
+
+    One thread at a time leads; the others sleep until their answers are set. An interrupt at any
+    line leaves no lock held, and the connection to the loop.
+    """
+
+    _loop: EventLoop
+    _wake: Wake | None = None
+    """Set when another thread has ended the leader's get, or the connection."""
+
+    def __init__(self) -> None:
+        # Held by the thread that receives: the loop's, or the leader. Released by its owner alone,
+        # so that an interrupt just after `acquire` leaves it free.
+        self._receiving = threading.RLock()
+        self._leader = 0  # the thread that leads; 0: the loop receives
+
+    @abstractmethod
+    def _begin_leading(self, get: Any) -> int:
+        """Have the loop leave messages to this thread; return their descriptor, or -1 to stop."""
+
+    @abstractmethod
+    def _receive_next(self, get: Any) -> bool:
+        """Handle the next message if it is an answer, or none; return whether to wait on.
+
+        An interrupt at any line must lose no message.
+        """
+
+    @abstractmethod
+    def _watch_channel(self) -> None:
+        """Have the loop wait for what it handles now, also for what is there; any thread."""
+
+    def receive_until(self, event: LazyEvent, deadline: float, get: Any = None) -> None:
+        """Receive in the calling thread until `event` is set, unless another thread receives.
+
+        It returns at the `deadline` (`time.monotonic`) at the latest, or early, and leaves the
+        connection to the loop. The hooks are called with `get`.
+        """
+        if event.is_set() or self._loop.is_own_thread:
+            return
+        try:
+            if not self._receiving.acquire(blocking=False):
+                return
+            self._leader = threading.get_ident()
+            fd, wake = self._begin_leading(get), self._wake
+            if fd < 0 or wake is None:
+                return
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.register(wake.fd, select.POLLIN)
+            while not event.is_set():
+                seconds = deadline - time.monotonic()
+                if seconds <= 0 or not (ready := poll.poll(min(1e3 * seconds + 1, _MAX_POLL))):
+                    return
+                if ready[0][0] == wake.fd:  # and no message is there
+                    wake.clear()
+                if not self._receive_next(get):
+                    return
+        finally:
+            try:
+                self._stop_leading()
+            except BaseException:  # an interrupt: without this nobody would receive
+                self._stop_leading()
+                self._watch_channel()
+                raise
+
+    def _wake_leader(self) -> None:
+        """Have the leader look whether its get was ended; any thread, also its own."""
+        wake = self._wake
+        if self._leader and wake is not None:
+            wake.set()
+
+    def _stop_leading(self) -> None:
+        if self._leader == threading.get_ident():
+            self._leader = 0
+        is_released = False
+        try:
+            self._receiving.release()
+            is_released = True
+        except RuntimeError:  # another thread receives
+            pass
+        if is_released:  # only now: what is here wakes the loop once
+            self._watch_channel()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
+from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetState
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
 from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.connectors.protocol.get_table import DeliveryLease
+    from omni_kvlink.connectors.protocol.delivery import DeliveryLease
+    from omni_kvlink.connectors.protocol.get_table import GetState
     from omni_kvlink.connectors.protocol.messages import Offer
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
@@ -71,7 +72,7 @@ class InboundTransfer:
         self._block: Block | None = None
         self._region: Region | None = None
         self._manifest: Manifest | None = None
-        self._early: list[Layer | Committed] = []
+        self._waiting_messages: list[Layer | Committed] = []
         self._uncommitted: list[Layer] = []
         self._lock = threading.Lock()
         self._decided = False
@@ -88,7 +89,7 @@ class InboundTransfer:
 
     @property
     def phase(self) -> str:
-        """How far the payload has come, for the message of a timeout."""
+        """The step that the payload has reached, for the message of a timeout."""
         if self._region is None:
             return "announced; it waits for memory of this consumer: raise quota=, or release"
         return f"announced; {self.plan.received_nbytes} of {self.plan.nbytes} bytes have come"
@@ -209,8 +210,8 @@ class InboundTransfer:
         if self._error_text:
             return
         if self._manifest is None:
-            self._early.append(message)
-            if len(self._early) > MAX_TENSORS:
+            self._waiting_messages.append(message)
+            if len(self._waiting_messages) > MAX_TENSORS:
                 raise WireError(f"more layers of {self.key!r} were announced than any payload has")
         else:
             self._on_progress(message)
@@ -262,8 +263,8 @@ class InboundTransfer:
             if number in self._announced:
                 raise WireError(f"{spec.where()} of {self.key!r} was announced twice")
             if 2 * len(digest) != len(spec.digest):
-                where = f"{spec.where()}: a digest of another length was announced"
-                self._reject(WireError(where))
+                text = f"{spec.where()}: a digest of another length was announced"
+                self._reject(WireError(text))
                 return
             self._announced[number] = digest
             self._expect(spec, digest)
@@ -342,7 +343,7 @@ class InboundTransfer:
         if manifest is None:
             return
         self._manifest = manifest
-        messages, self._early = self._early, []
+        messages, self._waiting_messages = self._waiting_messages, []
         if not self.offer.draft and self.streamed:
             layers = manifest.layers()
             messages = [Layer(0, part.start, _digests(manifest, part)) for *_, part in layers]

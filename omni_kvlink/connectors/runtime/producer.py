@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.base import Options, Producer
+from omni_kvlink.connectors.base import Options, Producer, PutRequest
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.growing_stream import GrowingStream
 from omni_kvlink.connectors.protocol.messages import (
@@ -46,10 +46,11 @@ from omni_kvlink.errors import (
 from omni_kvlink.memory.arena import OUTSIDE, ArenaPool, Block, MakeArena
 from omni_kvlink.memory.ownership import CallAtEnd
 from omni_kvlink.memory.region import Lease, Region
-from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing import TypeGuard
+
+    from omni_kvlink.system.deadline import Deadline
 
 
 class Listener(ABC):
@@ -112,6 +113,17 @@ class PeerHandle:
 
     def __init__(self, listener: Listener):
         self.listener = listener
+
+
+class PackedLease(Lease):
+    """The lease of a payload that travels inside its offers: it has no memory."""
+
+    def __init__(self, transfer: Transfer, abort: Callable[[Transfer], None]):
+        self.tag, self._transfer, self._abort = transfer, transfer, abort
+
+    def release(self) -> None:
+        """Give the payload up, unless it is published; a second call does nothing."""
+        self._abort(self._transfer)
 
 
 Opener = Callable[["PooledProducer"], Listener]
@@ -184,7 +196,7 @@ class PooledProducer(Producer):
             return
         now = time.monotonic()
         with self.lock:
-            self._together(lambda: [*map(partial(self._handle, peer, now), messages)])
+            self._coalesce(lambda: [*map(partial(self._handle, peer, now), messages)])
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone, and so is its access to the memory."""
@@ -270,73 +282,110 @@ class PooledProducer(Producer):
         """Return the reason of the first listener that cannot; "" if all can."""
         return next(filter(None, (one.direct_refusal(device) for one in self.listeners)), "")
 
-    def reserve(self, key: str, nbytes: int, *, timeout: float, draft: int = 0) -> Lease:
-        """Reserve a slot of the pool; blocks while the pool is full."""
+    def reserve(
+        self, requests: Sequence[PutRequest], *, deadline: Deadline, leases: list[Lease]
+    ) -> None:
+        """Reserve memory; blocks while the pool, or the window of an append stream, is full."""
         if self._closed or os.getpid() != self._pid:  # the call costs more than the test
             self._check_open()
-        transfer = Transfer(key)
-        return self._reserve(transfer, nbytes, timeout, draft)
+        transfers = list[Transfer]()
+        for request in requests:
+            stream = None if request.stream is None else _transfer(request.stream)
+            if stream is not None:
+                self._wait_for_window(stream, deadline)
+            transfers.append(Transfer(request.key, inline=request.packed, stream=stream))
+        try:
+            if self._share_quota(transfers):
+                leases += [PackedLease(transfer, self._abort) for transfer in transfers]
+            else:
+                self._reserve_slots(transfers, requests, deadline, leases)
+        except BaseException:
+            self._end_all(transfers)
+            raise
 
-    def reserve_chunk(self, stream: Lease, nbytes: int, *, timeout: float) -> Lease:
-        """Reserve a slot of the pool; blocks while the pool is full."""
-        self._check_open()
-        with self.lock:
-            transfer = self.transfers.reserve_chunk(_transfer(stream))
-        return self._reserve(transfer, nbytes, timeout, 0)
+    def _share_quota(self, transfers: Sequence[Transfer]) -> bool:
+        """Reserve a part of the quota for packed payloads; return whether these are all.
 
-    def reserve_many(
-        self, payloads: Sequence[tuple[str, int]], *, timeout: float, into: list[Lease]
-    ) -> None:
-        """Reserve memory for several payloads; blocks while the pool is full.
-
-        One call at a time waits for memory: two that each have a part would wait for each other.
+        Without room in the quota they get slots, as the others do.
         """
-        self._check_open()
-        total = sum(nbytes for _, nbytes in payloads)
-        if total > self._options.quota:
-            text = f"{len(payloads)} payloads of {total} bytes never fit together into a quota of "
+        packed = [transfer for transfer in transfers if transfer.inline]
+        if packed and not self.pool.share_all([len(each.inline) for each in packed], packed):
+            for transfer in packed:
+                transfer.inline = b""
+            return False
+        return len(packed) == len(transfers)
+
+    def _reserve_slots(
+        self,
+        transfers: Sequence[Transfer],
+        requests: Sequence[PutRequest],
+        deadline: Deadline,
+        leases: list[Lease],
+    ) -> None:
+        """Reserve slots of the pool for the payloads that have no part of the quota.
+
+        One call at a time waits for the memory of several payloads: two that each have a part of it
+        would wait for each other.
+        """
+        pairs = [*zip(transfers, requests, strict=True)]
+        pooled = [transfer for transfer in transfers if not transfer.inline]
+        total = sum(request.nbytes for transfer, request in pairs if not transfer.inline)
+        if len(pooled) > 1 and total > self._options.quota:
+            text = f"{len(pooled)} payloads of {total} bytes never fit together into a quota of "
             text += f"{self._options.quota}: put fewer at once, or raise quota="
             raise CapacityError(text, requested=total, free=self._options.quota)
-        transfers = [Transfer(key) for key, _ in payloads]
-        deadline = Deadline(timeout)
         try:
-            if not self._reserving.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
-                raise CapacityError(
-                    f"another put_many waited for memory for all of {format_seconds(timeout)}",
-                    requested=total,
-                )
+            timeout = min(deadline.timeout, threading.TIMEOUT_MAX)
+            if len(pooled) > 1 and not self._reserving.acquire(timeout=timeout):
+                waited = format_seconds(deadline.timeout)
+                text = f"another put_many waited for memory for all of {waited}"
+                raise CapacityError(text, requested=total)
             with self.lock:
-                self._together(partial(self.transfers.reserve_all, transfers))
-            for transfer, (_, nbytes) in zip(transfers, payloads, strict=True):
-                left = deadline.left(transfer.key)
-                into.append(self._reserve(transfer, nbytes, left, 0))
-        except BaseException:
-            self._end_together(transfers)
-            raise
+                self._coalesce(partial(self.transfers.reserve, pooled))
+            for transfer, request in pairs:
+                if transfer.inline:
+                    leases.append(PackedLease(transfer, self._abort))
+                else:
+                    leases.append(self._lease_slot(transfer, request, deadline))
         finally:
-            with contextlib.suppress(RuntimeError):  # it was not acquired
-                self._reserving.release()
+            if len(pooled) > 1:
+                with contextlib.suppress(RuntimeError):  # it was not acquired
+                    self._reserving.release()
 
-    def _reserve(self, transfer: Transfer, nbytes: int, timeout: float, draft: int) -> Lease:
-        """Start a transfer that has not begun, and reserve its slot."""
+    def _lease_slot(self, transfer: Transfer, request: PutRequest, deadline: Deadline) -> Lease:
+        """Reserve a slot of the pool; a packed payload is copied to it."""
+        key, nbytes = transfer.key, request.nbytes
         try:
-            if not transfer.epoch:
-                with self.lock:
-                    self.transfers.reserve(transfer)
-            block = self.pool.reserve(SLOT + nbytes + draft, transfer, timeout=timeout)
-            slot = self.pool.region(block)
-            write_head(slot, transfer.epoch, nbytes, committed=False)
-            abort = partial(self._abort, transfer)
-            return Lease(slot.slice(SLOT, nbytes), abort, transfer, partial(self.loop.call, abort))
-        except BaseException as error:
-            self._abort(transfer)
-            if isinstance(error, CapacityError):
-                text = f"key {transfer.key!r}: {error}"
-                raise CapacityError(text, requested=error.requested, free=error.free) from None
-            if isinstance(error, TransferTimeout):
-                text, phase = f"key {transfer.key!r}: {error}", error.phase
-                raise TransferTimeout(text, key=transfer.key, waited=timeout, phase=phase) from None
-            raise
+            slot_nbytes, timeout = SLOT + nbytes + request.draft, deadline.timeout_left
+            block = self.pool.reserve(slot_nbytes, transfer, timeout=timeout)
+        except CapacityError as error:
+            text = f"key {key!r}: {error}"
+            raise CapacityError(text, requested=error.requested, free=error.free) from None
+        except TransferTimeout as error:
+            text, waited = f"key {key!r}: {error}", deadline.timeout
+            raise TransferTimeout(text, key=key, waited=waited, phase=error.phase) from None
+        slot = self.pool.region(block)
+        write_head(slot, transfer.epoch, nbytes, committed=False)
+        if request.packed:
+            slot.write(SLOT, request.packed)
+        abort = partial(self._abort, transfer)
+        return Lease(slot.slice(SLOT, nbytes), abort, transfer, partial(self.loop.call, abort))
+
+    def _wait_for_window(self, stream: Transfer, deadline: Deadline) -> None:
+        """Block until an append stream may have another chunk: the oldest is released."""
+        window = stream.growing
+        assert window is not None
+        while True:
+            with self.lock:
+                oldest = window.chunks[0] if window.is_full else None
+            if oldest is None:
+                return
+            if not oldest.done.wait(deadline.timeout_left):
+                raise CapacityError(
+                    f"stream {oldest.key!r}: not every reader has released chunk {window.first} "
+                    f"within {format_seconds(deadline.timeout)}, and {window.window} chunks are "
+                    f"kept (window=); readers: {window.describe_readers()}"
+                )
 
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory; it stays until the last view is freed."""
@@ -355,47 +404,32 @@ class PooledProducer(Producer):
         """Return the receipt of a payload that is not published yet."""
         return Receipt(_transfer(lease), ledger)
 
-    def begin_stream(self, lease: Lease, draft: bytes, *, readers: int) -> None:
-        """Write the draft header and offer the payload to gets that take streams."""
-        self._begin(lease, draft, lease.region.nbytes, readers, None)
-
-    def begin_chunks(self, lease: Lease, draft: bytes, *, readers: int, window: int) -> None:
-        """Write the draft header and offer the stream to gets that take chunks."""
-        growing = GrowingStream[Transfer](readers, window)
-        self._begin(lease, draft, lease.region.nbytes, readers, None, growing)
-
-    def wait_for_window(self, stream: Lease, *, timeout: float) -> None:
-        """Block until the oldest chunk is released, if the window is full."""
-        self._check_open()
-        deadline, growing = time.monotonic() + timeout, _transfer(stream).growing
-        assert growing is not None
-        while True:
-            with self.lock:
-                oldest = growing.chunks[0] if growing.is_full else None
-            if oldest is None:
-                return
-            if not oldest.done.wait(max(0.0, deadline - time.monotonic())):
-                raise CapacityError(
-                    f"stream {oldest.key!r}: not every reader has released chunk {growing.first} "
-                    f"within {format_seconds(timeout)}, and {growing.window} chunks are kept "
-                    "(window=); "
-                    f"readers: {growing.describe_readers()}"
-                )
-
-    def begin_direct(
+    def begin(
         self,
         lease: Lease,
         draft: bytes,
-        tensors: Sequence[tuple[int, Region]],
         *,
-        nbytes: int,
         readers: int,
+        tensors: Sequence[tuple[int, Region]] = (),
+        nbytes: int = 0,
+        window: int = 0,
     ) -> None:
-        """Offer a payload that is sent from the tensors of the caller."""
-        head = self.pool.region(_block(_transfer(lease)))
-        head = head.slice(SLOT, lease.region.nbytes + len(draft))
-        direct = DirectSource(head, lease.region.nbytes, tensors, nbytes)
-        self._begin(lease, draft, nbytes, readers, direct)
+        """Write the draft header and offer the payload to gets that take layers or chunks."""
+        self._check_open()
+        if readers < 1:
+            raise SchemaError(f"readers {readers}: at least one")
+        transfer, header_end = _transfer(lease), lease.region.nbytes
+        slot = self.pool.region(_block(transfer))
+        direct: DirectSource | None = None
+        if nbytes:
+            head = slot.slice(SLOT, header_end + len(draft))
+            direct = DirectSource(head, header_end, tensors, nbytes)
+        write_head(slot, transfer.epoch, header_end, committed=False)  # it may have shrunk
+        slot.write(SLOT + header_end, draft)
+        location = _location(transfer, nbytes or header_end)
+        chunks = GrowingStream[Transfer](readers, window) if window else None
+        with self.lock:
+            self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
 
     def announce(self, lease: Lease, first: int, digests: tuple[bytes, ...]) -> None:
         """Announce tensors that are written."""
@@ -404,119 +438,62 @@ class PooledProducer(Producer):
             self.transfers.announce(_transfer(lease), first, digests)
 
     def publish(
-        self, lease: Lease, *, readers: int, ttl: float, ledger: Ledger, deadline: float = 0.0
-    ) -> Receipt:
-        """Commit the payload; blocks only if it is direct, until all readers were sent it."""
-        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
-            self._check_open()
-        if readers < 1 or not ttl > 0:
-            raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
-        transfer = _transfer(lease)
-        expires = time.monotonic() + ttl
-        try:
-            region = lease.move()
-            if fault_points.enabled:
-                fault_points.point("publish.before")
-            slot = self.pool.region(_block(transfer))
-            write_head(slot, transfer.epoch, region.nbytes, committed=True)
-            while not self._commit(transfer, region.nbytes, readers, expires):
-                transfer.wait_sent(deadline)
-            for listener in self.listeners:
-                listener.flush()
-        except BaseException:
-            # An interrupt after the commit leaves a payload that is whole and will expire.
-            self._abort(transfer)
-            raise
-        self.loop.tick_by(expires)
-        if fault_points.enabled:
-            fault_points.point("publish.after")
-        return Receipt(transfer, ledger)
-
-    def publish_inline(
         self,
-        key: str,
-        payload: bytes,
-        *,
-        readers: int,
-        ttl: float,
-        ledger: Ledger,
-        stream: Lease | None = None,
-    ) -> Receipt | None:
-        """Publish a small payload that travels inside its offers; never blocks for memory."""
-        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
-            self._check_open()
-        expires, head = time.monotonic() + ttl, None if stream is None else _transfer(stream)
-        transfer = Transfer(key, inline=payload, stream=head)
-        try:
-            if not self.pool.share(len(payload), transfer):
-                return None
-            if fault_points.enabled:
-                fault_points.point("publish.before")
-            with self.lock:
-                self.transfers.put(transfer, readers, expires)
-            for listener in self.listeners:
-                listener.flush()
-        except BaseException:
-            # An interrupt after the commit leaves a payload that will expire.
-            self._abort(transfer)
-            raise
-        self.loop.tick_by(expires)
-        if fault_points.enabled:
-            fault_points.point("publish.after")
-        return Receipt(transfer, ledger)
-
-    def publish_inline_many(
-        self,
-        payloads: Sequence[tuple[str, bytes]],
+        leases: Sequence[Lease],
         *,
         readers: int,
         ttl: float,
         ledgers: Sequence[Ledger],
-    ) -> list[Receipt] | None:
-        """Publish several small payloads, whose offers travel together; never blocks."""
-        self._check_open()
-        expires = time.monotonic() + ttl
-        transfers = [Transfer(key, inline=payload) for key, payload in payloads]
+        deadline: float = 0.0,
+    ) -> list[Receipt]:
+        """Commit the payloads; blocks only for readers of the caller's own tensors."""
+        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+            self._check_open()
+        if readers < 1 or not ttl > 0:
+            raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
+        transfers, expires = [_transfer(lease) for lease in leases], time.monotonic() + ttl
         try:
-            if not self.pool.share_all([len(payload) for _, payload in payloads], transfers):
-                return None
             if fault_points.enabled:
                 fault_points.point("publish.before")
-            with self.lock:
-                self._together(partial(self.transfers.put_all, transfers, readers, expires))
+            payloads = [self._complete(lease) for lease in leases]
+            while (unsent := self._commit(payloads, readers, expires)) is not None:
+                unsent.wait_sent(deadline)
             for listener in self.listeners:
                 listener.flush()
         except BaseException:
-            # An interrupt after the commit leaves payloads that will expire.
-            self._end_together(transfers)
+            # An interrupt after the commit leaves payloads that are whole and will expire.
+            self._end_all(transfers)
             raise
         self.loop.tick_by(expires)
         if fault_points.enabled:
             fault_points.point("publish.after")
-        return list(map(Receipt, transfers, ledgers))
+        return [*map(Receipt, transfers, ledgers)]
 
-    def publish_many(
-        self, leases: Sequence[Lease], *, readers: int, ttl: float, ledgers: Sequence[Ledger]
-    ) -> list[Receipt]:
-        """Commit several payloads: all, or none; an interrupt may leave some. Never blocks."""
-        self._check_open()
-        transfers, expires = [_transfer(lease) for lease in leases], time.monotonic() + ttl
-        try:
-            committed = list[tuple[Transfer, Location]]()
-            for transfer, lease in zip(transfers, leases, strict=True):
-                region = lease.move()
-                slot = self.pool.region(_block(transfer))
-                write_head(slot, transfer.epoch, region.nbytes, committed=True)
-                committed.append((transfer, _location(transfer, region.nbytes)))
-            with self.lock:
-                self._together(partial(self.transfers.commit_all, committed, readers, expires))
-            for listener in self.listeners:
-                listener.flush()
-        except BaseException:
-            self._end_together(transfers)
-            raise
-        self.loop.tick_by(expires)
-        return list(map(Receipt, transfers, ledgers))
+    def _complete(self, lease: Lease) -> tuple[Transfer, Location]:
+        """Spend a lease and mark its slot as committed; return its transfer and where it lies."""
+        transfer = _transfer(lease)
+        if transfer.inline:
+            return transfer, Location(0, 0, len(transfer.inline))
+        region = lease.move()
+        slot = self.pool.region(_block(transfer))
+        write_head(slot, transfer.epoch, region.nbytes, committed=True)
+        return transfer, _location(transfer, region.nbytes)
+
+    def _commit(
+        self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float
+    ) -> Transfer | None:
+        """Commit, or return a transfer whose readers still need the caller's own tensors."""
+        with self.lock:
+            for transfer, _ in payloads:
+                direct = transfer.direct
+                if direct is not None and not transfer.is_sent and not transfer.state.is_final:
+                    direct.all_sent.clear()
+                    return transfer
+            if len(payloads) == 1:  # to collect its messages costs a small payload a microsecond
+                self.transfers.commit(payloads, readers, expires)
+            else:
+                self._coalesce(partial(self.transfers.commit, payloads, readers, expires))
+        return None
 
     def abort(self, lease: Lease, reason: str, *, deferred: bool = False) -> None:
         """End the transfer of this lease."""
@@ -565,36 +542,6 @@ class PooledProducer(Producer):
         self.loop.call(self.close)
 
     # Inside
-
-    def _begin(
-        self,
-        lease: Lease,
-        draft: bytes,
-        nbytes: int,
-        readers: int,
-        direct: DirectSource | None,
-        growing: GrowingStream[Transfer] | None = None,
-    ) -> None:
-        self._check_open()
-        if readers < 1:
-            raise SchemaError(f"readers {readers}: at least one")
-        transfer, here = _transfer(lease), lease.region.nbytes
-        slot = self.pool.region(_block(transfer))
-        write_head(slot, transfer.epoch, here, committed=False)  # it may be less than reserved
-        slot.write(SLOT + here, draft)
-        with self.lock:
-            location = _location(transfer, nbytes)
-            self.transfers.begin_stream(transfer, location, len(draft), readers, direct, growing)
-
-    def _commit(self, transfer: Transfer, nbytes: int, readers: int, expires: float) -> bool:
-        """Commit, unless readers still need the caller's own tensors; return whether it did."""
-        with self.lock:
-            direct = transfer.direct
-            if direct is None or transfer.is_sent or transfer.state.is_final:
-                self.transfers.commit(transfer, _location(transfer, nbytes), readers, expires)
-                return True
-            direct.all_sent.clear()
-            return False
 
     def _abort(self, transfer: Transfer, reason: str = "") -> None:
         if os.getpid() == self._pid:  # a forked child shares no state with the producer
@@ -658,10 +605,10 @@ class PooledProducer(Producer):
         else:
             peer.listener.send(peer, message)
 
-    def _together(self, act: Callable[[], object]) -> None:
+    def _coalesce(self, act: Callable[[], object]) -> None:
         """Call `act`; what it sends a peer is sent together, also if it raises. The lock is held.
 
-        After an interrupt at any line, call `_end_together`.
+        After an interrupt at any line, call `_end_all`.
         """
         try:
             self._unsent = {}
@@ -669,7 +616,7 @@ class PooledProducer(Producer):
         finally:
             self._send_unsent()
 
-    def _end_together(self, transfers: Sequence[Transfer]) -> None:
+    def _end_all(self, transfers: Sequence[Transfer]) -> None:
         """After an error: send what is left, and end what is not committed."""
         with self.lock:
             self._send_unsent()
@@ -701,7 +648,7 @@ class PooledProducer(Producer):
 
     def _close(self, reason: str) -> None:
         with self.lock:
-            self._together(partial(self.transfers.close, reason))
+            self._coalesce(partial(self.transfers.close, reason))
         for listener in self.listeners:
             listener.close()
         self.pool.close()

@@ -5,7 +5,8 @@ from functools import partial
 
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener
+from omni_kvlink.connectors.shm.consumer import ShmConsumer
+from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.memory.region import Mapping
 
 

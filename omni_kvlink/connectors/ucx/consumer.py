@@ -8,7 +8,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.control.consumer import ControlConsumer, ControlSession
+from omni_kvlink.connectors.control.consumer import ControlConsumer
+from omni_kvlink.connectors.control.session import ControlSession, SessionResources
 from omni_kvlink.connectors.protocol.messages import Release, TransportAddress, unexpected
 from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
@@ -20,6 +21,7 @@ from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireErro
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.protocol.messages import Chunk, Message
+    from omni_kvlink.connectors.runtime.consumer import Session
     from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 
@@ -41,23 +43,22 @@ class UcxConsumer(ControlConsumer):
         else:
             super().close()
 
-    def _make_session(self) -> UcxSession:
+    def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         if self._ucx_transport is None:
             settings = UcxSettings.of_link(self._address, self._options)
             self._ucx_transport = UcxTransport(settings, device=self.device)
-        return UcxSession(self, self._ucx_transport)
+            self._closers.append(self._ucx_transport.close)
+            self._make_session = partial(UcxSession, ucx_transport=self._ucx_transport)
+        return super()._open(timeout, no_wait=no_wait)
 
     def _make_pool(self, options: Options) -> ReceivePool:
         memory = PayloadMemory.of_link(self._address, options)
         self.device, self.host_reason = memory.device, memory.host_reason
         if not memory.device:
             return super()._make_pool(options)
-        return ReceivePool(options.quota, self._loop, self._close_if_unused, make=memory.make)
-
-    def _close_resources(self) -> None:
-        super()._close_resources()
-        if self._ucx_transport is not None:
-            self._ucx_transport.close()
+        return ReceivePool(
+            options.quota, self._loop, self._close_if_unused_in_loop, make=memory.make
+        )
 
 
 class UcxSession(ControlSession):
@@ -65,42 +66,40 @@ class UcxSession(ControlSession):
 
     fetch_limits = FETCH_LIMITS
 
-    def __init__(self, consumer: ControlConsumer, ucx_transport: UcxTransport):
-        super().__init__(consumer)
+    def __init__(self, resources: SessionResources, ucx_transport: UcxTransport):
+        super().__init__(resources)
         self._ucx_transport, self._secret = ucx_transport, os.urandom(SECRET_NBYTES)
         self._endpoint: UcxEndpoint | None = None
         self._requests: dict[int, dict[int, UcxRequest]] = {}
 
-    # In the loop's thread
-
-    def on_message(self, message: Message, inline_bytes: bytes = b"") -> None:
+    def on_message_in_loop(self, message: Message, inline_bytes: bytes = b"") -> None:
         """Handle a message of the producer; see `RemoteSession`."""
         if isinstance(message, TransportAddress):
-            self._on_address(message)
+            self._on_address_in_loop(message)
         elif self._endpoint is None:
             raise WireError(f"{self._url} does not say where UCX reaches it")
         else:
-            super().on_message(message, inline_bytes)
+            super().on_message_in_loop(message, inline_bytes)
 
-    def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
+    def on_chunk_in_loop(self, chunk: Chunk, payload: memoryview) -> None:
         """Refuse bytes on the control channel."""
         unexpected(chunk)
 
-    def _on_greeted(self) -> None:
-        self._transmit(TransportAddress(self._ucx_transport.address, self._secret))
+    def _on_greeted_in_loop(self) -> None:
+        self._transmit_in_loop(TransportAddress(self._ucx_transport.address, self._secret))
 
-    def _on_address(self, address: TransportAddress) -> None:
+    def _on_address_in_loop(self, address: TransportAddress) -> None:
         if self._endpoint is not None:
             raise WireError(f"{self._url} sent its UCX address twice")
         self._endpoint = self._ucx_transport.connect(address.address)
         self.set_ready()
 
-    def _fetch_range(self, inbound: InboundTransfer, start: int, stop: int) -> None:
+    def _fetch_range_in_loop(self, inbound: InboundTransfer, start: int, stop: int) -> None:
         """Post the receive, then send the request: UCX discards what no receive waits for."""
         assert self._endpoint is not None
         get_id, region = inbound.offer.get_id, inbound.borrow(start, stop)
         tag = tag_of(self._secret, get_id, inbound.offer.epoch, start, stop)
-        on_received = partial(self._on_received, get_id, start, stop - start)
+        on_received = partial(self._on_received_in_loop, get_id, start, stop - start)
 
         def done(error: BaseException | None) -> None:
             self._loop.call(partial(on_received, error))
@@ -109,12 +108,12 @@ class UcxSession(ControlSession):
             request = self._ucx_transport.receive(self._endpoint, region, tag, done)
         except ClosedError as error:
             problem = PeerLostError(f"{self._url}: {error}")
-            self._loop.call(partial(self.disconnect, problem))
+            self._loop.call(partial(self.disconnect_in_loop, problem))
             return
         self._requests.setdefault(get_id, {})[start] = request
-        super()._fetch_range(inbound, start, stop)
+        super()._fetch_range_in_loop(inbound, start, stop)
 
-    def _on_received(
+    def _on_received_in_loop(
         self, get_id: int, start: int, nbytes: int, error: BaseException | None
     ) -> None:
         """UCX has completed a receive; ignore it if its payload was released meanwhile."""
@@ -123,31 +122,31 @@ class UcxSession(ControlSession):
         if inbound is None or self.is_closed:
             return
         if isinstance(error, WireError):
-            self.disconnect(error)
+            self.disconnect_in_loop(error)
         elif error is None:
             try:
                 inbound.on_received(start, nbytes)
             except KVLinkError as problem:
-                self.disconnect(problem)
+                self.disconnect_in_loop(problem)
         elif not isinstance(error, TimeoutError):
-            self.disconnect(PeerLostError(f"{self._url}: {error}"))
+            self.disconnect_in_loop(PeerLostError(f"{self._url}: {error}"))
 
-    def _on_release(self, message: Message) -> None:
-        super()._on_release(message)
+    def _on_release_in_loop(self, message: Message) -> None:
+        super()._on_release_in_loop(message)
         assert isinstance(message, Release)
         for request in self._requests.pop(message.get_id, {}).values():
             with contextlib.suppress(ClosedError):
                 self._ucx_transport.cancel(request)
 
-    def _forget_connection(self) -> None:
-        super()._forget_connection()
-        self._disconnect_endpoint()
+    def _forget_connection_in_loop(self) -> None:
+        super()._forget_connection_in_loop()
+        self._disconnect_endpoint_in_loop()
 
-    def _close_connection(self) -> None:
-        super()._close_connection()
-        self._disconnect_endpoint()
+    def _close_connection_in_loop(self) -> None:
+        super()._close_connection_in_loop()
+        self._disconnect_endpoint_in_loop()
 
-    def _disconnect_endpoint(self) -> None:
+    def _disconnect_endpoint_in_loop(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             with contextlib.suppress(ClosedError):

@@ -6,7 +6,7 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection, RangeSender
+from omni_kvlink.connectors.control.peer import PeerConnection, RangeSender
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
@@ -14,6 +14,7 @@ from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 from omni_kvlink.errors import ClosedError, PeerLostError, WireError
 
 if TYPE_CHECKING:
+    from omni_kvlink.connectors.control.listener import ControlListener
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
 

@@ -8,11 +8,10 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from omni_kvlink._native import cuda_context
-from omni_kvlink.connectors.protocol.get_table import result_of
+from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
@@ -92,11 +91,12 @@ class UcxTransport:
         self._worker: UcxWorker | None = None
         self._device = device or "cpu"  # the last one whose context became the thread's
         self._context = cuda_context.current() if "cuda" in self.settings.transports else 0
-        opened: Future[tuple[bytes, dict[str, Any]]] = Future()
-        self._loop = EventLoop("kvlink-ucx", self._tick, self._crashed)
-        self._loop.call(lambda: self._open(opened))
+        opened: Answer[tuple[bytes, dict[str, Any]]] = Answer()
+        self._loop = EventLoop("kvlink-ucx", self._tick_in_loop, self._crashed_in_loop)
+        self._loop.call(lambda: self._open_in_loop(opened))
         try:
-            self.address, self._facts = result_of(opened)
+            opened.wait(MAX_TIMEOUT)
+            self.address, self._facts = opened.result()
         except BaseException:
             self._loop.close()
             raise
@@ -106,9 +106,9 @@ class UcxTransport:
 
         Raises WireError if it is no address that this side can use; see `unseal`.
         """
-        own = self.address if self.settings.transports == "tcp" else self.address[:9]
-        worker, endpoint = unseal(address, own), UcxEndpoint()
-        self._call(lambda: self._connect(endpoint, worker))
+        expected = self.address if self.settings.transports == "tcp" else self.address[:9]
+        worker, endpoint = unseal(address, expected), UcxEndpoint()
+        self._call(lambda: self._connect_in_loop(endpoint, worker))
         return endpoint
 
     def disconnect(self, endpoint: UcxEndpoint) -> None:
@@ -116,7 +116,7 @@ class UcxTransport:
 
         The memory is free when the peer has answered or is gone, or when the transport is closed.
         """
-        self._call(lambda: self._on_peer_lost(endpoint, PeerLostError("disconnected here")))
+        self._call(lambda: self._on_peer_lost_in_loop(endpoint, PeerLostError("disconnected here")))
 
     def send(
         self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
@@ -127,7 +127,7 @@ class UcxTransport:
         `done(PeerLostError)` that the peer is gone.
         """
         request = self._request(endpoint, memory, tag, done)
-        self._call(lambda: self._send(request))
+        self._call(lambda: self._send_in_loop(request))
         return request
 
     def receive(
@@ -140,12 +140,12 @@ class UcxTransport:
         `done(PeerLostError)` that the peer is gone.
         """
         request = self._request(endpoint, memory, tag, done)
-        self._call(lambda: self._receive(request))
+        self._call(lambda: self._receive_in_loop(request))
         return request
 
     def cancel(self, request: UcxRequest) -> None:
         """Complete a request with `done(TimeoutError)`, unless it is done."""
-        self._call(lambda: self._cancel(request))
+        self._call(lambda: self._cancel_in_loop(request))
 
     @property
     def has_cuda(self) -> bool:
@@ -182,10 +182,8 @@ class UcxTransport:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            self._loop.call(self._close_worker)
+            self._loop.call(self._close_worker_in_loop)
         self._loop.close()
-
-    # In any thread
 
     def _request(
         self, endpoint: UcxEndpoint, memory: object, tag: int, done: DoneCallback
@@ -201,9 +199,7 @@ class UcxTransport:
                 raise ClosedError("the UCX transport is closed")
             self._loop.call(function)
 
-    # In the transport's thread
-
-    def _open(self, opened: Future[tuple[bytes, dict[str, Any]]]) -> None:
+    def _open_in_loop(self, opened: Answer[tuple[bytes, dict[str, Any]]]) -> None:
         try:
             # UCX looks for devices in its thread's context.
             if self._device == "cpu":
@@ -212,13 +208,13 @@ class UcxTransport:
                 cuda_context.use_device(int(self._device.partition(":")[2]))
             worker = self._worker = UcxWorker(self.settings)
         except BaseException as error:
-            opened.set_exception(error)
+            opened.set_error(error)  # type: ignore[arg-type]  # it is raised alike
         else:
             worker.set_close_on_exec()
             self._loop.watch(worker.fd, READ, lambda events: None)  # `_tick` does the work
             opened.set_result((seal(worker.address), worker.facts()))
 
-    def _connect(self, endpoint: UcxEndpoint, address: bytes) -> None:
+    def _connect_in_loop(self, endpoint: UcxEndpoint, address: bytes) -> None:
         try:
             endpoint.handle = self._open_worker().connect(address)
         except PeerLostError as error:
@@ -227,41 +223,43 @@ class UcxTransport:
             self._endpoints.add(endpoint)
             self._connecting[endpoint] = 0
 
-    def _send(self, request: UcxRequest) -> None:
+    def _send_in_loop(self, request: UcxRequest) -> None:
         if request.endpoint.error is not None:
-            self._fail(request, request.endpoint.error)
+            self._fail_in_loop(request, request.endpoint.error)
         else:
-            self._post(request, self._open_worker().send, request.tag)
+            self._post_in_loop(request, self._open_worker().send, request.tag)
 
-    def _receive(self, request: UcxRequest) -> None:
+    def _receive_in_loop(self, request: UcxRequest) -> None:
         if request.endpoint.error is not None:
-            self._fail(request, request.endpoint.error)
+            self._fail_in_loop(request, request.endpoint.error)
         elif request.tag in self._waiting:
-            self._fail(request, WireError(f"a receive of tag {request.tag:#x} is already posted"))
+            self._fail_in_loop(
+                request, WireError(f"a receive of tag {request.tag:#x} is already posted")
+            )
         else:
             self._waiting[request.tag] = request
 
-    def _post(self, request: UcxRequest, post: Callable[..., Any], what: object) -> None:
+    def _post_in_loop(self, request: UcxRequest, post: Callable[..., Any], target: object) -> None:
         try:
-            self._use_device_of(request.memory)
-            request.handle = post(request.endpoint.handle, request.array, what)
+            self._use_device_of_in_loop(request.memory)
+            request.handle = post(request.endpoint.handle, request.array, target)
         except (PeerLostError, NativeError) as error:
-            self._fail(request, error)
+            self._fail_in_loop(request, error)
         else:
             self._active.add(request)
 
-    def _use_device_of(self, memory: object) -> None:
+    def _use_device_of_in_loop(self, memory: object) -> None:
         """Make the context of GPU memory the thread's: UCX copies in its thread's context."""
         device = memory.device if isinstance(memory, Region) else "cpu"
         if device not in ("cpu", self._device):
             cuda_context.use_device(int(device.partition(":")[2]))
             self._device = device
 
-    def _cancel(self, request: UcxRequest) -> None:
+    def _cancel_in_loop(self, request: UcxRequest) -> None:
         if request.done is not None:
-            self._fail(request, TimeoutError("the request was cancelled"))
+            self._fail_in_loop(request, TimeoutError("the request was cancelled"))
 
-    def _fail(self, request: UcxRequest, error: BaseException) -> None:
+    def _fail_in_loop(self, request: UcxRequest, error: BaseException) -> None:
         """Complete a request with an error; keep its memory if UCX has it."""
         if self._waiting.get(request.tag) is request:
             del self._waiting[request.tag]
@@ -270,7 +268,7 @@ class UcxTransport:
         self._counts["failed"] += request.done is not None
         request.complete(error)
 
-    def _tick(self, now: float) -> float:
+    def _tick_in_loop(self, now: float) -> float:
         """Do everything that can be done now; return when to run again."""
         if self._worker is None:
             return float("inf")
@@ -279,13 +277,13 @@ class UcxTransport:
         worker = self._worker
         if worker is None:
             return float("inf")
-        posted = self._match(worker)
-        self._guard_descriptors(worker)
-        self._complete_requests(worker)
-        self._close_endpoints(worker)
+        posted = self._match_in_loop(worker)
+        self._guard_descriptors_in_loop(worker)
+        self._complete_requests_in_loop(worker)
+        self._close_endpoints_in_loop(worker)
         return now if posted or not worker.arm() else float("inf")
 
-    def _guard_descriptors(self, worker: UcxWorker) -> None:
+    def _guard_descriptors_in_loop(self, worker: UcxWorker) -> None:
         """Make new connections close-on-exec.
 
         UCX does not tell when it opens one: after a connect it is looked for in rounds 1, 2, 4, 8
@@ -297,9 +295,9 @@ class UcxTransport:
         rounds = {endpoint: number + 1 for endpoint, number in self._connecting.items()}
         if done & rounds.keys() or any(number & (number - 1) == 0 for number in rounds.values()):
             done &= rounds.keys() if worker.set_close_on_exec() else set()
-        self._connecting = {one: number for one, number in rounds.items() if one not in done}
+        self._connecting = {peer: number for peer, number in rounds.items() if peer not in done}
 
-    def _match(self, worker: UcxWorker) -> bool:
+    def _match_in_loop(self, worker: UcxWorker) -> bool:
         """Give each arrived message to the receive with its tag; return whether there were any."""
         posted = False
         while (message := worker.probe()) is not None:
@@ -309,14 +307,14 @@ class UcxTransport:
                 self._counts["stale"] += 1
             elif message.nbytes != request.array.nbytes:
                 wrong = f"a message of {message.nbytes} bytes for {request.array.nbytes}"
-                self._fail(request, WireError(wrong))
+                self._fail_in_loop(request, WireError(wrong))
             else:
-                self._post(request, worker.receive, message)
+                self._post_in_loop(request, worker.receive, message)
                 continue
             self._discards.add(worker.discard(message))
         return posted
 
-    def _complete_requests(self, worker: UcxWorker) -> None:
+    def _complete_requests_in_loop(self, worker: UcxWorker) -> None:
         """Complete the requests that UCX has completed."""
         if self._discards:
             self._discards = {handle for handle in self._discards if not handle.completed}
@@ -325,12 +323,12 @@ class UcxTransport:
             error = worker.error(request.handle)
             request.release()
             if error is not None:
-                self._fail(request, PeerLostError(f"UCX: {error}"))
+                self._fail_in_loop(request, PeerLostError(f"UCX: {error}"))
             elif request.done is not None:
                 self._counts["finished"] += 1
                 request.complete(None)
 
-    def _close_endpoints(self, worker: UcxWorker) -> None:
+    def _close_endpoints_in_loop(self, worker: UcxWorker) -> None:
         """Close the lost endpoints that UCX has no memory for.
 
         Not earlier: UCX reports a receive whose endpoint is closed as cancelled, and then still
@@ -338,7 +336,7 @@ class UcxTransport:
         """
         for endpoint in [endpoint for endpoint in self._endpoints if not endpoint.handle.alive]:
             self._counts["lost"] += 1
-            self._on_peer_lost(endpoint, PeerLostError("the UCX peer is gone"))
+            self._on_peer_lost_in_loop(endpoint, PeerLostError("the UCX peer is gone"))
         if self._closing:
             busy = {request.endpoint for request in self._active}
             for endpoint in self._closing - busy:
@@ -346,7 +344,7 @@ class UcxTransport:
                 worker.disconnect(endpoint.handle)
                 endpoint.handle = None
 
-    def _on_peer_lost(self, endpoint: UcxEndpoint, error: Exception) -> None:
+    def _on_peer_lost_in_loop(self, endpoint: UcxEndpoint, error: Exception) -> None:
         """Fail all requests of an endpoint."""
         if endpoint.error is not None:
             return
@@ -356,40 +354,40 @@ class UcxTransport:
         self._closing.add(endpoint)
         for request in [*self._waiting.values(), *self._active]:
             if request.endpoint is endpoint:
-                self._fail(request, error)
+                self._fail_in_loop(request, error)
 
     def _open_worker(self) -> UcxWorker:
         assert self._worker is not None
         return self._worker
 
-    def _crashed(self, error: BaseException) -> None:
+    def _crashed_in_loop(self, error: BaseException) -> None:
         with self._lock:
             self._closed = True
-        self._close_worker()
+        self._close_worker_in_loop()
 
-    def _drain(self, worker: UcxWorker, seconds: float) -> None:
+    def _drain_in_loop(self, worker: UcxWorker, seconds: float) -> None:
         """Wait until UCX has completed all requests, but not longer than this."""
         deadline = time.monotonic() + seconds
-        while (self._active or self._discards) and (left := deadline - time.monotonic()) > 0:
+        while (self._active or self._discards) and (seconds := deadline - time.monotonic()) > 0:
             worker.progress()
-            posted = self._match(worker)
-            self._complete_requests(worker)
+            posted = self._match_in_loop(worker)
+            self._complete_requests_in_loop(worker)
             if not posted and worker.arm():
-                select.select([worker.fd], [], [], left if self._active else 0)
+                select.select([worker.fd], [], [], seconds if self._active else 0)
 
-    def _close_worker(self) -> None:
+    def _close_worker_in_loop(self) -> None:
         worker, error = self._worker, ClosedError("the UCX transport was closed")
         if worker is None:
             return
         for request in [*self._waiting.values(), *self._active]:
-            self._fail(request, error)
-        self._drain(worker, _CLOSE_TIMEOUT)
+            self._fail_in_loop(request, error)
+        self._drain_in_loop(worker, _CLOSE_TIMEOUT)
         memory = [request.array for request in self._active]
         for endpoint in [*self._endpoints, *self._closing]:
             endpoint.error = endpoint.error or error
             worker.disconnect(endpoint.handle)
             endpoint.handle = None
-        self._drain(worker, _CANCEL_TIMEOUT)
+        self._drain_in_loop(worker, _CANCEL_TIMEOUT)
         self._loop.unwatch(worker.fd)
         self._endpoints.clear()
         self._closing.clear()

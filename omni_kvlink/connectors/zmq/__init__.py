@@ -6,7 +6,8 @@ from omni_kvlink.connectors.base import Backend, Consumer, Options
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.zmq.transport import ZmqConsumer, ZmqSender
+from omni_kvlink.connectors.zmq.consumer import ZmqConsumer, keep_freed_memory
+from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.memory.region import Mapping
 
 
@@ -17,6 +18,7 @@ def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
 
 
 def _connect(protocol: str, location: str, options: Options, timeout: float) -> Consumer:
+    keep_freed_memory()
     return ZmqConsumer(ControlAddress(protocol, location), options).connect(timeout)
 
 

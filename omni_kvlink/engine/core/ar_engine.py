@@ -12,7 +12,7 @@ from omni_kvlink.engine.sched.ar_scheduler import OmniARScheduler
 if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
-_ANSWER = 5.0  # seconds to count tokens, in which nothing else is scheduled
+_ANSWER_SECONDS = 5.0  # to count tokens; nothing else is scheduled meanwhile
 
 
 class AREngine(StageEngine[OmniARConfig]):
@@ -22,7 +22,7 @@ class AREngine(StageEngine[OmniARConfig]):
         executor = Executor.get_class(self.config)(self.config)
 
         def rpc(method: str, *args: Any) -> list[Any]:
-            return executor.collective_rpc(method, timeout=_ANSWER, args=args)
+            return executor.collective_rpc(method, timeout=_ANSWER_SECONDS, args=args)
 
         def count_tokens(request: OmniDiffusionRequest) -> dict[str, int]:
             return cast("dict[str, int]", rpc("count_tokens", request)[0])
@@ -40,11 +40,11 @@ class AREngine(StageEngine[OmniARConfig]):
         return scheduler, executor
 
     def stats(self) -> dict[str, Any]:
-        """As `StageEngine.stats`; with `kv_transfer`, statistics of that, too."""
+        """Return `StageEngine.stats`; with `kv_transfer`, its statistics, too."""
         stats = super().stats()
         if self.config.kv_transfer is not None:
-            found = self.executor.collective_rpc("kv_transfer_stats", timeout=_ANSWER)
-            stats["kv_transfer"] = found[0]
+            rank_stats = self.executor.collective_rpc("kv_transfer_stats", timeout=_ANSWER_SECONDS)
+            stats["kv_transfer"] = rank_stats[0]
         return stats
 
     def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:

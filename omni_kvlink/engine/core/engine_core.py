@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
 
-_STABLE = 0.25  # share of `max_wait` without a new request after which a batch is complete
-_IDLE = 60.0  # seconds after which an idle loop runs once; nothing depends on it
+_STABLE_SHARE = 0.25  # the part of `max_wait` without a new request after which a batch is complete
+_IDLE_SECONDS = 60.0  # after which an idle loop runs once; nothing depends on it
 
 
 class EngineCore:
@@ -76,7 +76,7 @@ class EngineCore:
         if ended := self._end_batches():
             return ended  # their callers do not wait for what comes next
         if (longest := self._max_wait) and not self.scheduler.num_running:
-            self.scheduler.wait_for_batch(timeout=longest, stable=longest * _STABLE)
+            self.scheduler.wait_for_batch(timeout=longest, stable=longest * _STABLE_SHARE)
         scheduled = self.scheduler.schedule(start=not self._calls)
         ended = self._take_ended()
         if scheduled.is_empty:
@@ -139,7 +139,7 @@ class EngineCore:
     def _run(self) -> None:
         """Runs in the engine's thread."""
         while not self.scheduler.is_stopped:
-            if self.scheduler.wait(timeout=_IDLE, start=not self._calls):
+            if self.scheduler.wait(timeout=_IDLE_SECONDS, start=not self._calls):
                 self._resolve(self.step())
             if not self.scheduler.num_running:
                 self._run_calls()
@@ -177,7 +177,7 @@ class EngineCore:
 
 
 def _failed(scheduled: DiffusionSchedulerOutput, error: Exception) -> ModelRunnerOutput:
-    """What an executor that raised an error would have returned."""
+    """Build the output of a step whose executor raised: every request has failed."""
     failure = error
     if not isinstance(error, EngineError):
         failure = EngineDeadError(f"the executor failed: {error!r}")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.tokens.events import Event
 
 C = TypeVar("C", bound=StageConfig)
-_ANSWER = 5.0  # seconds in which workers return URLs and statistics, also while they compute
-_HANGS = 5.0  # seconds after which an aborted batch may hang: the workers' health is checked
+_ANSWER_SECONDS = 5.0  # in which workers return URLs and statistics, also while they compute
+_HANG_SECONDS = 5.0  # after which an aborted batch may hang: the workers' health is checked
 
 
 class StageEngine(EngineCore, StageAdapters, Generic[C]):
@@ -53,9 +53,9 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
         After `timeout` seconds those that are not done are aborted: TransferTimeout.
         """
         futures = {request.request_id: self.submit(request) for request in requests}
-        late = wait(futures.values(), timeout).not_done
-        if late:
-            names = [name for name, future in futures.items() if future in late]
+        pending = wait(futures.values(), timeout).not_done
+        if pending:
+            names = [name for name, future in futures.items() if future in pending]
             for name in names:
                 self.abort(name)
             text = f"{', '.join(names)} not done after {format_seconds(timeout or 0.0)}"
@@ -86,13 +86,13 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
 
         `directory` is `profiler_config`'s `torch_profiler_dir` if empty; EngineError without both.
         """
-        where = directory or self.config.profiler_config.torch_profiler_dir
-        if not where:
+        trace_dir = directory or self.config.profiler_config.torch_profiler_dir
+        if not trace_dir:
             raise EngineError(
                 "start_profile: no directory; give one, or set torch_profiler_dir in the stage's "
                 "profiler_config"
             )
-        self.call(partial(self.executor.profile, where), timeout=timeout)
+        self.call(partial(self.executor.profile, trace_dir), timeout=timeout)
 
     def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
         """Between batches, write the Chrome trace of each worker; their paths, by rank."""
@@ -111,7 +111,7 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
         """
         stats = self.scheduler.stats()
         if self.config.kv.sinks:
-            links = self.executor.collective_rpc("sink_stats", timeout=_ANSWER)
+            links = self.executor.collective_rpc("sink_stats", timeout=_ANSWER_SECONDS)
             stats |= {"link": links[0]} if len(links) == 1 else {"links": links}
         return stats
 
@@ -136,7 +136,7 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
             if self.config.warmup_sizes or not self.config.enforce_eager:
                 executor.compile_or_warm_up_model()
             if self.config.kv.sinks:
-                self.sink_urls = tuple(executor.collective_rpc("sink_url", timeout=_ANSWER))
+                self.sink_urls = tuple(executor.collective_rpc("sink_url", timeout=_ANSWER_SECONDS))
         except BaseException:
             executor.shutdown()
             raise
@@ -150,10 +150,10 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
         for request_id in list(self._futures):
             self.abort(request_id)
         while self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_HANGS)
+            self._thread.join(_HANG_SECONDS)
             if self._thread.is_alive():
                 with contextlib.suppress(EngineDeadError):  # which ends what the thread waits for
-                    self.executor.check_health(timeout=_HANGS)
+                    self.executor.check_health(timeout=_HANG_SECONDS)
         self.executor.shutdown()
         self.executor.events.close()
         self.fail(error)

@@ -126,10 +126,10 @@ class DeployConfig:
         values = flat(values)
         pipeline = values.get("pipeline", pipeline_of_class(values))
         if pipeline not in PIPELINES:
-            found = f"pipeline {pipeline!r}" if "pipeline" in values else "no pipeline is named"
-            raise SchemaError(f"{found}; this engine runs {', '.join(PIPELINES)}")
-        rest = {name: values[name] for name in values.keys() - _TOP - _EVERY_STAGE}
-        unused_fields("", rest, "the deployment")
+            reason = f"pipeline {pipeline!r}" if "pipeline" in values else "no pipeline is named"
+            raise SchemaError(f"{reason}; this engine runs {', '.join(PIPELINES)}")
+        other_fields = {name: values[name] for name in values.keys() - _TOP - _EVERY_STAGE}
+        unused_fields("", other_fields, "the deployment")
         connectors = _connectors(values.get("connectors") or {})
         entries = values.get("stages")
         if not isinstance(entries, list) or not entries:
@@ -139,16 +139,16 @@ class DeployConfig:
         if ids != list(range(len(entries))):
             raise SchemaError(f"stage_ids {ids}: they must be 0, 1, …")
         _check_edges(values.get("edges") or [], len(entries))
-        every = {name: values[name] for name in values.keys() & _EVERY_STAGE}
+        shared_fields = {name: values[name] for name in values.keys() & _EVERY_STAGE}
         kinds, stages = PIPELINES[pipeline].split(", "), list[StageDeploy]()
         if len(entries) > 1 and kinds in (["all"], ["diffusers"]):
             raise SchemaError(f"{pipeline} has one stage, not {len(entries)}")
-        for number, given in enumerate(entries):
-            entry, kind = given, kinds[min(number, len(kinds) - 1)]
-            before = entries[number - 1] if number else None
+        for number, raw_entry in enumerate(entries):
+            entry, kind = raw_entry, kinds[min(number, len(kinds) - 1)]
+            previous = entries[number - 1] if number else None
             is_last = number == len(entries) - 1
-            connector = _connector(entry, before, connectors, is_last=is_last)
-            entry, kind = with_pipeline({**every, **entry}, kind, pipeline)
+            connector = _connector(entry, previous, connectors, is_last=is_last)
+            entry, kind = with_pipeline({**shared_fields, **entry}, kind, pipeline)
             stages.append(_stage(entry, kind, connector, is_last=is_last))
         return cls(pipeline, tuple(stages))
 
@@ -160,8 +160,8 @@ class DeployConfig:
         settings = set[str]().union(*(_SETTINGS[kind] for kind in self.kinds()))
         unknown = sorted(overrides.keys() - settings)
         if unknown:
-            known = ", ".join(sorted(settings))
-            raise SchemaError(f"no stage has {', '.join(unknown)}; there are {known}")
+            names = ", ".join(sorted(settings))
+            raise SchemaError(f"no stage has {', '.join(unknown)}; there are {names}")
         stages = [
             dataclasses.replace(
                 stage,
@@ -182,18 +182,18 @@ class DeployConfig:
 def _connectors(entries: Any) -> dict[str, ConnectorSpec]:
     if not isinstance(entries, Mapping):
         raise SchemaError(f"connectors: a map is needed, not {entries!r:.100}")
-    found = {}
+    connectors = {}
     for name, spec in entries.items():
         if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
             raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
         extra = _MAP.read(spec.get("extra") or {}, f"connectors.{name}.extra")
-        found[name] = ConnectorSpec(spec["name"], extra)
-    return found
+        connectors[name] = ConnectorSpec(spec["name"], extra)
+    return connectors
 
 
 def _connector(
     entry: Mapping[str, Any],
-    before: Mapping[str, Any] | None,
+    previous: Mapping[str, Any] | None,
     connectors: Mapping[str, ConnectorSpec],
     *,
     is_last: bool,
@@ -203,8 +203,8 @@ def _connector(
     _check_ends(entry, "input_connectors", "from", number - 1 if number else None)
     _check_ends(entry, "output_connectors", "to", None if is_last else number + 1)
     names = set(_names(entry, "input_connectors").values())
-    if before is not None:
-        names |= set(_names(before, "output_connectors").values())
+    if previous is not None:
+        names |= set(_names(previous, "output_connectors").values())
     if len(names) > 1:
         raise SchemaError(
             f"stage {number}: it receives over {' or '.join(sorted(map(str, names)))}; "
@@ -218,17 +218,17 @@ def _connector(
 
 def _names(entry: Mapping[str, Any], field: str) -> dict[str, str]:
     """The connectors that a stage names, by the stage at their other end."""
-    where = f"stage {entry['stage_id']}: {field}"
-    names: dict[str, str] = MapOf(Text(filled=True)).read(entry.get(field) or {}, where)
+    location = f"stage {entry['stage_id']}: {field}"
+    names: dict[str, str] = MapOf(Text(filled=True)).read(entry.get(field) or {}, location)
     return names
 
 
 def _check_ends(entry: Mapping[str, Any], field: str, word: str, neighbour: int | None) -> None:
-    known = set() if neighbour is None else {f"{word}_stage_{neighbour}"}
-    unknown = sorted(set(_names(entry, field)) - known)
+    ends = set() if neighbour is None else {f"{word}_stage_{neighbour}"}
+    unknown = sorted(set(_names(entry, field)) - ends)
     if unknown:
-        only = f"only {known.pop()} is known" if known else "there is no such stage"
-        raise SchemaError(f"stage {entry['stage_id']}: {field} {unknown}; {only}")
+        hint = f"only {ends.pop()} is known" if ends else "there is no such stage"
+        raise SchemaError(f"stage {entry['stage_id']}: {field} {unknown}; {hint}")
 
 
 def _check_edges(edges: Any, stages: int) -> None:
@@ -237,23 +237,23 @@ def _check_edges(edges: Any, stages: int) -> None:
         ends = edge.get("from"), edge.get("to")
         if ends not in [(number, number + 1) for number in range(stages - 1)]:
             raise SchemaError(f"an edge from {ends[0]} to {ends[1]}: a stage is read by the next")
-        rest = {name: value for name, value in edge.items() if name not in ("from", "to")}
-        unused_fields("", rest, f"the edge from {ends[0]} to {ends[1]}")
+        other_fields = {name: value for name, value in edge.items() if name not in ("from", "to")}
+        unused_fields("", other_fields, f"the edge from {ends[0]} to {ends[1]}")
 
 
 def _check_kv(entry: Mapping[str, Any], *, is_last: bool) -> None:
-    """Raises SchemaError if `omni_kv_config` or `engine_input_source` say something else."""
+    """Raise SchemaError if the KV's settings contradict that each stage hands on to the next."""
     number = entry["stage_id"]
     source = entry.get("engine_input_source")
     if source not in (None, [], [number - 1] if number else []):
         raise SchemaError(f"stage {number}: engine_input_source {source}: it is the stage before")
-    given = _MAP.read(entry.get("omni_kv_config") or {}, f"stage {number}: omni_kv_config")
-    criteria = given.pop("kv_transfer_criteria", None)
+    kv_config = _MAP.read(entry.get("omni_kv_config") or {}, f"stage {number}: omni_kv_config")
+    criteria = kv_config.pop("kv_transfer_criteria", None)
     if criteria not in (None, {"type": "prefill_finished"}):
         raise SchemaError(f"stage {number}: kv_transfer_criteria {criteria}: prefill_finished")
-    own = {"need_send_cache": not is_last, "need_recv_cache": number > 0}
-    for name, value in given.items():
-        if name not in own or value != own[name]:
+    flags = {"need_send_cache": not is_last, "need_recv_cache": number > 0}
+    for name, value in kv_config.items():
+        if name not in flags or value != flags[name]:
             raise SchemaError(
                 f"stage {number}: omni_kv_config has {name} {value!r}; here a stage sends to the "
                 "next one, and nothing else can be set; remove it"
@@ -263,56 +263,58 @@ def _check_kv(entry: Mapping[str, Any], *, is_last: bool) -> None:
 def _stage(
     entry: Mapping[str, Any], kind: str, connector: ConnectorSpec | None, *, is_last: bool
 ) -> StageDeploy:
-    where = f"stage {entry['stage_id']}"
+    location = f"stage {entry['stage_id']}"
     _check_kv(entry, is_last=is_last)
-    _check_device(entry, where)
-    sampling, unused = _sampling(entry.get("default_sampling_params") or {}, kind, where)
+    _check_device(entry, location)
+    sampling, unused = _sampling(entry.get("default_sampling_params") or {}, kind, location)
     settings = {
         name: entry[name]
         for name in sorted(entry.keys() & _SETTINGS[kind])
         if not is_default(kind, name, entry[name])
     }
-    rest = {name: entry[name] for name in entry.keys() - _OWN - settings.keys()}
-    environment = _MAP.read(entry.get("env") or {}, f"{where}: env")
+    other_fields = {name: entry[name] for name in entry.keys() - _OWN - settings.keys()}
+    environment = _MAP.read(entry.get("env") or {}, f"{location}: env")
     return StageDeploy(
         stage_id=entry["stage_id"],
         kind=kind,
-        devices=_devices(entry.get("devices"), where),
+        devices=_devices(entry.get("devices"), location),
         connector=connector,
         sampling=sampling,
         settings=settings,
         environment={str(name): str(value) for name, value in environment.items()},
-        ignored=unused_fields(kind, rest, where) + unused,
+        ignored=unused_fields(kind, other_fields, location) + unused,
     )
 
 
-def _check_device(entry: Mapping[str, Any], where: str) -> None:
+def _check_device(entry: Mapping[str, Any], location: str) -> None:
     if entry.get("devices") not in (None, "") and entry.get("device", "auto") not in _ANY_NUMBER:
-        raise SchemaError(f"{where}: devices, and device {entry['device']!r}: one of them")
+        raise SchemaError(f"{location}: devices, and device {entry['device']!r}: one of them")
 
 
-def _devices(given: Any, where: str) -> str:
-    text = "" if given is None else str(given).replace(" ", "")
+def _devices(devices: Any, location: str) -> str:
+    text = "" if devices is None else str(devices).replace(" ", "")
     numbers = text.split(",") if text else []
     if len(set(numbers)) != len(numbers) or not all(number.isdecimal() for number in numbers):
-        raise SchemaError(f'{where}: devices {given!r}; numbers of different ones, such as "0,1"')
+        raise SchemaError(
+            f'{location}: devices {devices!r}; numbers of different ones, such as "0,1"'
+        )
     return text
 
 
-def _sampling(given: Any, kind: str, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _sampling(params: Any, kind: str, location: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split `default_sampling_params` into those in use here, and the names of the others."""
-    if not isinstance(given, Mapping):
-        raise SchemaError(f"{where}: default_sampling_params is a map, not {given!r:.100}")
+    if not isinstance(params, Mapping):
+        raise SchemaError(f"{location}: default_sampling_params is a map, not {params!r:.100}")
     fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
-    used = {name: value for name, value in given.items() if name in fields - {"generator"}}
+    used = {name: value for name, value in params.items() if name in fields - {"generator"}}
     of_texts = {"modalities", *TEXT_PARAMS}
-    others = {"ar": PIPELINE_PARAMS, "dit": of_texts, "diffusers": of_texts}
-    used = {name: value for name, value in used.items() if name not in others.get(kind, ())}
+    exclusions = {"ar": PIPELINE_PARAMS, "dit": of_texts, "diffusers": of_texts}
+    used = {name: value for name, value in used.items() if name not in exclusions.get(kind, ())}
     try:
         if isinstance(used.get("lora_request"), Mapping):
             used["lora_request"] = LoRARequest(**used["lora_request"])
         OmniDiffusionSamplingParams(**used)
     except (TypeError, ValueError) as error:
-        raise SchemaError(f"{where}: default_sampling_params: {error}") from None
-    rest = {name: given[name] for name in given.keys() - used.keys()}
-    return used, unused_sampling(kind, rest, where)
+        raise SchemaError(f"{location}: default_sampling_params: {error}") from None
+    other_params = {name: params[name] for name in params.keys() - used.keys()}
+    return used, unused_sampling(kind, other_params, location)

@@ -1,4 +1,4 @@
-"""What this engine makes of the fields of a deployment that it has no setting for.
+"""Checks of a deployment's fields that this engine has no setting for.
 
 A field that is in no table here is refused: it could change a result, or where a stage runs.
 """
@@ -117,20 +117,22 @@ _TEXT_SAMPLING = frozenset(
         *("temperature", "top_k", "top_p"),
     )
 )
-"""Of a text: without effect in a stage that writes none."""
+"""Params of a text, without effect in a stage that writes none."""
 
 
-def unused_fields(kind: str, fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return the fields without an effect, sorted; `where` names the deployment's part in errors.
+def unused_fields(kind: str, fields: Mapping[str, Any], location: str) -> tuple[str, ...]:
+    """Return the fields without an effect, sorted; errors name their `location` in the deployment.
 
     Raises:
         SchemaError: a field could change a result or a placement, and is not supported.
     """
-    same = {**_SAME, **_SAME_BY_KIND.get(kind, {})}
+    values = {**_SAME, **_SAME_BY_KIND.get(kind, {})}
     for name, value in sorted(fields.items()):
-        is_known = name in _UNUSED or _says_nothing(value) or _is_one_of(value, same.get(name, ()))
+        is_known = (
+            name in _UNUSED or _says_nothing(value) or _is_one_of(value, values.get(name, ()))
+        )
         if not is_known:
-            raise _unsupported(f"{where}: {name} {value!r:.60}", same.get(name))
+            raise _unsupported(f"{location}: {name} {value!r:.60}", values.get(name))
     return tuple(sorted(fields))
 
 
@@ -139,40 +141,40 @@ def is_default(kind: str, name: str, value: Any) -> bool:
     return _is_one_of(value, {**_SAME, **_SAME_BY_KIND[kind]}.get(name, ()))
 
 
-def unused_sampling(kind: str, params: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """As `unused_fields`, for `default_sampling_params`."""
+def unused_sampling(kind: str, params: Mapping[str, Any], location: str) -> tuple[str, ...]:
+    """Return the sampling params without an effect, sorted; raises as `unused_fields`."""
     for name, value in params.items():
         is_text = kind == "dit" and name in _TEXT_SAMPLING
-        same = _SAME_SAMPLING.get(name)
-        if not (is_text or _says_nothing(value) or _is_one_of(value, same or ())):
-            raise _unsupported(f"{where}: default_sampling_params {name} {value!r:.60}", same)
+        values = _SAME_SAMPLING.get(name)
+        if not (is_text or _says_nothing(value) or _is_one_of(value, values or ())):
+            raise _unsupported(f"{location}: default_sampling_params {name} {value!r:.60}", values)
     return tuple(sorted(params))
 
 
-def check_compilation(fields: Any, where: str) -> None:
+def check_compilation(fields: Any, location: str) -> None:
     """Raise SchemaError if `compilation_config` asks for graphs, of which there are none here."""
     for name, value in fields.items() if isinstance(fields, Mapping) else ():
         if str(name).startswith("cudagraph_") or name == "use_cudagraph":
             raise SchemaError(
-                f"{where}: compilation_config has {name} {value!r:.60}: no graph is captured here, "
-                "because K and V of each request are at other addresses; mode: reduce-overhead "
-                "lets torch capture what is between"
+                f"{location}: compilation_config has {name} {value!r:.60}: no graph is captured "
+                "here, because K and V of each request are at other addresses; mode: "
+                "reduce-overhead lets torch capture what is between"
             )
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     """Whether a value is among these; a number is no boolean."""
     is_bool = isinstance(value, bool)
-    return any(value == one and isinstance(one, bool) is is_bool for one in values)
+    return any(value == choice and isinstance(choice, bool) is is_bool for choice in values)
 
 
 def _says_nothing(value: Any) -> bool:
     return value is None or (not value and isinstance(value, (str, list, dict)))
 
 
-def _unsupported(what: str, same: tuple[Any, ...] | None) -> SchemaError:
-    cure = f"only {' or '.join(map(repr, same))} is" if same else "it is not"
+def _unsupported(subject: str, values: tuple[Any, ...] | None) -> SchemaError:
+    cure = f"only {' or '.join(map(repr, values))} is" if values else "it is not"
     return SchemaError(
-        f"{what}: {cure} supported here, and it could change a result, or where a stage runs; "
+        f"{subject}: {cure} supported here, and it could change a result, or where a stage runs; "
         "remove it if it may be left out"
     )

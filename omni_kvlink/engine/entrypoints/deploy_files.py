@@ -61,9 +61,9 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SchemaError: one field has two values, or the form is neither of the two.
     """
-    found = _flat(values, "")
-    own = found.pop("platforms", {}).get(_platform())
-    return _merge(found, own) if own else found
+    deployment = _flat(values, "")
+    overrides = deployment.pop("platforms", {}).get(_platform())
+    return _merge(deployment, overrides) if overrides else deployment
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -81,16 +81,18 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], file_name: str) -> dict[str, Any]:
-    """As `flat`, for all platforms; `file_name` may be that of a pipeline."""
-    found = _from_stage_args(values, file_name) if "stage_args" in values else dict(values)
-    if isinstance(found.get("stages"), list):
-        found["stages"] = [_flat_stage(stage) for stage in found["stages"]]
-    platforms = found.pop("platforms", None)
+    """Flatten a deployment as `flat`, but for all platforms; `file_name` may be a pipeline's."""
+    deployment = _from_stage_args(values, file_name) if "stage_args" in values else dict(values)
+    if isinstance(deployment.get("stages"), list):
+        deployment["stages"] = [_flat_stage(stage) for stage in deployment["stages"]]
+    platforms = deployment.pop("platforms", None)
     if isinstance(platforms, Mapping):
-        found["platforms"] = {name: _flat(own or {}, "") for name, own in platforms.items()}
+        deployment["platforms"] = {
+            name: _flat(overrides or {}, "") for name, overrides in platforms.items()
+        }
     elif platforms is not None:
         raise SchemaError(f"platforms: a map is needed, not {platforms!r:.100}")
-    return found
+    return deployment
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -109,29 +111,29 @@ def _parse(path: Path) -> dict[str, Any]:
     return values
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the fields of `over`; stages are merged by id, connectors by name."""
-    merged = {**base, **over}
-    if base.get("connectors") and over.get("connectors"):
-        merged["connectors"] = _deep(base["connectors"], over["connectors"])
+def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the fields of `overrides`; stages are merged by id, connectors by name."""
+    merged = {**base, **overrides}
+    if base.get("connectors") and overrides.get("connectors"):
+        merged["connectors"] = _deep(base["connectors"], overrides["connectors"])
     platforms = base.get("platforms") or {}
-    for name, own in (over.get("platforms") or {}).items():
-        merged["platforms"] = {**platforms, name: _merge(platforms.get(name, {}), own)}
+    for name, values in (overrides.get("platforms") or {}).items():
+        merged["platforms"] = {**platforms, name: _merge(platforms.get(name, {}), values)}
         platforms = merged["platforms"]
-    if isinstance(base.get("stages"), list) and isinstance(over.get("stages") or [], list):
-        merged["stages"] = _merge_stages(base["stages"], over.get("stages") or [])
+    if isinstance(base.get("stages"), list) and isinstance(overrides.get("stages") or [], list):
+        merged["stages"] = _merge_stages(base["stages"], overrides.get("stages") or [])
     return merged
 
 
-def _merge_stages(base: Sequence[Any], over: Sequence[Any]) -> list[Any]:
+def _merge_stages(base: Sequence[Any], overrides: Sequence[Any]) -> list[Any]:
     stages = {_stage_id(stage): stage for stage in base}
-    for stage in over:
+    for stage in overrides:
         old = stages.get(_stage_id(stage), {})
         sampling = _deep(
             old.get("default_sampling_params") or {}, stage.get("default_sampling_params") or {}
         )
-        own = {"default_sampling_params": sampling} if sampling else {}
-        stages[_stage_id(stage)] = {**old, **stage, **own}
+        merged = {"default_sampling_params": sampling} if sampling else {}
+        stages[_stage_id(stage)] = {**old, **stage, **merged}
     return list(stages.values())
 
 
@@ -142,39 +144,39 @@ def _stage_id(stage: Any) -> int:
     return number
 
 
-def _deep(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _deep(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
-    for name, value in over.items():
+    for name, value in overrides.items():
         old = merged.get(name)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = _deep(old, value) if both else value  # type: ignore[arg-type]
+        are_maps = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[name] = _deep(old, value) if are_maps else value  # type: ignore[arg-type]
     return merged
 
 
 def _flat_stage(stage: Any) -> dict[str, Any]:
-    number, found = _stage_id(stage), dict(stage)
+    number, fields = _stage_id(stage), dict(stage)
     for name in _NESTED:
-        inner = found.pop(name, None)
+        inner = fields.pop(name, None)
         if inner is None:
             continue
         if not isinstance(inner, Mapping):
             raise SchemaError(f"stage {number}: {name} is a map, not {inner!r:.100}")
-        for own, value in inner.items():
-            field = _RENAMED.get(own, own) if name == "runtime" else own
-            if field in found and found[field] != value:
+        for key, value in inner.items():
+            field = _RENAMED.get(key, key) if name == "runtime" else key
+            if field in fields and fields[field] != value:
                 raise SchemaError(
-                    f"stage {number}: {field} is {found[field]!r}, and {value!r} under {name}; "
+                    f"stage {number}: {field} is {fields[field]!r}, and {value!r} under {name}; "
                     "say it once"
                 )
-            found[field] = value
-    return found
+            fields[field] = value
+    return fields
 
 
 def _from_stage_args(values: Mapping[str, Any], file_name: str) -> dict[str, Any]:
     """Bring the form of vLLM-Omni's RFC to `stages:`; its file says what the pipeline is."""
-    found = dict(values)
-    stages, runtime = found.pop("stage_args"), dict(found.pop("runtime", None) or {})
-    if "stages" in found:
+    deployment = dict(values)
+    stages, runtime = deployment.pop("stage_args"), dict(deployment.pop("runtime", None) or {})
+    if "stages" in deployment:
         raise SchemaError("stage_args and stages: one of them")
     if not isinstance(stages, list) or not stages:
         raise SchemaError("stage_args: a list with at least one stage is needed")
@@ -182,12 +184,12 @@ def _from_stage_args(values: Mapping[str, Any], file_name: str) -> dict[str, Any
     runtime.pop("defaults", None)  # of queues between stages, of which there are none here
     for name in ("connectors", "edges"):
         if name in runtime:
-            found[name] = runtime.pop(name)
+            deployment[name] = runtime.pop(name)
     if runtime:
         raise SchemaError(f"runtime: no use is known for {', '.join(sorted(map(str, runtime)))}")
-    found["stages"] = [_flat_stage(stage) for stage in stages]
-    found.setdefault("pipeline", _pipeline_of(found["stages"], file_name))
-    return found
+    deployment["stages"] = [_flat_stage(stage) for stage in stages]
+    deployment.setdefault("pipeline", _pipeline_of(deployment["stages"], file_name))
+    return deployment
 
 
 def _pipeline_of(stages: Sequence[Mapping[str, Any]], file_name: str) -> str:

@@ -28,38 +28,38 @@ def with_pipeline(entry: Mapping[str, Any], kind: str, pipeline: str) -> tuple[d
     "mp" becomes a process of the stage, because such a pipeline has no workers. Raises SchemaError
     for fields that contradict the pipeline.
     """
-    where, found = f"stage {entry['stage_id']}", dict(entry)
-    backend, own = found.get("distributed_executor_backend"), found.get("model_class_name")
-    if kind == "all" and (backend == "diffusers" or own in PIPELINE_CLASSES):
+    location, fields = f"stage {entry['stage_id']}", dict(entry)
+    backend, name = fields.get("distributed_executor_backend"), fields.get("model_class_name")
+    if kind == "all" and (backend == "diffusers" or name in PIPELINE_CLASSES):
         kind = "diffusers"
     if kind != "diffusers":
-        return found, kind
+        return fields, kind
     expected = DIFFUSERS_PIPELINES.get(pipeline)
-    if expected is not None and own is not None and PIPELINE_CLASSES.get(own, own) != expected:
+    if expected is not None and name is not None and PIPELINE_CLASSES.get(name, name) != expected:
         raise SchemaError(
-            f"{where}: model_class_name {own!r} in the pipeline {pipeline}: {expected}"
+            f"{location}: model_class_name {name!r} in the pipeline {pipeline}: {expected}"
         )
     if expected is not None:
-        found["model_class_name"] = expected
+        fields["model_class_name"] = expected
     if backend == "ray":
-        raise SchemaError(f"{where}: {pipeline} has no workers for Ray: use own_process: ray")
+        raise SchemaError(f"{location}: {pipeline} has no workers for Ray: use own_process: ray")
     if backend in (None, "", "uni", "mp"):
-        found["distributed_executor_backend"] = "diffusers"
+        fields["distributed_executor_backend"] = "diffusers"
     if backend == "mp":
-        found.setdefault("own_process", True)
-    _check_output(found, where)
-    return found, kind
+        fields.setdefault("own_process", True)
+    _check_output(fields, location)
+    return fields, kind
 
 
-def _check_output(entry: Mapping[str, Any], where: str) -> None:
+def _check_output(entry: Mapping[str, Any], location: str) -> None:
     """Raises SchemaError if a stage is to give what its pipeline does not generate."""
     name = entry.get("model_class_name")
     if name not in PIPELINE_CLASSES:
         return
-    made = "video" if PIPELINE_CLASSES[name] in VIDEO_CLASSES else "image"
+    output = "video" if PIPELINE_CLASSES[name] in VIDEO_CLASSES else "image"
     for field in ("engine_output_type", "final_output_type"):
-        if entry.get(field, made) != made:
-            raise SchemaError(f"{where}: {field} {entry[field]!r}: {name} generates {made}s")
+        if entry.get(field, output) != output:
+            raise SchemaError(f"{location}: {field} {entry[field]!r}: {name} generates {output}s")
     arch = entry.get("model_arch", name)
     if PIPELINE_CLASSES.get(arch, arch) != PIPELINE_CLASSES[name]:
-        raise SchemaError(f"{where}: model_arch {arch!r} with model_class_name {name}")
+        raise SchemaError(f"{location}: model_arch {arch!r} with model_class_name {name}")

@@ -124,22 +124,22 @@ class OmniDiffusion:
             SchemaError: sampling params of an unknown name; no prompt runs.
             KVLinkError: why a prompt has no image.
         """
-        many = prompts if isinstance(prompts, list) else [prompts]
-        params = _each(sampling_params, len(many))
-        names = request_ids or [uuid.uuid4().hex for _ in many]
+        prompt_list = prompts if isinstance(prompts, list) else [prompts]
+        params = _params_by_prompt(sampling_params, len(prompt_list))
+        names = request_ids or [uuid.uuid4().hex for _ in prompt_list]
         for one_params in params:
             self._params(one_params, 0)  # wrong ones are refused before a prompt runs
-        bar = _Bar(len(many), progress)
+        bar = _Bar(len(prompt_list), progress)
         futures = []
-        for name, prompt, one_params in zip(names, many, params, strict=True):
+        for name, prompt, one_params in zip(names, prompt_list, params, strict=True):
             futures.append(self.submit(prompt, one_params, request_id=name))
             futures[-1].add_done_callback(bar.count)
-        late = wait(futures, timeout).not_done
-        if late:
+        pending = wait(futures, timeout).not_done
+        if pending:
             for name in names:
                 self.abort(name)
             waited = format_seconds(timeout or 0.0)
-            text = f"{len(late)} of {len(many)} prompts not done after {waited}"
+            text = f"{len(pending)} of {len(prompt_list)} prompts not done after {waited}"
             raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         outputs = [future.result() for future in futures]
         if on_error == "return":
@@ -176,7 +176,7 @@ class OmniDiffusion:
     async def generate_async(
         self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
     ) -> DiffusionOutput:
-        """As `submit`, for asyncio: the output, or its error raised. Cancelling aborts the prompt.
+        """Return one prompt's output, or raise its error, in asyncio; cancelling aborts the prompt.
 
         The event loop is not blocked while the prompt runs.
         """
@@ -191,7 +191,7 @@ class OmniDiffusion:
     def stream_async(
         self, prompt: Any, sampling_params: Params = None, *, request_id: str | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """As `stream`, for asyncio; the prompt is submitted when the first event is waited for.
+        """Iterate over one prompt's events in asyncio; waiting for the first event submits it.
 
         It is aborted when the iteration is cancelled, or closed (`aclose`) before its end.
         """
@@ -211,9 +211,9 @@ class OmniDiffusion:
         If Ray places it on another node, the next stage is restarted, too, to connect to it there.
         """
         stage = self.stages[number]
-        before = stage.sink_urls
+        old_urls = stage.sink_urls
         stage.restart()
-        if stage.sink_urls != before:
+        if stage.sink_urls != old_urls:
             following = self.stages[number + 1]
             assert isinstance(following.config, OmniDiffusionConfig)
             following.config = with_sources(following.config, stage.sink_urls, stage.config.kv)
@@ -260,8 +260,8 @@ class OmniDiffusion:
         """
         with contextlib.ExitStack() as started:
             for number, stage in enumerate(self.stages):
-                own = str(Path(directory).absolute() / f"stage-{number}") if directory else ""
-                stage.start_profile(own)
+                stage_dir = str(Path(directory).absolute() / f"stage-{number}") if directory else ""
+                stage.start_profile(stage_dir)
                 started.callback(stage.stop_profile)
             started.pop_all()
 
@@ -292,8 +292,8 @@ class OmniDiffusion:
         config, deploy = self._configs[number], self.deploy.stages[number]
         on_death = None if self._on_death is None else partial(self._on_death, number)
         if isinstance(config, OmniDiffusionConfig) and number:
-            before = self.stages[number - 1].sink_urls
-            config = with_sources(config, before, self._configs[number - 1].kv)
+            urls = self.stages[number - 1].sink_urls
+            config = with_sources(config, urls, self._configs[number - 1].kv)
         if deploy.settings.get("own_process") == "ray":
             return StageActor(config, on_death=on_death)
         if is_remote(deploy, is_last=number == len(self._configs) - 1):
@@ -304,9 +304,9 @@ class OmniDiffusion:
     def _submit(
         self, prompt: Any, sampling_params: Params, request_id: str, **extra: Any
     ) -> Future[DiffusionOutput]:
-        items, own = read_prompt(prompt)
-        own |= extra
-        params = self._params(sampling_params, 0, **own)
+        items, prompt_params = read_prompt(prompt)
+        prompt_params |= extra
+        params = self._params(sampling_params, 0, **prompt_params)
         if self.deploy.stages[0].kind == "ar":
             params.latents = None  # the stage that denoises gets them
         request = OmniDiffusionRequest(as_tensors(items), params, request_id)
@@ -326,16 +326,18 @@ class OmniDiffusion:
         first.add_done_callback(partial(self._on_stage, request, sampling_params, done, []))
         return done
 
-    def _params(self, given: Params, number: int, **own: Any) -> OmniDiffusionSamplingParams:
-        """The given params, completed with the stage's defaults; `own` are the prompt's."""
-        if isinstance(given, OmniDiffusionSamplingParams):
+    def _params(
+        self, params: Params, number: int, **prompt_params: Any
+    ) -> OmniDiffusionSamplingParams:
+        """Complete params with the stage's defaults; `prompt_params` override both."""
+        if isinstance(params, OmniDiffusionSamplingParams):
             blank = OmniDiffusionSamplingParams()
-            given = {
-                name: getattr(given, name)
+            params = {
+                name: getattr(params, name)
                 for name in _PARAMS
-                if getattr(given, name) != getattr(blank, name)
+                if getattr(params, name) != getattr(blank, name)
             }
-        fields = {**self.deploy.stages[number].sampling, **(given or {}), **own}
+        fields = {**self.deploy.stages[number].sampling, **(params or {}), **prompt_params}
         if unknown := sorted(fields.keys() - set(_PARAMS)):
             raise SchemaError(
                 f"{', '.join(unknown)}: no sampling params here; there are {', '.join(_PARAMS)}"
@@ -345,7 +347,7 @@ class OmniDiffusion:
     def _on_stage(
         self,
         request: OmniDiffusionRequest,
-        given: Params,
+        sampling_params: Params,
         done: Future[DiffusionOutput],
         stages: list[DiffusionOutput],
         finished: Future[DiffusionOutput],
@@ -359,7 +361,7 @@ class OmniDiffusion:
             self.stages[number - 2].fail_kv(key, str(output.error))
         if output.error is None and number < len(self.stages) and request.need_kv_transfer:
             try:
-                following = self._following(number, request, given, output)
+                following = self._following(number, request, sampling_params, output)
                 coming = self.stages[number].submit(following)
             except Exception as error:
                 self.stages[number - 1].fail_kv(key, str(error))
@@ -369,21 +371,27 @@ class OmniDiffusion:
                     aborted = key in self._aborted
                 if aborted:  # between two stages: the next one releases its KV
                     self.stages[number].abort(key)
-                coming.add_done_callback(partial(self._on_stage, following, given, done, stages))
+                coming.add_done_callback(
+                    partial(self._on_stage, following, sampling_params, done, stages)
+                )
                 return
         with self._lock:
             self._open.discard(key)
             self._aborted.discard(key)
-        found = {name: _first(getattr(stage, name) for stage in stages) for name in _OF_TEXT}
-        done.set_result(dataclasses.replace(output, **found, stages=stages))
+        text_fields = {name: _first(getattr(stage, name) for stage in stages) for name in _OF_TEXT}
+        done.set_result(dataclasses.replace(output, **text_fields, stages=stages))
 
     def _following(
-        self, number: int, request: OmniDiffusionRequest, given: Params, output: DiffusionOutput
+        self,
+        number: int,
+        request: OmniDiffusionRequest,
+        sampling_params: Params,
+        output: DiffusionOutput,
     ) -> OmniDiffusionRequest:
         """The request for the next stage, which receives the KV that was sent."""
         sent = output.kv_sent
         assert sent is not None  # a stage with a sink returns it, or an error
-        params = self._params(given, number, stream=request.sampling_params.stream)
+        params = self._params(sampling_params, number, stream=request.sampling_params.stream)
         if sent.image_shape is not None:
             params.height, params.width = sent.image_shape
         return OmniDiffusionRequest(
@@ -416,13 +424,15 @@ class _Bar:
                 sys.stderr.flush()
 
 
-def _deployment(given: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:
-    if given is None:
+def _deployment(source: str | Path | DeployConfig | Mapping[str, Any] | None) -> DeployConfig:
+    if source is None:
         stages = [{"stage_id": 0}, {"stage_id": 1}]
         return DeployConfig.from_dict({"pipeline": "bagel", "stages": stages})
-    if isinstance(given, DeployConfig):
-        return given
-    return DeployConfig.from_dict(given) if isinstance(given, Mapping) else DeployConfig.load(given)
+    if isinstance(source, DeployConfig):
+        return source
+    if isinstance(source, Mapping):
+        return DeployConfig.from_dict(source)
+    return DeployConfig.load(source)
 
 
 def _answer(output: DiffusionOutput, output_type: str) -> Any:
@@ -438,9 +448,9 @@ def _first(values: Iterable[Any]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _each(given: Params | Sequence[Params], count: int) -> Sequence[Params]:
-    if given is None or isinstance(given, (OmniDiffusionSamplingParams, Mapping)):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{len(given)} sampling params for {count} prompts")
-    return given
+def _params_by_prompt(params: Params | Sequence[Params], count: int) -> Sequence[Params]:
+    if params is None or isinstance(params, (OmniDiffusionSamplingParams, Mapping)):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling params for {count} prompts")
+    return params

@@ -53,7 +53,9 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
     A stage's sink is what the next one's connector names. Raises SchemaError for invalid settings.
     """
     configs: list[OmniARConfig | OmniDiffusionConfig] = []
-    ends = [_sink(to.connector, by) for by, to in itertools.pairwise(deploy.stages)] + [("", {})]
+    ends = [
+        _sink(receiver.connector, sender) for sender, receiver in itertools.pairwise(deploy.stages)
+    ] + [("", {})]
     for stage, (sink, options) in zip(deploy.stages, ends, strict=True):
         kind = stage.kind
         values = _settings(stage)
@@ -87,16 +89,16 @@ def stage_configs(deploy: DeployConfig, model: str) -> list[OmniARConfig | OmniD
                 check_attention_backend(configs[-1].attention_backend)
         except (ValueError, EngineError) as error:
             raise SchemaError(f"stage {stage.stage_id}: {error}") from None
-    for at, after in enumerate(configs[1:]):
-        kv = dataclasses.replace(configs[at].kv, receivers=after.parallel_config)
-        configs[at] = dataclasses.replace(configs[at], kv=kv)
+    for number, receiver in enumerate(configs[1:]):
+        kv = dataclasses.replace(configs[number].kv, receivers=receiver.parallel_config)
+        configs[number] = dataclasses.replace(configs[number], kv=kv)
     return configs
 
 
-def _check_tiling(config: OmniDiffusionConfig, given: Mapping[str, Any]) -> None:
+def _check_tiling(config: OmniDiffusionConfig, values: Mapping[str, Any]) -> None:
     """Raises ValueError if tiles that are to be divided are switched off."""
     degree = config.parallel_config.vae_patch_parallel_size
-    if degree > 1 and given.get("vae_use_tiling") is False:
+    if degree > 1 and values.get("vae_use_tiling") is False:
         raise ValueError(
             f"vae_patch_parallel_size {degree} with vae_use_tiling: false: ranks divide the tiles; "
             "remove one of them"
@@ -104,10 +106,10 @@ def _check_tiling(config: OmniDiffusionConfig, given: Mapping[str, Any]) -> None
 
 
 def with_sources(
-    config: OmniDiffusionConfig, urls: tuple[str, ...], before: KVConfig
+    config: OmniDiffusionConfig, urls: tuple[str, ...], sender_kv: KVConfig
 ) -> OmniDiffusionConfig:
     """A stage's configuration with the URLs that the ranks of the stage before serve."""
-    sink = before.sink_options  # of which both ends need these; keys are each end's own
+    sink = sender_kv.sink_options  # both ends need the two options below; keys are each end's own
     options: dict[str, Any] = {name: sink[name] for name in ("directory", "mode") if name in sink}
     options |= config.kv.source_options
     kv = dataclasses.replace(config.kv, sources=urls, source_options=options)
@@ -129,7 +131,7 @@ def environment(stage: StageDeploy) -> dict[str, str]:
     if not numbers:
         return stage.environment
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(at) for at in range(torch.cuda.device_count())]
+    names = [str(number) for number in range(torch.cuda.device_count())]
     if visible is not None:
         names = [name.strip() for name in visible.split(",")][: len(names)]
     chosen = ",".join(names[number] for number in numbers)
@@ -144,29 +146,29 @@ def _settings(stage: StageDeploy) -> dict[str, Any]:
     return dict(stage.settings)
 
 
-def _lora(values: dict[str, Any], where: str) -> dict[str, Any]:
+def _lora(values: dict[str, Any], location: str) -> dict[str, Any]:
     """Take the fields of adapters out of a stage's, in the forms that vLLM-Omni has for them."""
-    own = {name: values.pop(name) for name in _LORA & set(values)}
+    fields = {name: values.pop(name) for name in _LORA & set(values)}
     if "static_lora_scale" in values:
         scale = values.pop("static_lora_scale")
-        if own.setdefault("lora_scale", scale) != scale:
-            raise SchemaError(f"{where}: lora_scale and static_lora_scale are one; say it once")
+        if fields.setdefault("lora_scale", scale) != scale:
+            raise SchemaError(f"{location}: lora_scale and static_lora_scale are one; say it once")
     for name in ("lora_path", "lora_scale"):
-        if isinstance(own.get(name), list):
-            if len(own[name]) != 1:
-                raise SchemaError(f"{where}: {name} {own[name]!r:.100}: one adapter a stage")
-            own[name] = own[name][0]
-        if name in own and own[name] is None:
-            del own[name]
-    return own
+        if isinstance(fields.get(name), list):
+            if len(fields[name]) != 1:
+                raise SchemaError(f"{location}: {name} {fields[name]!r:.100}: one adapter a stage")
+            fields[name] = fields[name][0]
+        if name in fields and fields[name] is None:
+            del fields[name]
+    return fields
 
 
 def _ar(values: dict[str, Any], *, think: bool) -> OmniARConfig:
     values = {name: value for name, value in values.items() if value is not None}
     blocks = values.pop("num_gpu_blocks_override", None)
-    own = {} if blocks is None else {"num_blocks": blocks}
-    config = OmniARConfig.read({**values, **own, "think": think})
-    if own or "max_num_batched_tokens" not in values:
+    overrides = {} if blocks is None else {"num_blocks": blocks}
+    config = OmniARConfig.read({**values, **overrides, "think": think})
+    if overrides or "max_num_batched_tokens" not in values:
         return config
     blocks = -(-config.max_num_batched_tokens // config.block_size)
     if values.get("enable_chunked_prefill"):  # a prompt may be longer than a step
@@ -207,15 +209,15 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
     if spec is None and _is_on_ray(stage):  # shared memory on one node, else the network
         return f"auto://engine-{uuid.uuid4().hex[:8]}?tcp={NODE}:0", {}
     if spec is None or spec.name == "SharedMemoryConnector":
-        own = {} if spec is None else _options(spec, without=_SHARED_MEMORY)
-        return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", own
+        options = {} if spec is None else _options(spec, exclude=_SHARED_MEMORY)
+        return f"shm://engine-{os.getpid()}-{uuid.uuid4().hex[:8]}", options
     if spec.name == "MooncakeTransferEngineConnector":
         return _mooncake(spec)
     if spec.name == "KVLinkConnector":
         if "url" not in spec.extra:
             raise SchemaError("KVLinkConnector: extra has no url, such as zmq+tcp://127.0.0.1:0")
         url = LinkUrl().read(spec.extra["url"], f"{spec.name}: extra.url")
-        return url, _options(spec, without={"url"})
+        return url, _options(spec, exclude={"url"})
     raise SchemaError(
         f"no connector {spec.name!r}; there are SharedMemoryConnector, "
         "MooncakeTransferEngineConnector and KVLinkConnector, which takes any URL of this library"
@@ -225,37 +227,37 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
 def _mooncake(spec: ConnectorSpec) -> tuple[str, dict[str, Any]]:
     """This library's connector for the same network: UCX for rdma, ZMQ for tcp."""
     extra = spec.extra
-    where, protocol = f"{spec.name}: extra", extra.get("protocol", "rdma")
-    host = Text(filled=True).read(extra.get("host", "auto"), f"{where}.host")
-    port = Integer(0, 65535).read(extra.get("zmq_port", 0), f"{where}.zmq_port")
+    location, protocol = f"{spec.name}: extra", extra.get("protocol", "rdma")
+    host = Text(filled=True).read(extra.get("host", "auto"), f"{location}.host")
+    port = Integer(0, 65535).read(extra.get("zmq_port", 0), f"{location}.zmq_port")
     if protocol not in _PROTOCOLS or extra.get("memory_pool_device", "cpu") != "cpu":
         raise SchemaError(
             f"{spec.name}: protocol {protocol!r}, memory_pool_device "
             f"{extra.get('memory_pool_device', 'cpu')!r}; rdma or tcp, and cpu"
         )
-    options = _options(spec, without=_MOONCAKE)
+    options = _options(spec, exclude=_MOONCAKE)
     if "memory_pool_size" in extra:
-        size = Size(1).read(extra["memory_pool_size"], f"{where}.memory_pool_size")
+        size = Size(1).read(extra["memory_pool_size"], f"{location}.memory_pool_size")
         options["quota"] = size
     if extra.get("device_name"):
-        options["ucx_devices"] = Text().read(extra["device_name"], f"{where}.device_name")
+        options["ucx_devices"] = Text().read(extra["device_name"], f"{location}.device_name")
     address = "127.0.0.1" if host == "auto" else host
     return f"{_PROTOCOLS[protocol]}://{address}:{port}", options
 
 
 def _of_rank(url: str, rank: int) -> str:
     authority, question, query = url.partition("?")
-    own = authority if _PORT.search(authority) else f"{authority}-{rank}"
+    address = authority if _PORT.search(authority) else f"{authority}-{rank}"
     return _PORT.sub(
-        lambda found: f":{int(found[1]) and int(found[1]) + rank}", own + question + query
+        lambda port: f":{int(port[1]) and int(port[1]) + rank}", address + question + query
     )
 
 
-def _options(spec: ConnectorSpec, *, without: Iterable[str]) -> dict[str, Any]:
+def _options(spec: ConnectorSpec, *, exclude: Iterable[str]) -> dict[str, Any]:
     """The options of the link; raises SchemaError for a field that is none."""
-    check_names(spec.extra, [*without, *rules(ServeOptions)], f"{spec.name}: extra.")
-    given = {name: value for name, value in spec.extra.items() if name not in without}
-    options: dict[str, Any] = SomeOf(ServeOptions).read(given, f"{spec.name}: extra")
+    check_names(spec.extra, [*exclude, *rules(ServeOptions)], f"{spec.name}: extra.")
+    values = {name: value for name, value in spec.extra.items() if name not in exclude}
+    options: dict[str, Any] = SomeOf(ServeOptions).read(values, f"{spec.name}: extra")
     return options
 
 

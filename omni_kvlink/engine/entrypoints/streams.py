@@ -98,17 +98,17 @@ class RequestStream:
                 self._count += len(event.token_ids)
                 self._text += event.text
             last = self._events[-1] if self._events else None
-            both = None if last is None or isinstance(last, OutputEvent) else merged(last, event)
-            self._events[-1:] = [both] if both is not None else [*self._events[-1:], event]
+            union = None if last is None or isinstance(last, OutputEvent) else merged(last, event)
+            self._events[-1:] = [union] if union is not None else [*self._events[-1:], event]
         self._notify()
 
     def put_rest(self, output: DiffusionOutput) -> None:
         """Add the tokens of a stage's output that did not come as events."""
         ids, text = output.token_ids or [], output.text or ""
         with self._changed:  # no event of the stage may come in between
-            rest, written = ids[self._count :], text[len(self._text) :]
-            if rest or written:
-                self.put(TokenEvent(self.request_id, self._count, rest, written))
+            new_ids, new_text = ids[self._count :], text[len(self._text) :]
+            if new_ids or new_text:
+                self.put(TokenEvent(self.request_id, self._count, new_ids, new_text))
 
     def end(self, output: DiffusionOutput) -> None:
         """Add the request's output; nothing may be put after it."""
@@ -140,7 +140,7 @@ class StreamTable:
         """Begin to take events for a stream, before its request is submitted."""
         with self._lock:
             self._streams[stream.request_id] = stream
-            idle = [at for at in range(len(self._stages)) if at not in self._taking]
+            idle = [number for number in range(len(self._stages)) if number not in self._taking]
             self._taking.update(idle)
         for number in idle:
             self._take(number)

@@ -65,10 +65,10 @@ class Executor(WorkerCalls):
         usual = "uni" if ranks == 1 else "mp"
         usual = "diffusers" if config.model_class_name in PIPELINE_CLASSES else usual
         name = config.distributed_executor_backend or usual
-        found = load_class("executor", name, _EXECUTORS)
-        if not (isinstance(found, type) and issubclass(found, Executor)):
+        executor_class = load_class("executor", name, _EXECUTORS)
+        if not (isinstance(executor_class, type) and issubclass(executor_class, Executor)):
             raise ValueError(f"{name} is no Executor")
-        return found
+        return executor_class
 
     @abstractmethod
     def _init_executor(self) -> None:
@@ -76,7 +76,7 @@ class Executor(WorkerCalls):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """How many batches `execute_model` takes before the first of them has ended."""
+        """The number of batches that `execute_model` takes before the first of them has ended."""
         return 1
 
     def prepare(self, request: OmniDiffusionRequest) -> None:
@@ -95,8 +95,8 @@ class Executor(WorkerCalls):
 
     def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
         """Run each request in a call of its own."""
-        alone = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
-        return BatchRunnerOutput([self.execute_batch(one).runner_outputs[0] for one in alone])
+        parts = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
+        return BatchRunnerOutput([self.execute_batch(part).runner_outputs[0] for part in parts])
 
     @abstractmethod
     def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:

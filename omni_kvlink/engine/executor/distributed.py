@@ -40,7 +40,7 @@ _RESULT_TIMEOUT = 5.0
 Answers: TypeAlias = "Sequence[Future[ModelRunnerOutput]]"
 """The outputs of a part of a batch, of each rank of its group."""
 _CLIENT_ERRORS = (EngineDeadError, ClosedError)
-"""What calls of a worker fail with after it has died, or was shut down."""
+"""The errors of a worker's calls after it has died, or was shut down."""
 
 
 class DistributedExecutor(Executor):
@@ -86,7 +86,7 @@ class DistributedExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """As configured; a worker's next batch is in its queue while one runs."""
+        """The configured number; a worker's next batch is in its queue while one runs."""
         return getattr(self.config, "max_concurrent_batches", 1)
 
     def execute_model(
@@ -146,15 +146,15 @@ class DistributedExecutor(Executor):
         """Call a method of every worker; see `Executor.collective_rpc`."""
         self._check_alive()
         answers = [worker.call(method, args, kwargs) for worker in self.workers]
-        late = wait(answers, timeout, FIRST_EXCEPTION).not_done
+        pending = wait(answers, timeout, FIRST_EXCEPTION).not_done
         for rank, answer in enumerate(answers):
             error = answer.exception() if answer.done() else None
             if isinstance(error, _CLIENT_ERRORS):
                 self._check_alive()
             if error is not None:
                 raise with_prefix(error, f"rank {rank}: ") if len(answers) > 1 else error
-        if late:
-            ranks = ", ".join(str(rank) for rank, one in enumerate(answers) if one in late)
+        if pending:
+            ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer in pending)
             raise TransferTimeout(
                 f"{method}: no answer of rank {ranks} within {format_seconds(timeout or 0.0)}",
                 waited=timeout or 0.0,
@@ -211,7 +211,7 @@ class DistributedExecutor(Executor):
         return [
             dataclasses.replace(
                 step,
-                requests=[one for one in step.requests if one.request_id in keys],
+                requests=[request for request in step.requests if request.request_id in keys],
                 cached_request_ids=[key for key in step.cached_request_ids if key in keys],
                 aborted_request_ids=[key for key in step.aborted_request_ids if key in keys],
             )
@@ -307,12 +307,12 @@ class DistributedExecutor(Executor):
         """A group's output; a request that failed on one rank has failed."""
         if wait(answers, return_when=FIRST_EXCEPTION).not_done:
             wait(answers, _RESULT_TIMEOUT)
-        errors = [error for one in answers if one.done() and (error := one.exception())]
+        errors = [error for answer in answers if answer.done() and (error := answer.exception())]
         for error in errors:
             if isinstance(error, _CLIENT_ERRORS):
                 wait(answers, _RESULT_TIMEOUT)
                 self._raise_dead(error)
-        if not all(one.done() for one in answers):
+        if not all(answer.done() for answer in answers):
             self._fail(EngineDeadError(f"a rank waits for one that failed: {errors[0]}"))
             self._check_alive()
         if errors:
@@ -363,11 +363,11 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
     """The leader's results with the other ranks' errors, and the largest size of KV sent."""
     merged = dict(by_rank[0])
     for key, result in merged.items():
-        of_ranks = [results[key] for results in by_rank]
-        error = next((one.error for one in of_ranks if one.error is not None), None)
+        rank_results = [results[key] for results in by_rank]
+        error = next((result.error for result in rank_results if result.error is not None), None)
         if error is not None:
             merged[key] = DiffusionOutput(key, error=error, seconds=result.seconds)
         elif result.kv_sent is not None:
-            nbytes = max(one.kv_sent.nbytes for one in of_ranks if one.kv_sent is not None)
+            nbytes = max(r.kv_sent.nbytes for r in rank_results if r.kv_sent is not None)
             result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
     return merged

@@ -16,4 +16,4 @@ PIPELINE_CLASSES = {
 """Names of vLLM-Omni and of diffusers, and diffusers' class for each."""
 
 VIDEO_CLASSES = frozenset(("WanPipeline",))
-"""Those that generate videos."""
+"""The classes that generate videos."""

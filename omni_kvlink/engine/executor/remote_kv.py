@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.config import KVConfig
     from omni_kvlink.engine.executor.dp_router import DPRouter
 
-_GRACE = 0.15
-"""Seconds after a request's deadline in which a worker's own TransferTimeout may arrive."""
+_GRACE_SECONDS = 0.15
+"""The time after a request's deadline in which a worker's own TransferTimeout may arrive."""
 _STATS_TIMEOUT = 1.0
 """Seconds to wait for the workers' statistics."""
 
@@ -86,6 +86,7 @@ class RemoteKVManager:
                 raise EngineError(f"request {key!r} holds KV already: free it first")
             self._budget.take(request)
             workers = list(self._workers_of(self._router.assign(key)))
+            # the ranks receive by the id alone; the prompt follows with the batch
             short = dataclasses.replace(request, prompt="", kv_timeout=timeout)
             self._entries[key] = RemoteKVEntry(short, timeout, workers)
 
@@ -97,7 +98,7 @@ class RemoteKVManager:
                 state = KVState.ABSENT if entry is None else entry.state
                 raise EngineError(f"the KV of {request.request_id!r} is {state.value}")
             entry.state, entry.remaining = KVState.RECEIVING, len(entry.workers)
-            entry.deadline = time.monotonic() + entry.timeout + _GRACE
+            entry.deadline = time.monotonic() + entry.timeout + _GRACE_SECONDS
         self._receiver.submit(self._begin, entry)
 
     def state(self, request_id: str) -> KVState:
@@ -114,7 +115,7 @@ class RemoteKVManager:
         """The next deadline of a receive, on `time.monotonic`'s clock."""
         with self._lock:
             entries = self._entries.values()
-            deadlines = [one.deadline for one in entries if one.state is KVState.RECEIVING]
+            deadlines = [entry.deadline for entry in entries if entry.state is KVState.RECEIVING]
         return min(deadlines, default=None)
 
     def free(self, request: OmniDiffusionRequest) -> None:
@@ -134,7 +135,7 @@ class RemoteKVManager:
         """Budget, states, counts; in "workers" the sums of those that "answered" within 1 s."""
         with self._lock:
             states = [entry.state.value for entry in self._entries.values()]
-            own = {
+            stats = {
                 "budget": self._budget.nbytes,
                 "charged": self._budget.charged,
                 "held": {state.value: states.count(state.value) for state in KVState},
@@ -142,9 +143,14 @@ class RemoteKVManager:
             }
         answers = [worker.kv_stats() for worker in self._workers]
         wait(answers, _STATS_TIMEOUT)
-        stats = [one.result() for one in answers if one.done() and one.exception() is None]
-        sums = {name: sum(one[name] for one in stats) for name in ("charged", *self._counts)}
-        return {**own, "workers": {"answered": len(stats), **sums}}
+        worker_stats = [
+            answer.result() for answer in answers if answer.done() and answer.exception() is None
+        ]
+        sums = {
+            name: sum(counts[name] for counts in worker_stats)
+            for name in ("charged", *self._counts)
+        }
+        return {**stats, "workers": {"answered": len(worker_stats), **sums}}
 
     def close(self) -> None:
         """Stop the thread; a second call does nothing. What the workers hold is not freed."""
@@ -173,8 +179,8 @@ class RemoteKVManager:
     def _on_deadline(self) -> None:
         now = time.monotonic()
         with self._lock:
-            late = [one for one in self._entries.values() if one.deadline <= now]
-        for entry in late:
+            expired = [entry for entry in self._entries.values() if entry.deadline <= now]
+        for entry in expired:
             key, waited = entry.request.request_id, entry.timeout
             text = f"the KV of {key!r} did not arrive within {format_seconds(waited)}; "
             text += "no worker reported it"

@@ -73,8 +73,8 @@ class UniprocExecutor(Executor):
         answer: Future[Any] = Future()
         Thread(target=set_result_of, args=(answer, call), daemon=True).start()
         if not wait([answer], timeout).done:
-            late = f"{method} took more than {format_seconds(timeout)}"
-            raise TransferTimeout(late, waited=timeout)
+            text = f"{method} took more than {format_seconds(timeout)}"
+            raise TransferTimeout(text, waited=timeout)
         return [answer.result()]
 
     def shutdown(self) -> None:

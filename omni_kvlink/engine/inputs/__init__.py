@@ -1,1 +1,1 @@
-"""What a request brings: its prompt, and the tensors and values of its sampling params."""
+"""The inputs of a request: its prompt, and the tensors and values of its sampling params."""

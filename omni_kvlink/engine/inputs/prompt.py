@@ -33,8 +33,8 @@ class EmbedsPrompt:
             if not _EMBEDS.fullmatch(name):
                 raise SchemaError(f"{name}: no embeddings of a prompt; such as prompt_embeds")
             if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.shape[0] != 1:
-                found = getattr(tensor, "shape", type(tensor).__name__)
-                raise SchemaError(f"{name}: a tensor of one prompt, [1, …], not {found}")
+                kind = getattr(tensor, "shape", type(tensor).__name__)
+                raise SchemaError(f"{name}: a tensor of one prompt, [1, …], not {kind}")
         if "prompt_embeds" not in self.tensors:
             raise SchemaError(f"{', '.join(self.tensors)}: prompt_embeds is missing")
 

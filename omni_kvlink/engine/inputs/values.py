@@ -21,8 +21,8 @@ def check_values(latents: object, extra_args: object, count: int) -> None:
     if latents is None:
         return
     if not isinstance(latents, torch.Tensor) or not latents.is_floating_point():
-        found = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
-        raise SchemaError(f"latents: a tensor of floating-point numbers, not {found}")
+        kind = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
+        raise SchemaError(f"latents: a tensor of floating-point numbers, not {kind}")
     if latents.ndim < 2 or latents.shape[0] != count:
         raise SchemaError(
             f"latents of shape {[*latents.shape]} for num_outputs_per_prompt {count}: "

@@ -14,7 +14,12 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.codec import pack, unpack
-from omni_kvlink.engine.ipc.shm_tensors import QUOTA, ShmTensorReader, ShmTensorWriter, close_all
+from omni_kvlink.engine.ipc.shm_tensors import (
+    QUOTA_NBYTES,
+    ShmTensorReader,
+    ShmTensorWriter,
+    close_all,
+)
 from omni_kvlink.errors import ClosedError, PeerLostError, SchemaError, WireError
 from omni_kvlink.lowlevel import Block, Mapping
 
@@ -36,7 +41,7 @@ class RpcChannel:
     travel in shared memory, at most `quota` bytes, reused once the receiver has copied them out.
     """
 
-    def __init__(self, sock: socket.socket, *, quota: int = QUOTA):
+    def __init__(self, sock: socket.socket, *, quota: int = QUOTA_NBYTES):
         self._sock = sock
         self._tensors_out, self._tensors_in = ShmTensorWriter(quota), ShmTensorReader()
         self._sending = threading.Lock()
@@ -146,8 +151,8 @@ class RpcChannel:
         if flags & socket.MSG_CTRUNC:
             close_all(descriptors)
             raise WireError("a message came with more descriptors than this process may open")
-        rest = self._read(_LENGTH.size - len(head))
-        return _LENGTH.unpack(head + rest), descriptors
+        tail = self._read(_LENGTH.size - len(head))
+        return _LENGTH.unpack(head + tail), descriptors
 
     def _read(self, count: int) -> bytearray:
         buffer = bytearray(count)

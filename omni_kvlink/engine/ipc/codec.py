@@ -138,7 +138,9 @@ def unpack_config(values: Mapping[str, Any]) -> StageConfig:
 
 def pack_error(error: BaseException) -> dict[str, Any]:
     """Encode an error: its class's name, its text, and its attributes that are plain values."""
-    plain = {name: one for name, one in vars(error).items() if isinstance(one, (str, int, float))}
+    plain = {
+        name: value for name, value in vars(error).items() if isinstance(value, (str, int, float))
+    }
     return {"kind": type(error).__name__, "text": str(error), "attributes": plain}
 
 

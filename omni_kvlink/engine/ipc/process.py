@@ -39,16 +39,16 @@ class ProcessHandle:
         environment: Mapping[str, str] | None = None,
     ):
         self.name = name
-        here, there = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         program = [sys.executable, "-m", f"{__package__}.process_main"]
-        with there:
+        with child_end:
             self._process = subprocess.Popen(
-                [*program, str(there.fileno()), directory],
-                pass_fds=[there.fileno()],
+                [*program, str(child_end.fileno()), directory],
+                pass_fds=[child_end.fileno()],
                 env={**os.environ, **(environment or {})},
             )
         self.pid = self._process.pid
-        self._channel = RpcChannel(here)
+        self._channel = RpcChannel(parent_end)
         first = {"service": service, "config": pack_config(config), "args": list(args)}
         self._channel.send({**first, "path": sys.path})
 

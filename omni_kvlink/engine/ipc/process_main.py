@@ -29,7 +29,7 @@ def main() -> None:
     except PeerLostError:  # the owner was killed before it named a service
         _remove(directory)
         return
-    sys.path += [each for each in first["path"] if each not in sys.path]
+    sys.path += [path for path in first["path"] if path not in sys.path]
     module, _, name = first["service"].partition(":")
     kind = getattr(importlib.import_module(f"omni_kvlink.engine.{module}"), name)
     service = kind(unpack_config(first["config"]), *first["args"])

@@ -35,8 +35,8 @@ Send: TypeAlias = Callable[[dict[str, Any]], None]
 
 SHUTDOWN_TIMEOUT = 10.0
 """Seconds that a process may take to shut down before it is killed."""
-_EXIT_REPORT = 5.0
-"""Seconds in which a transport reports the end of a process that has been killed."""
+_EXIT_REPORT_SECONDS = 5.0
+"""The time in which a transport reports the end of a process that has been killed."""
 
 
 class RpcTransport(Protocol):
@@ -154,10 +154,10 @@ class RpcClient:
     def join(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Wait until the process has ended; kill it after `timeout` seconds."""
         self._transport.join(timeout)
-        if threading.current_thread() is self._reader:
+        if threading.current_thread() is self._reader:  # called by `on_death`, which runs in it
             self._transport.close()
             return
-        self._reader.join(_EXIT_REPORT)
+        self._reader.join(_EXIT_REPORT_SECONDS)
         self._transport.close()
         self._reader.join()
 

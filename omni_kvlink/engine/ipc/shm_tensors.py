@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 INLINE_NBYTES = 64 << 10
 """Tensors of fewer bytes are part of the message itself."""
-QUOTA = 1 << 30
-_MIN_ARENA = 8 << 20
+QUOTA_NBYTES = 1 << 30
+_MIN_ARENA_NBYTES = 8 << 20
 _RESERVE_TIMEOUT = 10.0
 """Seconds to wait until the receiver has freed memory of earlier messages."""
 
@@ -26,11 +26,13 @@ _RESERVE_TIMEOUT = 10.0
 class ShmTensorWriter:
     """Writes tensors into shared memory, up to a quota of bytes, for one process; thread-safe."""
 
-    def __init__(self, quota: int = QUOTA):
+    def __init__(self, quota: int = QUOTA_NBYTES):
         self._retired: list[int] = []
         self._announced: set[int] = set()
         make = partial(Mapping.shared, "kvlink-shm-tensors")
-        self._pool = ArenaPool(make, quota, self._retired.append, min_arena=min(quota, _MIN_ARENA))
+        self._pool = ArenaPool(
+            make, quota, self._retired.append, min_arena=min(quota, _MIN_ARENA_NBYTES)
+        )
 
     def write(self, blocks: list[Block], tensor: torch.Tensor) -> dict[str, Any]:
         """Copy a tensor into shared memory, for which it waits up to 10 s; a `WriteTensor`.

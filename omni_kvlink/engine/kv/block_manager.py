@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockManager:
-    """Which blocks of the pools are free, and which hold KV that is known by a hash.
+    """The free blocks of the pools, and those whose KV is known by a hash.
 
     A block may be used by several requests. One that nobody uses is free, and keeps what it is
     known by until it is allocated: blocks without a hash first, then the least recently used.
@@ -37,16 +37,16 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """How many blocks are free."""
+        """The number of free blocks."""
         return len(self._free) + len(self._unused)
 
     @property
     def num_cached(self) -> int:
-        """How many blocks have a hash."""
+        """The number of blocks that have a hash."""
         return len(self._hashes)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks a number of tokens needs."""
+        """Return the number of blocks that so many tokens need."""
         return -(-tokens // self.block_size)
 
     def can_allocate(self, blocks: int) -> bool:
@@ -65,8 +65,8 @@ class BlockManager:
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the first hashes, as far as they are known."""
-        known = takewhile(lambda block: block is not None, map(self._by_hash.get, hashes))
-        return [block for block in known if block is not None]
+        blocks = takewhile(lambda block: block is not None, map(self._by_hash.get, hashes))
+        return [block for block in blocks if block is not None]
 
     def share(self, blocks: Sequence[int]) -> None:
         """Use blocks that `find` returned, also those that others use."""

@@ -42,11 +42,13 @@ def receive_hidden(
 
 
 def hidden_readers(partition: KVPartition, tensor: int) -> int:
-    """How many ranks of the next stage get the hidden states from this tensor rank.
+    """Count the ranks of the next stage that get the hidden states from this tensor rank.
 
     Each gets them where its first part of the KV comes from.
     """
-    of = partition.receivers
-    ranks = itertools.product(range(of.cfg_parallel_size), range(of.tensor_parallel_size))
+    receivers = partition.receivers
+    ranks = itertools.product(
+        range(receivers.cfg_parallel_size), range(receivers.tensor_parallel_size)
+    )
     firsts = [partition.sent_to(RankCoords(0, *rank))[0] for rank in ranks]
     return sum(part.sender == tensor for part in firsts)

@@ -1,4 +1,4 @@
-"""What a scheduler calls on the manager of its requests' KV, in this process or elsewhere."""
+"""The methods that a scheduler calls on its KV manager, in this process or elsewhere."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_source import KVSource, ReceivedKV
 from omni_kvlink.errors import CapacityError, ClosedError, TransferTimeout, format_seconds
+from omni_kvlink.lowlevel import BackgroundGet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +52,7 @@ class KVEntry:
     data: KVPayload | None = None  # while READY
     error: Exception | None = None  # while FAILED
     source: KVSource | None = None
-    get: Any = None
+    get: BackgroundGet | None = None
     received: ReceivedKV | None = None
 
     def abort(self, reason: str) -> None:
@@ -67,7 +68,8 @@ class KVEntry:
         text = f"the KV of {self.request_id!r} did not come within {format_seconds(self.timeout)}"
         if self.source is not None:
             text += self.source.timeout_hint(self.request_id)
-        phase = "asked for" if self.get else "connecting"
+        is_requested = self.get is not None and self.get.is_requested
+        phase = "asked for" if is_requested else "connecting"
         return TransferTimeout(text, key=self.request_id, waited=self.timeout, phase=phase)
 
 
@@ -135,10 +137,10 @@ class KVReceiver:
     def _run(self) -> None:
         while not self._is_closed:
             deadline, job = self._next_deadline(), self._on_deadline
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is None or left > 0:
+            limit = None if deadline is None else deadline - time.monotonic()
+            if limit is None or limit > 0:
                 with contextlib.suppress(queue.Empty):
-                    job = self._jobs.get(timeout=left)
+                    job = self._jobs.get(timeout=limit)
             if not self._is_closed:
                 job()
 
@@ -244,7 +246,7 @@ class DiffusionKVManager:
     def next_deadline(self) -> float | None:
         """When the next receive times out, in monotonic seconds; None if none is pending."""
         with self._changed:
-            deadline = min((one.deadline for one in self._entries.values()), default=math.inf)
+            deadline = min((entry.deadline for entry in self._entries.values()), default=math.inf)
         return None if deadline == math.inf else deadline
 
     def get_kv_cache(self, request_id: str) -> KVPayload:
@@ -286,7 +288,16 @@ class DiffusionKVManager:
                 raise EngineError(f"the KV of {entry.request_id!r} is {entry.state.value} already")
             entry.source, entry.started = source, time.monotonic()
             entry.deadline, entry.state = entry.started + entry.timeout, KVState.RECEIVING
-        self._receiver.submit(self._request, entry, source)
+            entry.get = BackgroundGet(
+                entry.request_id,
+                lambda timeout: source.link,
+                lambda link, key, timeout: source.begin_get(key, timeout=timeout),
+                entry.timeout,
+                submit=self._receiver.submit,
+                copy=partial(self._open, entry, source),
+                fail=partial(self._end, entry),
+            )
+        self._receiver.submit(entry.get.request, min(_RECONNECT, entry.timeout))
 
     def _free(self, request_id: str) -> None:
         with self._changed:
@@ -306,33 +317,13 @@ class DiffusionKVManager:
 
     # In the receiver's thread. The KV of an entry that is freed meanwhile is no longer RECEIVING.
 
-    def _request(self, entry: KVEntry, source: KVSource) -> None:
-        """Request the KV; no thread waits for the answer."""
-        if entry.state is not KVState.RECEIVING:
-            return
-        try:
-            get = source.begin_get(entry.request_id, timeout=min(_RECONNECT, entry.timeout))
-        except Exception as error:
-            self._fail(entry, error)
-            self._notify()
-            return
+    def _open(self, entry: KVEntry, source: KVSource, delivery: Any) -> None:
+        """Verify the KV that has come, and put it on the device."""
         with self._changed:
-            entry.get, is_freed = get, entry.state is not KVState.RECEIVING
-        if is_freed:
-            get.cancel()
-        else:  # the callback runs in a thread of the connector, which must not block
-            submit = self._receiver.submit
-            get.future.add_done_callback(lambda _: submit(self._open, entry, source))
-
-    def _open(self, entry: KVEntry, source: KVSource) -> None:
-        """Verify the KV whose get has ended, and put it on the device."""
-        with self._changed:
-            if entry.state is not KVState.RECEIVING:
-                return
             entry.deadline = math.inf
         started = time.perf_counter() - (time.monotonic() - entry.started)
         try:
-            received = source.open(entry.get, started=started, verify=self.config.verify)
+            received = source.open(delivery, started=started, verify=self.config.verify)
             with contextlib.ExitStack() as unless_held:
                 unless_held.callback(received.release)
                 unless_held.callback(entry.abort, "its request failed, or has ended")  # first
@@ -346,25 +337,27 @@ class DiffusionKVManager:
                         self._count("received", received.nbytes)
                         unless_held.pop_all()
         except Exception as error:
-            self._fail(entry, error)
-        self._notify()
+            self._end(entry, error)
+        else:
+            self._notify()
 
     def _on_deadline(self) -> None:
         with self._changed:
-            late = [one for one in self._entries.values() if one.deadline <= time.monotonic()]
-        for entry in late:
+            now, entries = time.monotonic(), list(self._entries.values())
+        for entry in [entry for entry in entries if entry.deadline <= now]:
             if entry.state is KVState.RECEIVING:  # not freed meanwhile, which aborts it, too
                 entry.abort("its deadline passed")
-                self._fail(entry, entry.timeout_error())
-        self._notify()
+                self._end(entry, entry.timeout_error())
 
     # In any thread.
 
-    def _fail(self, entry: KVEntry, error: Exception) -> None:
+    def _end(self, entry: KVEntry, error: Exception) -> None:
+        """A receive has failed."""
         with self._changed:
             if entry.state is KVState.RECEIVING:
                 entry.error, entry.state, entry.deadline = error, KVState.FAILED, math.inf
                 self._count("failed")
+        self._notify()
 
     def _count(self, counter: str, nbytes: int = 0) -> None:
         self._counts[counter] += 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.engine.config import KVConfig
 
-_MOST_HIDDEN = 1024  # requests whose hidden states `fail` releases; those of earlier ones by `ttl`
+_MAX_HIDDEN_REQUESTS = 1024  # whose hidden states `fail` releases; `ttl` releases older ones
 
 
 class KVSink:
@@ -31,7 +31,7 @@ class KVSink:
         self._parts = [part for part in partition.parts() if part.sender == tensor]
         self._parts_each = partition.parts_each
         self._hidden_readers = hidden_readers(partition, tensor)
-        self._hidden_sent: deque[str] = deque(maxlen=_MOST_HIDDEN)
+        self._hidden_sent: deque[str] = deque(maxlen=_MAX_HIDDEN_REQUESTS)
         self.link = KVLink.serve(config.sinks[tensor], **config.sink_options)
 
     def send(self, payload: KVPayload) -> KVSent:
@@ -43,8 +43,8 @@ class KVSink:
         ttl, largest = self._config.ttl, 0
         deadline = time.monotonic() + self._config.put_timeout
         for part in self._parts:
-            left, piece = max(0.0, deadline - time.monotonic()), part.cut(payload)
-            receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=left)
+            timeout, piece = max(0.0, deadline - time.monotonic()), part.cut(payload)
+            receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=timeout)
             largest = max(largest, receipt.ledger.nbytes * self._parts_each)
         first = payload[next(iter(payload))] if isinstance(payload, KVCacheBundle) else payload
         return KVSent(largest, first.metadata.image_shape, first.metadata.seq_len)

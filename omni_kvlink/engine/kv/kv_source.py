@@ -48,18 +48,17 @@ class KVSource:
         self.link = link
 
     def begin_get(self, request_id: str, *, timeout: float) -> Any:
-        """Request a KV without waiting for it, from a lost producer if it is back in `timeout`.
+        """Request a KV without waiting for it; a lost producer may come back within `timeout`.
 
-        Returns a get: `cancel` ends it, its `future` ends in a thread that must not block.
+        Returns a `PendingGet`, or an object with its `future`, `wait` and `cancel`.
         """
         return begin_get(self.link, request_id, timeout=timeout)
 
-    def open(self, get: Any, *, started: float, verify: Verify) -> ReceivedKV:
-        """Check a KV whose get has ended, and make views of it; after an error nothing is held.
+    def open(self, delivery: Any, *, started: float, verify: Verify) -> ReceivedKV:
+        """Check a KV for which a get has waited, and make views; after an error nothing is held.
 
         `started` is when the waiting began, on `time.perf_counter`'s clock.
         """
-        delivery = get.wait(timeout=0.0)
         return ReceivedKV(open_delivery(self.link, delivery, started=started, verify=verify))
 
     def abort(self, request_id: str, reason: str) -> None:
@@ -67,7 +66,7 @@ class KVSource:
         self.link.abort(request_id, reason)
 
     def timeout_hint(self, request_id: str) -> str:
-        """What to add to the error of a KV that did not come."""
+        """Return what the error of a KV that did not come is to add."""
         return ""
 
     def close(self) -> None:

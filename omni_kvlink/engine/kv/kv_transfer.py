@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.config import KVTransferConfig
     from omni_kvlink.engine.kv.block_manager import KVPools
 
-_CONNECT = 1.0  # seconds of an attempt to connect; the next one follows, until the stage closes
-_SAMPLE = 64  # values of each weight that tell a model from another
+_CONNECT_SECONDS = 1.0  # of an attempt to connect; the next one follows, until the stage closes
+_SAMPLE_VALUES = 64  # values of each weight that tell a model from another
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class KVTransferProducer:
         self._store.insert(list(token_ids), None, keys, values, hidden)
 
     def stats(self) -> dict[str, int]:
-        """As `LookupProducer.stats`."""
+        """Return the statistics of the `LookupProducer`."""
         return self._producer.stats()
 
     def close(self) -> None:
@@ -117,17 +117,17 @@ class KVTransferConsumer:
         self._lookup.close()
 
     def _inject(
-        self, found: KVCacheTransferData, pools: KVPools, block_ids: list[int], start: int
+        self, prefix: KVCacheTransferData, pools: KVPools, block_ids: list[int], start: int
     ) -> None:
         """Copy rows into blocks from `start` on: other requests may use the blocks before it."""
-        stop, size = found.metadata.seq_len, pools.block_size
-        metadata = KVMetadata((stop - start,), (stop - start,), found.metadata.num_layers)
+        stop, size = prefix.metadata.seq_len, pools.block_size
+        metadata = KVMetadata((stop - start,), (stop - start,), prefix.metadata.num_layers)
         blocks = {
             part: [torch.as_tensor(view)[start:] for view in views]
-            for part, views in found.layer_blocks.items()
+            for part, views in prefix.layer_blocks.items()
         }
         data = KVCacheTransferData("prefix", dict(blocks), (), metadata)
-        slots = [block_ids[at // size] * size + at % size for at in range(start, stop)]
+        slots = [block_ids[i // size] * size + i % size for i in range(start, stop)]
         PagedAdapter().inject(data, pools.keys, pools.values, block_size=size, slot_mapping=slots)
         self._counters["tokens"] += stop - start
 
@@ -169,7 +169,7 @@ class _Peers:
     def _connect(self, url: str) -> KVConsumer | None:
         while not self._is_closing.is_set():
             try:
-                return KVLink.connect(url, timeout=_CONNECT, **self._config.options)
+                return KVLink.connect(url, timeout=_CONNECT_SECONDS, **self._config.options)
             except TransferTimeout:  # noqa: PERF203 - each attempt waits
                 continue
             except ClosedError:
@@ -183,6 +183,6 @@ def name_of_weights(modules: Mapping[str, torch.nn.Module]) -> str:
     for name, module in modules.items():
         for key, tensor in module.state_dict().items():
             digest.update(f"{name}.{key} {tensor.dtype} {list(tensor.shape)}".encode())
-            sample = tensor.detach().flatten()[:_SAMPLE].cpu().contiguous()
+            sample = tensor.detach().flatten()[:_SAMPLE_VALUES].cpu().contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

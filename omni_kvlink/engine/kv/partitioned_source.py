@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVPayload, Received, Shard, Verify
@@ -16,7 +17,7 @@ from omni_kvlink.lowlevel import Delivery, PendingGet, begin_get, open_delivery
 from omni_kvlink.topology import blank_heads, head_targets, shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -55,8 +56,8 @@ class PartitionedKVSource(KVSource):
         deadline = time.monotonic() + config.connect_timeout
         with contextlib.ExitStack() as on_error:
             for sender in {part.sender for part in parts}:
-                left, url = max(0.0, deadline - time.monotonic()), config.sources[sender]
-                links[sender] = KVLink.connect(url, timeout=left, **config.source_options)
+                timeout, url = max(0.0, deadline - time.monotonic()), config.sources[sender]
+                links[sender] = KVLink.connect(url, timeout=timeout, **config.source_options)
                 on_error.callback(links[sender].close)
             on_error.pop_all()
         size, heads = partition.receivers.kv_ranks, partition.heads
@@ -64,7 +65,7 @@ class PartitionedKVSource(KVSource):
         return cls([(links[part.sender], part) for part in parts], shard)
 
     def timeout_hint(self, request_id: str) -> str:
-        """Names the keys of the parts, which the stage before puts as its `receivers` says."""
+        """Name the keys of the parts, which the stage before puts as its `receivers` says."""
         names = ", ".join(part.key(request_id) for _, part in self._parts)
         return f" as {names}: check kv.receivers of the stage before"
 
@@ -79,24 +80,19 @@ class PartitionedKVSource(KVSource):
                 get.cancel()
             self._abort_others(request_id, error)
             raise
-        return PartitionedGet(request_id, gets)
+        return PartitionedGet(gets, partial(self._abort_others, request_id))
 
-    def open(self, get: Any, *, started: float, verify: Verify) -> ReceivedKV:
+    def open(self, delivery: Any, *, started: float, verify: Verify) -> ReceivedKV:
         """Open all parts; see `KVSource.open`. With several parts, `to` checks the bytes."""
-        try:
-            deliveries = get.take()
-        except BaseException as error:
-            self._abort_others(get.request_id, error)
-            raise
         received = list[Received]()
         if len(self._parts) > 1 and verify == "full":
             verify = "auto"
         try:
-            for (link, _), delivery in zip(self._parts, deliveries, strict=True):
-                received.append(open_delivery(link, delivery, started=started, verify=verify))
+            for (link, _), part in zip(self._parts, delivery, strict=True):
+                received.append(open_delivery(link, part, started=started, verify=verify))
         except BaseException:
-            for one in [*received, *deliveries[len(received) + 1 :]]:
-                one.release_unread()
+            for leased in [*received, *delivery[len(received) + 1 :]]:
+                leased.release_unread()
             raise
         return PartitionedKV(received, self._shard) if len(received) > 1 else ReceivedKV(*received)
 
@@ -119,33 +115,33 @@ class PartitionedKVSource(KVSource):
 class PartitionedGet:
     """The gets of all parts of a KV; `future` ends when all have come, or one of them failed."""
 
-    def __init__(self, request_id: str, gets: list[PendingGet]):
-        self.request_id = request_id
+    def __init__(self, gets: list[PendingGet], fail: Callable[[BaseException], None]):
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # callers cannot cancel it
-        self._gets, self._missing = gets, len(gets)
+        self._gets, self._missing, self._fail = gets, len(gets), fail
         self._lock = threading.Lock()
         for get in gets:
             get.future.add_done_callback(self._on_answer)
 
-    def take(self) -> list[Delivery]:
-        """The deliveries, in the order of the gets; `future` has ended.
+    def wait(self, *, timeout: float) -> list[Delivery]:
+        """The deliveries, in the order of the gets, each for `timeout` seconds at most.
 
         Raises the error of one part, after the others were returned to their producers.
         """
         gets, self._gets = self._gets, []
-        order = sorted(range(len(gets)), key=lambda at: _rank_of(gets[at]))
-        found: dict[int, Delivery] = {}
+        order = sorted(range(len(gets)), key=lambda part: _rank_of(gets[part]))
+        deliveries: dict[int, Delivery] = {}
         try:
-            for at in order:
-                found[at] = gets[at].wait(timeout=0.0)
-        except BaseException:
-            for delivery in found.values():
+            for part in order:
+                deliveries[part] = gets[part].wait(timeout=timeout)
+        except BaseException as error:
+            for delivery in deliveries.values():
                 delivery.release_unread()
-            for at in order[len(found) + 1 :]:  # the one that raised has ended
-                gets[at].cancel()
+            for part in order[len(deliveries) + 1 :]:  # the one that raised has ended
+                gets[part].cancel()
+            self._fail(error)
             raise
-        return [found[at] for at in range(len(gets))]
+        return [deliveries[part] for part in range(len(gets))]
 
     def cancel(self) -> None:
         """Cancel all gets; idempotent."""
@@ -178,9 +174,9 @@ class PartitionedKV(ReceivedKV):
 
     def to(self, device: torch.device) -> KVPayload:
         """One cache on a device, every byte verified while it is copied; SchemaError: not one."""
-        found = [kv_payload(part) for part in self._parts]
-        target = blank_heads(found[0], self._shard, device=device)
-        for part, view in zip(self._parts, head_targets(found, into=target), strict=True):
+        payloads = [kv_payload(part) for part in self._parts]
+        target = blank_heads(payloads[0], self._shard, device=device)
+        for part, view in zip(self._parts, head_targets(payloads, into=target), strict=True):
             part.scatter(view)
         self.release()
         return target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.engine.lora.adapter_files import AdapterFiles, LoRAMatrices, few
+from omni_kvlink.engine.lora.adapter_files import AdapterFiles, LoRAMatrices, first_names
 from omni_kvlink.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LoRATargets:
     def find(self, name: str) -> str | None:
         """The layer's own name, or None if the model has no such layer."""
         names = (name, *(root + name for root in self.roots))
-        return next((one for one in names if one in self.layers), None)
+        return next((full_name for full_name in names if full_name in self.layers), None)
 
 
 class LoRALayer(nn.Module):
@@ -83,25 +83,25 @@ class LoRAAdapter(nn.Module):
     def __init__(self, request: LoRARequest, files: AdapterFiles, targets: LoRATargets):
         super().__init__()
         self.request, self.digest = request, files.digest
-        found = {name: targets.find(name) for name in files.layers}
-        if unknown := [name for name, own in found.items() if own is None]:
+        layer_names = {name: targets.find(name) for name in files.layers}
+        if unknown := [name for name, layer in layer_names.items() if layer is None]:
             raise SchemaError(
                 f"adapter {request.lora_name!r} changes {len(unknown)} layers that are no linear "
-                f"layers of the model: {few(unknown)}"
+                f"layers of the model: {first_names(unknown)}"
             )
-        by_own: dict[str, str] = {}
-        for name, own in found.items():
-            assert own is not None
-            if own in by_own:
+        by_layer: dict[str, str] = {}
+        for name, layer in layer_names.items():
+            assert layer is not None
+            if layer in by_layer:
                 raise SchemaError(
-                    f"adapter {request.lora_name!r} has {by_own[own]} and {name}, which are one"
+                    f"adapter {request.lora_name!r} has {by_layer[layer]} and {name}, which are one"
                 )
-            by_own[own] = name
-            self._check_shape(name, files.layers[name], targets.layers[own])
+            by_layer[layer] = name
+            self._check_shape(name, files.layers[name], targets.layers[layer])
         self.layers = nn.ModuleList(
-            LoRALayer(targets.layers[own], files.layers[name], targets.device)
-            for own, name in by_own.items()
-            if targets.layers[own].module is not None
+            LoRALayer(targets.layers[layer], files.layers[name], targets.device)
+            for layer, name in by_layer.items()
+            if targets.layers[layer].module is not None
         )
 
     def attach(self, scale: float) -> list[RemovableHandle]:
@@ -109,10 +109,10 @@ class LoRAAdapter(nn.Module):
         return [layer.attach(scale) for layer in self.layers if isinstance(layer, LoRALayer)]
 
     def _check_shape(self, name: str, matrices: LoRAMatrices, target: LoRATarget) -> None:
-        found = (matrices.b.shape[0], matrices.a.shape[1])
-        if found != target.shape:
+        shape = (matrices.b.shape[0], matrices.a.shape[1])
+        if shape != target.shape:
             raise SchemaError(
-                f"adapter {self.request.lora_name!r}: {name} has {found[0]} outputs and {found[1]} "
+                f"adapter {self.request.lora_name!r}: {name} has {shape[0]} outputs and {shape[1]} "
                 f"inputs, the model's layer {target.shape[0]} and {target.shape[1]}"
             )
 
@@ -137,7 +137,7 @@ class ActiveLoRA:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """What a KV computed with it depends on, as JSON values; None if it has no effect."""
+        """The facts on which a KV computed with it depends, as JSON; None if it has no effect."""
         if not self.scale:
             return None
         name = self.adapter.request.lora_name
@@ -149,16 +149,16 @@ def identity_of(lora: ActiveLoRA | None) -> dict[str, Any] | None:
     return None if lora is None else lora.identity
 
 
-def check_identity(found: Any, lora: ActiveLoRA | None, request_id: str) -> None:
+def check_identity(identity: Any, lora: ActiveLoRA | None, request_id: str) -> None:
     """Raises SchemaError unless a request's KV was computed with its own adapter, or none.
 
-    `found` is the identity that came with the KV, or None.
+    `identity` came with the KV, or None.
     """
-    own = identity_of(lora)
-    if found != own:
+    expected = identity_of(lora)
+    if identity != expected:
         raise SchemaError(
-            f"the KV of {request_id!r} was computed with {_text(found)}, and its image is to be "
-            f"generated with {_text(own)}: give all stages the same adapter and lora_scale"
+            f"the KV of {request_id!r} was computed with {_text(identity)}, and its image is to be "
+            f"generated with {_text(expected)}: give all stages the same adapter and lora_scale"
         )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<which>[AB])\.weight")
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _WITHOUT_EFFECT = frozenset(
@@ -61,7 +61,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoRAMatrices:
-    """What an adapter adds to a linear layer: `scaling * b @ a`.
+    """The matrices of the product that an adapter adds to a linear layer, `scaling * b @ a`.
 
     `a` is [rank, inputs] and `b` is [outputs, rank], float32 as PEFT computes with them.
     """
@@ -90,17 +90,17 @@ def read_adapter(path: str, *, max_rank: int) -> AdapterFiles:
     directory = Path(path)
     config = _read_config(directory)
     raw = _read(directory, WEIGHTS_FILE)
-    where = f"{directory / WEIGHTS_FILE}"
-    pairs = _pairs(where, _tensors(where, raw))
+    file = f"{directory / WEIGHTS_FILE}"
+    pairs = _pairs(file, _tensors(file, raw))
     layers = {}
     for layer, (a, b) in pairs.items():
         expected = config.rank(layer)
         if a.shape[0] != expected or b.shape[1] != expected:
-            found = f"{tuple(a.shape)} and {tuple(b.shape)}"
-            raise SchemaError(f"{where}: {layer} has {found}, and rank {expected} by its config")
+            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+            raise SchemaError(f"{file}: {layer} has {shapes}, and rank {expected} by its config")
         if expected > max_rank:
             raise SchemaError(
-                f"{where}: {layer} has rank {expected}, max_lora_rank is {max_rank}: raise it"
+                f"{file}: {layer} has rank {expected}, max_lora_rank is {max_rank}: raise it"
             )
         layers[layer] = LoRAMatrices(a.float(), b.float(), config.scaling(layer))
     scalings = sorted((layer, matrices.scaling) for layer, matrices in layers.items())
@@ -109,11 +109,11 @@ def read_adapter(path: str, *, max_rank: int) -> AdapterFiles:
     return AdapterFiles(layers, digest.hexdigest())
 
 
-def few(names: Iterable[str], limit: int = 4) -> str:
+def first_names(names: Iterable[str], limit: int = 4) -> str:
     """The first names, for an error's text."""
-    every = sorted(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+    sorted_names = sorted(names)
+    suffix = f" and {len(sorted_names) - limit} more" if len(sorted_names) > limit else ""
+    return ", ".join(sorted_names[:limit]) + suffix
 
 
 def _read(directory: Path, name: str) -> bytes:
@@ -127,45 +127,45 @@ def _read(directory: Path, name: str) -> bytes:
 
 
 def _read_config(directory: Path) -> _Config:
-    raw, where = _read(directory, CONFIG_FILE), f"{directory / CONFIG_FILE}"
+    raw, file = _read(directory, CONFIG_FILE), f"{directory / CONFIG_FILE}"
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
-        _check_fields(where, fields)
+        _check_fields(file, fields)
         config = msgspec.convert(fields, _Config)
     except msgspec.MsgspecError as error:
-        raise SchemaError(f"{where}: {error}") from None
+        raise SchemaError(f"{file}: {error}") from None
     except UnicodeDecodeError as error:
-        raise SchemaError(f"{where}: {error}") from None
+        raise SchemaError(f"{file}: {error}") from None
     if config.peft_type != "LORA":
-        raise SchemaError(f"{where}: peft_type {config.peft_type!r}, only LORA is supported")
+        raise SchemaError(f"{file}: peft_type {config.peft_type!r}, only LORA is supported")
     if config.init_lora_weights not in _INITIAL:
         raise SchemaError(
-            f"{where}: init_lora_weights {config.init_lora_weights!r}: the base model has other "
+            f"{file}: init_lora_weights {config.init_lora_weights!r}: the base model has other "
             "weights then; convert it by PEFT's path_initial_model_for_weight_conversion"
         )
     if min([config.r, *config.rank_pattern.values()]) < 1:
-        raise SchemaError(f"{where}: r {config.r}, rank_pattern {config.rank_pattern}: 1 or more")
+        raise SchemaError(f"{file}: r {config.r}, rank_pattern {config.rank_pattern}: 1 or more")
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         try:
             re.compile(pattern)
         except re.error as error:  # noqa: PERF203 - it names its pattern
-            raise SchemaError(f"{where}: pattern {pattern!r}: {error}") from None
+            raise SchemaError(f"{file}: pattern {pattern!r}: {error}") from None
     return config
 
 
-def _check_fields(where: str, fields: Mapping[str, Any]) -> None:
+def _check_fields(file: str, fields: Mapping[str, Any]) -> None:
     """Raises SchemaError if a field is on that is neither used nor without effect."""
     used = {*_Config.__struct_fields__, *_WITHOUT_EFFECT}
     for name in sorted(fields.keys() - used):
         value = fields[name]
         if value not in (None, False, "none") and value != {} and value != []:
             raise SchemaError(
-                f"{where}: {name} {value!r:.60} is not supported; save the adapter without it, or "
+                f"{file}: {name} {value!r:.60} is not supported; save the adapter without it, or "
                 "merged into the model"
             )
 
 
-def _tensors(where: str, raw: bytes) -> dict[str, Tensor]:
+def _tensors(file: str, raw: bytes) -> dict[str, Tensor]:
     try:
         safetensors = importlib.import_module("safetensors.torch")
     except ImportError as error:
@@ -174,40 +174,40 @@ def _tensors(where: str, raw: bytes) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = safetensors.load(raw)
     except Exception as error:  # its own class of errors, and those of torch
-        raise SchemaError(f"{where} is damaged, or no safetensors file: {error}") from error
+        raise SchemaError(f"{file} is damaged, or no safetensors file: {error}") from error
     return tensors
 
 
-def _pairs(where: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs(file: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Both matrices of each layer, checked."""
-    found: dict[str, dict[str, Tensor]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for name, tensor in sorted(tensors.items()):
         if match := _NAME.fullmatch(name):
-            found.setdefault(match["layer"], {})[match["which"]] = tensor
+            pairs.setdefault(match["layer"], {})[match["matrix"]] = tensor
         else:
             unknown.append(name)
     if unknown:
         raise SchemaError(
-            f"{where}: {few(unknown)}: only lora_A.weight and lora_B.weight of linear layers are "
-            "supported, no embeddings, biases, magnitudes or whole modules (save_pretrained has "
-            "save_embedding_layers=False)"
+            f"{file}: {first_names(unknown)}: only lora_A.weight and lora_B.weight of linear "
+            "layers are supported, no embeddings, biases, magnitudes or whole modules "
+            "(save_pretrained has save_embedding_layers=False)"
         )
-    if not found:
-        raise SchemaError(f"{where} has no matrices")
-    for layer, both in found.items():
-        if len(both) < 2:
-            raise SchemaError(f"{where}: {layer} has lora_{next(iter(both))} alone")
-        for which, tensor in both.items():
-            name = f"{layer}.lora_{which}.weight"
+    if not pairs:
+        raise SchemaError(f"{file} has no matrices")
+    for layer, pair in pairs.items():
+        if len(pair) < 2:
+            raise SchemaError(f"{file}: {layer} has lora_{next(iter(pair))} alone")
+        for matrix, tensor in pair.items():
+            name = f"{layer}.lora_{matrix}.weight"
             if tensor.ndim != 2:
                 shape = tuple(tensor.shape)
-                raise SchemaError(f"{where}: {name} has shape {shape}, that of no linear layer")
+                raise SchemaError(f"{file}: {name} has shape {shape}, that of no linear layer")
             if tensor.dtype not in _DTYPES:
-                raise SchemaError(f"{where}: {name} is {tensor.dtype}: float32, float16, bfloat16")
+                raise SchemaError(f"{file}: {name} is {tensor.dtype}: float32, float16, bfloat16")
             if not tensor.isfinite().all():
-                raise SchemaError(f"{where}: {name} has NaN or infinity")
-    return {layer: (both["A"], both["B"]) for layer, both in found.items()}
+                raise SchemaError(f"{file}: {name} has NaN or infinity")
+    return {layer: (pair["A"], pair["B"]) for layer, pair in pairs.items()}
 
 
 def _by_pattern(patterns: Mapping[str, float], layer: str, default: float) -> float:

@@ -52,7 +52,7 @@ class LoRAManager:
 
     @property
     def active(self) -> ActiveLoRA | None:
-        """What acts on the model now."""
+        """The adapter that acts on the model now, if one does."""
         return self._active
 
     def add_adapter(self, request: LoRARequest) -> bool:
@@ -61,11 +61,11 @@ class LoRAManager:
         Blocks while its files are read. Raises as `read_adapter` and `LoRAAdapter` do; EngineError
         if its number is that of another adapter here, or if all others are pinned.
         """
-        if (known := self._adapters.get(request.lora_int_id)) is not None:
-            if known.request != request:
+        if (match := self._adapters.get(request.lora_int_id)) is not None:
+            if match.request != request:
                 raise EngineError(
-                    f"lora_int_id {request.lora_int_id} is {known.request.lora_name!r} of "
-                    f"{known.request.lora_path}, not {request.lora_name!r} of {request.lora_path}: "
+                    f"lora_int_id {request.lora_int_id} is {match.request.lora_name!r} of "
+                    f"{match.request.lora_path}, not {request.lora_name!r} of {request.lora_path}: "
                     "choose another number, or remove_lora first"
                 )
             return False
@@ -112,8 +112,8 @@ class LoRAManager:
                 )
             if self._static is None:
                 return None
-            own = self._adapters[self._static.lora_int_id]
-            return ActiveLoRA.of(own, self._config.lora_scale)
+            adapter = self._adapters[self._static.lora_int_id]
+            return ActiveLoRA.of(adapter, self._config.lora_scale)
         if request is not None:
             self.add_adapter(request)
         if number not in self._adapters:

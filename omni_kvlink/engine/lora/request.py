@@ -40,8 +40,8 @@ def checked_id(request: LoRARequest | None, number: int | None, scale: float) ->
     if request is not None and not isinstance(request, LoRARequest):
         raise SchemaError(f"lora_request {request!r:.80}: a LoRARequest")
     if request is not None and number not in (None, request.lora_int_id):
-        own = request.lora_int_id
-        raise SchemaError(f"lora_int_id {number}: the lora_request has {own}")
+        lora_int_id = request.lora_int_id
+        raise SchemaError(f"lora_int_id {number}: the lora_request has {lora_int_id}")
     if not math.isfinite(scale):
         raise SchemaError(f"lora_scale {scale}: a finite number")
     return number if request is None else request.lora_int_id

@@ -100,12 +100,12 @@ class BagelUtility(BagelPrefill):
 
     def reload(self) -> None:
         """Read the weights from the checkpoint again, into the existing modules."""
-        own, root = self._pipeline, Path(self.config.model)
-        where, device = (root, load_config(root), own.stage), self._load_device
+        pipeline, root = self._pipeline, Path(self.config.model)
+        source, device = (root, load_config(root), pipeline.stage), self._load_device
         vae_dtype = self.config.torch_vae_dtype or VAE_DTYPE
         fresh = {
-            "model": load_model(*where, self.config.torch_dtype, device, self._split),
-            "autoencoder": load_autoencoder(*where, vae_dtype, device),
+            "model": load_model(*source, self.config.torch_dtype, device, self._split),
+            "autoencoder": load_autoencoder(*source, vae_dtype, device),
         }
         for name, module in self.modules().items():
             tensors = fresh[name].state_dict()
@@ -122,7 +122,7 @@ class BagelUtility(BagelPrefill):
             warm_up(self._pipeline, size, sorted({1, self.config.max_num_seqs}))
 
     def encoders_and_decoders(self) -> Sequence[torch.nn.Module]:
-        """What this stage has of ViT, connector, and the autoencoder's two halves."""
+        """This stage's networks among ViT, connector, and the autoencoder's two halves."""
         model, autoencoder = self._pipeline.model, self._pipeline.autoencoder
         parts = [getattr(model, name, None) for name in ("vit_model", "connector")]
         parts += [getattr(autoencoder, name, None) for name in ("encoder", "decoder")]
@@ -136,22 +136,22 @@ class BagelUtility(BagelPrefill):
         """The linear layers of the whole model, and this rank's part of each."""
         parts = lora_layers(self._pipeline.model)
         layers = {
-            name: LoRATarget(part.module, part.cut.whole, *part.cut.index)
+            name: LoRATarget(part.module, part.cut.full_shape, *part.cut.index)
             for name, part in parts.items()
         }
         return LoRATargets(layers, self.device, ROOTS)
 
     def convert(self, payload: KVPayload, request: OmniDiffusionRequest) -> BagelContexts:
         """The three contexts, those of other guidance ranks elsewhere; sets the generator."""
-        own = self.own_branches
+        branches = self.own_branches
         if not isinstance(payload, KVCacheBundle):
-            raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(own)}")
-        missing = [name for name in own if name not in payload.branches]
+            raise SchemaError(f"{payload!r} is one cache; BAGEL needs {', '.join(branches)}")
+        missing = [name for name in branches if name not in payload.branches]
         if missing:
             raise SchemaError(f"the KV of {request.request_id!r} lacks {', '.join(missing)}")
         self._check_heads(payload, request)
         self._check_layers(payload, request)
-        metadata, params = payload[own[0]].metadata, request.sampling_params
+        metadata, params = payload[branches[0]].metadata, request.sampling_params
         shape, size = metadata.image_shape, (params.height, params.width)
         if size not in (shape, (None, None)):
             raise SchemaError(f"the KV of {request.request_id!r} is for {shape}, not for {size}")
@@ -162,7 +162,7 @@ class BagelUtility(BagelPrefill):
         params.generator = unpack_generator(metadata.extra["generator"])
         loaded = BagelAdapter().load_contexts(payload, NaiveCache)
         gen, cfg_text, cfg_img = (
-            BagelContext(**loaded[name]) if name in own else BagelContext.elsewhere(name)
+            BagelContext(**loaded[name]) if name in branches else BagelContext.elsewhere(name)
             for name in BRANCHES
         )
         return BagelContexts(gen, cfg_text, cfg_img, shape, extra=metadata.extra)
@@ -193,45 +193,45 @@ class BagelUtility(BagelPrefill):
 
     def _shard(self) -> Shard | None:
         """The heads on this rank; None if it has all."""
-        if self._split.of == 1:
+        if self._split.degree == 1:
             return None
-        return shard_of(self._split.rank, self._split.of, heads=self.kv_heads())
+        return shard_of(self._split.rank, self._split.degree, heads=self.kv_heads())
 
     def _check_heads(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
         heads = self._pipeline.model.kv_heads
         for name in payload:
             shard = payload[name].metadata.shard
-            found = (0, self.kv_heads()) if shard is None else shard.heads
-            if found != (heads.start, heads.stop):
+            sent_heads = (0, self.kv_heads()) if shard is None else shard.heads
+            if sent_heads != (heads.start, heads.stop):
                 raise SchemaError(
-                    f"the KV of {request.request_id!r} has heads {found[0]}…{found[1]} in {name}, "
-                    f"this rank computes with {heads.start}…{heads.stop}"
+                    f"the KV of {request.request_id!r} has heads {sent_heads[0]}…{sent_heads[1]} "
+                    f"in {name}, this rank computes with {heads.start}…{heads.stop}"
                 )
 
     def _check_layers(self, payload: KVCacheBundle, request: OmniDiffusionRequest) -> None:
-        layers, is_part = self._pipeline.model.kv_layers, self._split.pipeline.of > 1
+        layers, is_part = self._pipeline.model.kv_layers, self._split.pipeline.degree > 1
         expected = [layers.start, layers.stop] if is_part else None
         for name in payload:
-            found = payload[name].metadata.extra.get("layers")
-            if found != expected:
+            sent_layers = payload[name].metadata.extra.get("layers")
+            if sent_layers != expected:
                 raise SchemaError(
-                    f"the KV of {request.request_id!r} has layers {found or 'all'} in {name}, "
-                    f"this rank computes {expected or 'all'}"
+                    f"the KV of {request.request_id!r} has layers {sent_layers or 'all'} in "
+                    f"{name}, this rank computes {expected or 'all'}"
                 )
 
 
 def _split(group: ProcessGroup) -> Split:
     """This rank's part of the language model."""
-    own, parallel = group.coords, group.parallel
+    coords, parallel = group.coords, group.parallel
     ulysses, ring = parallel.ulysses_degree, parallel.ring_degree
     sequence = SequenceSplit(
-        own.ulysses, ulysses, own.ring, ring, group if ulysses * ring > 1 else None
+        coords.ulysses, ulysses, coords.ring, ring, group if ulysses * ring > 1 else None
     )
     stages = parallel.pipeline_parallel_size
-    pipeline = LayerSplit(own.pipeline, stages, group if stages > 1 else None)
+    pipeline = LayerSplit(coords.pipeline, stages, group if stages > 1 else None)
     ranks = parallel.tensor_parallel_size
     total = group.all_reduce if ranks > 1 else WHOLE.total
-    return Split(own.tensor, ranks, total, sequence=sequence, pipeline=pipeline)
+    return Split(coords.tensor, ranks, total, sequence=sequence, pipeline=pipeline)
 
 
 def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None) -> KVCacheBundle:

@@ -77,9 +77,9 @@ def fill_params(params: OmniDiffusionSamplingParams, prompt: Prompt) -> None:
     """
     edit = not all(map(is_text, prompt_items(readable(prompt))))
     defaults = DenoiseParams.for_edit() if edit else DenoiseParams.for_text_to_image()
-    for name, own in _FIELDS.items():
+    for name, field in _FIELDS.items():
         if getattr(params, name) is None:
-            setattr(params, name, getattr(defaults, own))
+            setattr(params, name, getattr(defaults, field))
 
 
 _UNSUPPORTED = {
@@ -95,9 +95,9 @@ def denoise_params(params: OmniDiffusionSamplingParams) -> DenoiseParams:
     for name, reason in _UNSUPPORTED.items():
         if (value := getattr(params, name)) is not None:
             raise SchemaError(f"{name} {value!r:.60}: {reason}")
-    values = {own: getattr(params, name) for name, own in _FIELDS.items()}
+    values = {field: getattr(params, name) for name, field in _FIELDS.items()}
     try:
-        return DenoiseParams(**{own: value for own, value in values.items() if value is not None})
+        return DenoiseParams(**{key: value for key, value in values.items() if value is not None})
     except ValueError as error:
         raise SchemaError(str(error)) from error
 
@@ -173,35 +173,37 @@ class OmniBagelPipeline(BagelPipeline):
         fields = self._text_fields(state.request, contexts)
         return DiffusionOutput(state.request.request_id, output, **fields)
 
-    def _prepare(self, request: OmniDiffusionRequest, params: DenoiseParams) -> _PreparedRequest:
-        contexts, own = request.past_key_values, request.sampling_params
-        if own.lora_int_id is not None and request.lora is None:
-            raise SchemaError(f"lora_int_id {own.lora_int_id}: a model runner must activate it")
+    def _prepare(self, request: OmniDiffusionRequest, denoise: DenoiseParams) -> _PreparedRequest:
+        contexts, params = request.past_key_values, request.sampling_params
+        if params.lora_int_id is not None and request.lora is None:
+            raise SchemaError(f"lora_int_id {params.lora_int_id}: a model runner must activate it")
         if contexts is None:
             if request.need_kv_receive or self.stage != "all":
                 raise SchemaError(f"request {request.request_id!r} came without its KV cache")
-            own.generator = torch.Generator().manual_seed(own.seed or 0)
-            shape = None if own.height is None else (own.height, own.width or own.height)
+            params.generator = torch.Generator().manual_seed(params.seed or 0)
+            shape = (
+                None if params.height is None else (params.height, params.width or params.height)
+            )
             contexts = self.prefill(
                 readable(request.prompt),
                 image_shape=shape,
-                generator=own.generator,
+                generator=params.generator,
                 **plan_options(self, request, think=False),
             )
             request.past_key_values = contexts
         if not isinstance(contexts, BagelContexts):
             raise SchemaError(f"past_key_values is a {type(contexts).__name__}, not BagelContexts")
-        if own.generator is None:
+        if params.generator is None:
             raise SchemaError(f"request {request.request_id!r}: its KV came without a generator")
-        if own.latents is None:
+        if params.latents is None:
             noise = [
-                self.initial_noise(contexts.image_shape, own.generator)
-                for _ in range(own.num_outputs_per_prompt)
+                self.initial_noise(contexts.image_shape, params.generator)
+                for _ in range(params.num_outputs_per_prompt)
             ]
         else:
-            noise = list(own.latents.float().unbind())
-        self.check_request(contexts, noise[0], params)
-        return _PreparedRequest(request, contexts, noise, params)
+            noise = list(params.latents.float().unbind())
+        self.check_request(contexts, noise[0], denoise)
+        return _PreparedRequest(request, contexts, noise, denoise)
 
     def _denoise(self, jobs: Sequence[_PreparedRequest]) -> dict[str, DiffusionOutput]:
         params = jobs[0].params  # a batch has the same ones

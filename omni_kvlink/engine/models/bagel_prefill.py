@@ -82,10 +82,11 @@ class BagelPrefill(ModelUtility):
         return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
 
     def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
-        """Those of think mode's prompt, and of the texts before the first image.
+        """Return the leading token ids that other requests may share.
 
-        None of a request with a LoRA adapter, whose KV is that of no other request, and of one that
-        wants hidden states, which are not kept with blocks.
+        They are those of think mode's prompt, and of the texts before the first image. There are
+        none with a LoRA adapter, which makes other KV of the same tokens, and none if hidden states
+        are wanted, which are not kept with blocks.
         """
         params = request.sampling_params
         if params.lora_int_id is not None or keep_hidden(request) is not None:

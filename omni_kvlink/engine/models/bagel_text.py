@@ -47,13 +47,13 @@ def check_modalities(request: OmniDiffusionRequest) -> None:
 
 
 def keep_hidden(request: OmniDiffusionRequest) -> Keep | None:
-    """Which hidden states the model must keep: all of them if they go to the next stage."""
+    """Return the hidden states that the model must keep: all if they go to the next stage."""
     kept = request.sampling_params.return_hidden_states
     return "all" if request.sampling_params.transfer_hidden_states else kept
 
 
 def text_options(pipeline: BagelPipeline, request: OmniDiffusionRequest) -> dict[str, Any]:
-    """How the text of a request is sampled, as `text_steps` takes it."""
+    """Return the sampling options of a request's text, as `text_steps` takes them."""
     params, on_token = request.sampling_params, log_of(request).add
     if params.stream and request.emit is not None:
         on_token = TokenEmitter(pipeline, request).add
@@ -120,15 +120,15 @@ def answer_steps(
     )
     pipeline.release_caches()
     first = (params.system_prompt or THINK_TEXT_PROMPT) if thinks else ""
-    found = yield from pipeline.text_steps(
+    answer = yield from pipeline.text_steps(
         contexts.gen,
         max_length=params.max_tokens,
         prompt_ids=pipeline.text_ids(prompt, first),
         generator=torch.Generator().manual_seed(params.seed or 0),
         **text_options(pipeline, request),
     )
-    hidden = None if found.context.hidden is None else found.context.hidden.tensor()
-    fields = text_fields(request, pipeline.special_tokens.eos, found.text)
+    hidden = None if answer.context.hidden is None else answer.context.hidden.tensor()
+    fields = text_fields(request, pipeline.special_tokens.eos, answer.text)
     return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
 
 
@@ -139,8 +139,8 @@ def write_answers(
 
     A request's error is in its own output; an abort takes effect before its next token.
     """
-    steps = {one.request_id: answer_steps(pipeline, one, think=False) for one in requests}
-    by_id = {one.request_id: one for one in requests}
+    by_id = {request.request_id: request for request in requests}
+    steps = {key: answer_steps(pipeline, request, think=False) for key, request in by_id.items()}
     outputs: dict[str, DiffusionOutput] = {}
     answers: dict[str, Any] = dict.fromkeys(steps)
     while answers:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.models.bagel import BagelPipeline
 
-_TOKENS = 16  # of each context, where no AR stage has read a prompt
+_CONTEXT_TOKENS = 16  # of each context, where no AR stage has read a prompt
 _PARAMS = DenoiseParams(4.0, 2.0, cfg_interval=(0.0, 1.0), num_timesteps=3)  # all three contexts
 
 
@@ -57,9 +57,9 @@ def _generate(pipeline: BagelPipeline, contexts: BagelContexts, batches: Iterabl
 def _dummy(pipeline: BagelPipeline, size: tuple[int, int]) -> BagelContexts:
     """Contexts of zeros, as a stage before would send them."""
     cache = NaiveCache(len(pipeline.model.kv_layers))
-    shape = (_TOKENS, len(pipeline.model.kv_heads), pipeline.config.llm.head_dim)
+    shape = (_CONTEXT_TOKENS, len(pipeline.model.kv_heads), pipeline.config.llm.head_dim)
     for layer in range(len(pipeline.model.kv_layers)):
         zeros = torch.zeros(shape, dtype=pipeline.dtype, device=pipeline.device)
         cache.key_cache[layer] = cache.value_cache[layer] = zeros
-    context = BagelContext([_TOKENS], [_TOKENS], cache)
+    context = BagelContext([_CONTEXT_TOKENS], [_CONTEXT_TOKENS], cache)
     return BagelContexts(context, context, context, size)

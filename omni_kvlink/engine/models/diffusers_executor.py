@@ -102,12 +102,12 @@ class DiffusersPipelineExecutor(AdapterHolder, Executor):
             raise EngineError(f"cache_backend {self.config.cache_backend!r}: {error}") from error
         return pipeline
 
-    def _check_class(self, found: str) -> None:
+    def _check_class(self, class_name: str) -> None:
         name = self.config.model_class_name
-        if name != "bagel" and found != PIPELINE_CLASSES.get(name, name):
+        if name != "bagel" and class_name != PIPELINE_CLASSES.get(name, name):
             raise EngineError(
-                f"{self.config.model} has a {found}, and model_class_name is {name}: name {found}, "
-                "or another directory"
+                f"{self.config.model} has a {class_name}, and model_class_name is {name}: name "
+                f"{class_name}, or another directory"
             )
 
     def prepare(self, request: OmniDiffusionRequest) -> None:

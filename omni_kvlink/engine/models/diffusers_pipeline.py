@@ -68,12 +68,12 @@ class DiffusersPipeline:
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """The networks by name."""
         components = self.pipe.components.items()
-        return {name: each for name, each in components if isinstance(each, torch.nn.Module)}
+        return {name: module for name, module in components if isinstance(module, torch.nn.Module)}
 
     def lora_targets(self, device: torch.device) -> LoRATargets | None:
         """The denoiser's linear layers; None if the pipeline has no `transformer` or `unet`."""
         modules = self.modules()
-        name = next((one for one in ("transformer", "unet") if one in modules), None)
+        name = next((key for key in ("transformer", "unet") if key in modules), None)
         if name is None:
             return None
         layers = {
@@ -113,7 +113,7 @@ class DiffusersPipeline:
         if not requests:
             return []
         try:
-            made = list(self._run(requests))
+            images = list(self._run(requests))
         except Exception as error:
             if len(requests) > 1 and not isinstance(error, RequestAborted):
                 return [output for request in requests for output in self.forward(request)]
@@ -121,7 +121,7 @@ class DiffusersPipeline:
                 cause, error = error, RequestFailed(f"{self.name} failed: {error!r}")
                 error.__cause__ = cause
             return [DiffusionOutput(request.request_id, error=error) for request in requests]
-        outputs = [self._output(*pair) for pair in zip(requests, made, strict=True)]
+        outputs = [self._output(*pair) for pair in zip(requests, images, strict=True)]
         if self._cache is not None:
             for output in outputs:
                 output.cached_steps = self._cache.cached_steps(self.pipe)
@@ -135,63 +135,65 @@ class DiffusersPipeline:
                 raise RequestAborted(f"aborted after step {step + 1}")
             return kept
 
-        each = requests[0].sampling_params.num_outputs_per_prompt
+        num_images = requests[0].sampling_params.num_outputs_per_prompt
         # A request's images draw from one generator in turn, whatever else is in the batch.
-        noise = [random for request in requests for random in [_generator(request)] * each]
-        how: dict[str, Any] = {
+        noise = [random for request in requests for random in [_generator(request)] * num_images]
+        arguments: dict[str, Any] = {
             **self._prompts(requests),
             "generator": noise if self.supports_request_batch else noise[0],
             "output_type": "np",
         }
-        if "latents" in how:
-            how["latents"] = torch.cat([_latents(request) for request in requests])
-        if self.supports_request_batch and "negative_prompt" in how:
-            how["negative_prompt"] = [how["negative_prompt"]] * len(requests)
+        if "latents" in arguments:
+            arguments["latents"] = torch.cat([_latents(request) for request in requests])
+        if self.supports_request_batch and "negative_prompt" in arguments:
+            arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(requests)
         if "callback_on_step_end" in self._parameters:
-            how["callback_on_step_end"] = on_step_end
+            arguments["callback_on_step_end"] = on_step_end
         if self._cache is not None:
-            self._cache.refresh(self.pipe, self._steps(how))
-        made = self._made_by(self.pipe(**how))
-        if len(made) != each * len(requests):
-            raise EngineError(f"{self.name} gave {len(made)} images, not {each * len(requests)}")
-        return made.reshape(-1, each, *made.shape[1:]).unbind()
+            self._cache.refresh(self.pipe, self._steps(arguments))
+        images = self._images_of(self.pipe(**arguments))
+        if len(images) != num_images * len(requests):
+            raise EngineError(
+                f"{self.name} gave {len(images)} images, not {num_images * len(requests)}"
+            )
+        return images.reshape(-1, num_images, *images.shape[1:]).unbind()
 
     def _prompts(self, requests: Sequence[OmniDiffusionRequest]) -> dict[str, Any]:
         """The arguments of the call that requests of one key share, and their prompts."""
         prompts = [self.prompt_of(request) for request in requests]
-        how = {**prompts[0], **self.arguments_of(requests[0])}
+        arguments = {**prompts[0], **self.arguments_of(requests[0])}
         for name, value in prompts[0].items():
             if isinstance(value, torch.Tensor):
-                how[name] = torch.cat([prompt[name] for prompt in prompts])
+                arguments[name] = torch.cat([prompt[name] for prompt in prompts])
             elif name == "prompt" and self.supports_request_batch:
-                how[name] = [prompt[name] for prompt in prompts]
-        return how
+                arguments[name] = [prompt[name] for prompt in prompts]
+        return arguments
 
-    def _steps(self, how: Mapping[str, Any]) -> int:
+    def _steps(self, arguments: Mapping[str, Any]) -> int:
         """The number of denoising steps of a call with these arguments."""
-        if how.get("sigmas") is not None:
-            return len(how["sigmas"])
+        if arguments.get("sigmas") is not None:
+            return len(arguments["sigmas"])
         default = self._parameters.get("num_inference_steps")
-        return int(how.get("num_inference_steps", 0 if default is None else default.default))
+        return int(arguments.get("num_inference_steps", 0 if default is None else default.default))
 
-    def _made_by(self, output: Any) -> torch.Tensor:
+    def _images_of(self, output: Any) -> torch.Tensor:
         """The images [n, H, W, 3] or videos [n, frames, H, W, 3] of a pipeline's output, float."""
-        found = getattr(output, "images", None)
-        found = getattr(output, "frames", None) if found is None else found
-        if found is None:
+        images = getattr(output, "images", None)
+        images = getattr(output, "frames", None) if images is None else images
+        if images is None:
             raise EngineError(f"{self.name} gives no images and no frames")
         if getattr(output, "audio", None) is not None:
             raise EngineError(f"{self.name} gives audio, too, which has no place in an output")
-        return torch.as_tensor(found).float().cpu()
+        return torch.as_tensor(images).float().cpu()
 
-    def _output(self, request: OmniDiffusionRequest, made: torch.Tensor) -> DiffusionOutput:
-        params, size = request.sampling_params, made.shape[1:-1]
-        given = {-3: params.num_frames, -2: params.height, -1: params.width}
-        expected = tuple(given[at - len(size)] or size[at] for at in range(len(size)))
+    def _output(self, request: OmniDiffusionRequest, images: torch.Tensor) -> DiffusionOutput:
+        params, size = request.sampling_params, images.shape[1:-1]
+        sizes = {-3: params.num_frames, -2: params.height, -1: params.width}
+        expected = tuple(sizes[axis - len(size)] or size[axis] for axis in range(len(size)))
         error: EngineError | None = None
         if request.is_cancelled():
             error = _aborted(request)
-        elif not made.isfinite().all():
+        elif not images.isfinite().all():
             error = RequestFailed(f"{self.name} computed NaN or infinity: try dtype float32")
         elif tuple(size) != expected:
             error = RequestFailed(
@@ -199,7 +201,7 @@ class DiffusersPipeline:
             )
         if error is not None:
             return DiffusionOutput(request.request_id, error=error)
-        levels = made.clamp(0, 1).mul(255).round().to(torch.uint8)
+        levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
         return DiffusionOutput(request.request_id, levels)
 
     def prompt_of(self, request: OmniDiffusionRequest) -> dict[str, Any]:
@@ -209,24 +211,24 @@ class DiffusersPipeline:
             SchemaError: the prompt has not just one text, or images that the pipeline does not
                 take, or none where it needs one; or it has embeddings of an unknown name.
         """
-        prompt, where = request.prompt, f"request {request.request_id!r}"
-        found: dict[str, Any]
+        prompt, label = request.prompt, f"request {request.request_id!r}"
+        arguments: dict[str, Any]
         if isinstance(prompt, EmbedsPrompt):
-            images, found = list(prompt.images), dict(prompt.tensors)
-            if unknown := sorted(found.keys() - self._parameters.keys()):
-                raise SchemaError(f"{where}: {self.name} takes no {', '.join(unknown)}")
+            images, arguments = list(prompt.images), dict(prompt.tensors)
+            if unknown := sorted(arguments.keys() - self._parameters.keys()):
+                raise SchemaError(f"{label}: {self.name} takes no {', '.join(unknown)}")
         else:
             items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
             images = [item for item in items if isinstance(item, torch.Tensor)]
-            found = {"prompt": self.text_of(request)}
+            arguments = {"prompt": self.text_of(request)}
         if images and not self._takes_images:
-            raise SchemaError(f"{where}: {self.name} takes no images: give one text alone")
+            raise SchemaError(f"{label}: {self.name} takes no images: give one text alone")
         if images:
             pictures = [as_pil(image) for image in images]
-            found["image"] = pictures[0] if len(pictures) == 1 else pictures
+            arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
         elif self._needs_images():
-            raise SchemaError(f"{where}: {self.name} reads an image: give [image, text]")
-        return found
+            raise SchemaError(f"{label}: {self.name} reads an image: give [image, text]")
+        return arguments
 
     def _needs_images(self) -> bool:
         has_default = self._parameters["image"].default if self._takes_images else None
@@ -235,11 +237,11 @@ class DiffusersPipeline:
     def text_of(self, request: OmniDiffusionRequest) -> str:
         """The text that the pipeline reads; SchemaError unless the prompt has just one."""
         prompt = request.prompt
-        alone = isinstance(prompt, (str, torch.Tensor, EmbedsPrompt))
-        items: Sequence[Any] = [prompt] if alone else prompt  # type: ignore[assignment]
+        is_single = isinstance(prompt, (str, torch.Tensor, EmbedsPrompt))
+        items: Sequence[Any] = [prompt] if is_single else prompt  # type: ignore[assignment]
         texts = [item for item in items if isinstance(item, str)]
-        others = [item for item in items if not isinstance(item, (str, torch.Tensor))]
-        if len(texts) == 1 and not others:
+        other_items = [item for item in items if not isinstance(item, (str, torch.Tensor))]
+        if len(texts) == 1 and not other_items:
             return texts[0]
         raise SchemaError(f"request {request.request_id!r}: a pipeline of diffusers reads one text")
 
@@ -251,41 +253,41 @@ class DiffusersPipeline:
             SchemaError: one of `true_cfg_scale` and `negative_prompt` would have no effect.
         """
         params = request.sampling_params
-        default, found = OmniDiffusionSamplingParams(), {}
+        default, arguments = OmniDiffusionSamplingParams(), {}
         for field in sorted(TEXT_PARAMS - {"stream"}):
             if getattr(params, field) != getattr(default, field):
                 raise EngineError(f"{self.name} writes no text: leave {field} as it is")
-        for field in [one for one in KEY_FIELDS if one not in {*LORA_PARAMS, "extra_args"}]:
+        for field in [key for key in KEY_FIELDS if key not in {*LORA_PARAMS, "extra_args"}]:
             value, name = getattr(params, field), self._names.get(field, field)
             if value == getattr(default, field):
                 continue
             if name not in self._parameters:
                 raise EngineError(f"{self.name} takes no {name}: leave {field} as it is")
-            found[name] = value
-        found |= self._extra_args(params, found)
-        prompt, scale = request.prompt, found.get("true_cfg_scale")
+            arguments[name] = value
+        arguments |= self._extra_args(params, arguments)
+        prompt, scale = request.prompt, arguments.get("true_cfg_scale")
         embeds = isinstance(prompt, EmbedsPrompt) and "negative_prompt_embeds" in prompt.tensors
-        if embeds and "negative_prompt" in found:
+        if embeds and "negative_prompt" in arguments:
             raise SchemaError("negative_prompt and negative_prompt_embeds: give one of them")
-        is_led = embeds or "negative_prompt" in found
+        is_led = embeds or "negative_prompt" in arguments
         if scale is not None and scale > 1 and not is_led:
             raise SchemaError("true_cfg_scale has no effect without a negative_prompt: give ' '")
         if scale is not None and scale <= 1 and is_led:
             raise SchemaError(
                 f"negative_prompt has no effect with true_cfg_scale {scale:g}: give more than 1"
             )
-        return found
+        return arguments
 
     def _extra_args(
-        self, params: OmniDiffusionSamplingParams, found: Mapping[str, Any]
+        self, params: OmniDiffusionSamplingParams, arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
         """`extra_args`; raises EngineError if one is not the pipeline's, or the engine sets it."""
-        given, own = params.extra_args or {}, _SET_HERE | found.keys()
-        if wrong := sorted(given.keys() & own):
+        extra_args, reserved_names = params.extra_args or {}, _SET_HERE | arguments.keys()
+        if wrong := sorted(extra_args.keys() & reserved_names):
             raise EngineError(f"extra_args {', '.join(wrong)}: set by the engine or another param")
-        if wrong := sorted(given.keys() - self._parameters.keys()):
+        if wrong := sorted(extra_args.keys() - self._parameters.keys()):
             raise EngineError(f"{self.name} takes no {', '.join(wrong)}: take it out of extra_args")
-        return dict(given)
+        return dict(extra_args)
 
     def _takes_list(self, name: str) -> bool:
         return "list[" in str(self._parameters[name].annotation).lower()

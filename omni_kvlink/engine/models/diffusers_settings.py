@@ -66,7 +66,7 @@ def apply_settings(pipe: Any, config: OmniDiffusionConfig, device: torch.device)
 def transformers_of(pipe: Any) -> list[Any]:
     """The networks that denoise: one, or Wan2.2's two."""
     names = ("transformer", "transformer_2", "unet")
-    return [one for name in names if (one := getattr(pipe, name, None)) is not None]
+    return [network for name in names if (network := getattr(pipe, name, None)) is not None]
 
 
 def _offload(pipe: Any, device: torch.device) -> None:
@@ -91,15 +91,17 @@ def _enable(pipe: Any, name: str) -> None:
         raise EngineError(f"{text}: leave it off") from error
 
 
-def _set_attention(pipe: Any, given: str) -> None:
+def _set_attention(pipe: Any, backend: str) -> None:
     """Set diffusers' attention backend of all networks that denoise, and of no other pipeline."""
-    name, where = _BACKENDS.get(given, given), f"attention_backend {given!r}"
+    name, setting = _BACKENDS.get(backend, backend), f"attention_backend {backend!r}"
     if name.endswith("_hub"):
-        raise EngineError(f"{where}: diffusers downloads it, and nothing is fetched here: another")
+        raise EngineError(
+            f"{setting}: diffusers downloads it, and nothing is fetched here: another"
+        )
     dispatch = importlib.import_module("diffusers.models.attention_dispatch")
-    known = [one.value for one in dispatch.AttentionBackendName]
-    if name not in known:
-        raise EngineError(f"{where}: there are auto, {', '.join([*_BACKENDS, *known])}")
+    names = [member.value for member in dispatch.AttentionBackendName]
+    if name not in names:
+        raise EngineError(f"{setting}: there are auto, {', '.join([*_BACKENDS, *names])}")
     for network in transformers_of(pipe):
         try:
             with dispatch.attention_backend("native"):  # restores the process's own backend
@@ -107,10 +109,10 @@ def _set_attention(pipe: Any, given: str) -> None:
         except RuntimeError as error:
             package = _PACKAGES.get(name.strip("_").split("_")[0])
             cure = f": pip install {package}" if package else ""
-            raise UnavailableError(f"{where}: {error}{cure}") from error
+            raise UnavailableError(f"{setting}: {error}{cure}") from error
         if not any(_backend_of(module) == name for module in network.modules()):
             raise EngineError(
-                f"{where}: the attention of {type(network).__name__} does not go through "
+                f"{setting}: the attention of {type(network).__name__} does not go through "
                 "diffusers' dispatcher: leave it 'auto'"
             )
 

@@ -35,8 +35,8 @@ def from_tensor(images: torch.Tensor) -> Any:
 
     A video of uint8 [n, frames, H, W, 3] becomes a list of its frames.
     """
-    made = [as_pil(image) if image.ndim == 3 else list(map(as_pil, image)) for image in images]
-    return made[0] if len(made) == 1 else made
+    pictures = [as_pil(image) if image.ndim == 3 else list(map(as_pil, image)) for image in images]
+    return pictures[0] if len(pictures) == 1 else pictures
 
 
 def as_pil(image: torch.Tensor) -> Any:

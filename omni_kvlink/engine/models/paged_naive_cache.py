@@ -31,7 +31,7 @@ class PagedNaiveCache(NaiveCache):
 
     @property
     def seq_lens(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         return self.tokens
 
     def after(self, rows: int) -> NaiveCache:

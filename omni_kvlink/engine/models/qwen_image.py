@@ -20,7 +20,7 @@ POSITIVE_MAGIC = {
     "en": ", Ultra HD, 4K, cinematic composition.",
     "zh": ", 超清，4K，电影级构图.",
 }
-"""What is appended to each prompt, by its language."""
+"""The text that is appended to each prompt, by its language."""
 
 ASPECT_RATIOS = {
     "1:1": (1328, 1328),

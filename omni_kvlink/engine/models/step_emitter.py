@@ -37,15 +37,15 @@ class StepEmitter:
 
     def on_clean(self, done: int, rows: list[Tensor]) -> None:
         """Emit a step; `rows` are those of the images if the flow went straight on."""
-        latents = iter(rows)
+        queue = iter(rows)
         for request in self._requests:
-            own = [next(latents) for _ in range(request.sampling_params.num_outputs_per_prompt)]
+            latents = [next(queue) for _ in range(request.sampling_params.num_outputs_per_prompt)]
             if not _is_streamed(request):
                 continue
-            every = request.sampling_params.preview_interval
-            is_shown = every and (done % every == 0 or done == self._total)
+            interval = request.sampling_params.preview_interval
+            is_shown = interval and (done % interval == 0 or done == self._total)
             shape = request.past_key_values.image_shape
-            shown = [decode_preview(self._pipeline, one, shape) for one in own] if is_shown else []
+            shown = [decode_preview(self._pipeline, row, shape) for row in latents if is_shown]
             preview = torch.stack(shown) if shown else None
             request.emit(StepEvent(request.request_id, done, self._total, preview))
 

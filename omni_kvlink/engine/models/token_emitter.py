@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from omni_kvlink.models.bagel.pipeline import BagelPipeline
 
 _INCOMPLETE = "\ufffd"
-"""What bytes that are no whole character are decoded to."""
+"""The character to which bytes that are no whole character are decoded."""
 
 
 def log_of(request: OmniDiffusionRequest) -> TokenLog:

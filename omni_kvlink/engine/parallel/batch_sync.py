@@ -11,7 +11,7 @@ import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.ipc.codec import pack_error, unpack_error
-from omni_kvlink.engine.parallel.process_group import MAX_BROADCAST, ProcessGroup
+from omni_kvlink.engine.parallel.process_group import MAX_BROADCAST_NBYTES, ProcessGroup
 from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class BatchSync:
         try:
             errors = [error] if in_pass else []
             rows = self._gather(_Phase.STEP, [error is not None, *aborted], errors)
-        except (RankFailed, EngineDeadError) as others:
-            raise error or others from None
+        except (RankFailed, EngineDeadError) as failure:
+            raise error or failure from None
         if error is not None:
             raise error
         if any(row[0] for row in rows):
@@ -112,10 +112,10 @@ class BatchSync:
     def _synchronize(self, phase: _Phase, errors: Mapping[str, Exception]) -> dict[str, Exception]:
         if self._process_group.is_alone:
             return dict(errors)
-        own = [_severity(errors.get(request_id)) for request_id in self._running]
+        numbers = [_severity(errors.get(request_id)) for request_id in self._running]
         merged = {}
         try:
-            rows = self._gather(phase, [0, *own], errors.values())
+            rows = self._gather(phase, [0, *numbers], errors.values())
             for index, request_id in enumerate(self._running):
                 severities = [row[1 + index] for row in rows]
                 if any(severities):
@@ -125,11 +125,11 @@ class BatchSync:
             return {request_id: errors.get(request_id, error) for request_id in self._running}
         return merged
 
-    def _broadcast(self, own: Exception | None, sender: int) -> Exception:
+    def _broadcast(self, error: Exception | None, sender: int) -> Exception:
         """The sender's error; a rank that has an error of its own keeps that."""
-        message = self._process_group.broadcast_bytes(_encoded(own), sender)
-        if own is not None and not isinstance(own, RankFailed):
-            return own
+        message = self._process_group.broadcast_bytes(_encoded(error), sender)
+        if error is not None and not isinstance(error, RankFailed):
+            return error
         return unpack_error(msgspec.json.decode(message))
 
     def _gather(
@@ -165,7 +165,7 @@ def _encoded(error: Exception | None) -> bytes:
     if error is None:
         return b""
     message = msgspec.json.encode(pack_error(error))
-    if len(message) <= MAX_BROADCAST:
+    if len(message) <= MAX_BROADCAST_NBYTES:
         return message
     short = {"kind": type(error).__name__, "text": str(error)[:600], "attributes": {}}
     return msgspec.json.encode(short)

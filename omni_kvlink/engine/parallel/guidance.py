@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class RankHooks:
-    """What a pipeline has as `hooks` if ranks share its passes; set where there are several.
+    """The fields of a pipeline's `hooks` if ranks share its passes; set where there are several.
 
     Attributes:
         branches: `branches(names, compute, empty)` returns the flows of all named guidance branches
@@ -56,20 +56,20 @@ class SharedBranches:
         `compute` computes one branch's flow, for which `empty` allocates the memory. If it raises
         on another rank, RankFailed is raised here.
         """
-        group, own = self._process_group, dict[str, Tensor]()
+        group, local_flows = self._process_group, dict[str, Tensor]()
         if group.parallel.ranks_per_pass > 1:  # a rank that has failed would miss the pass
             self._sync.step()
         failure: Exception | None = None
         try:
             for branch in branches:
                 if self._owners[branch] == group.coords.guidance:
-                    own[branch] = compute(branch)
+                    local_flows[branch] = compute(branch)
         except Exception as error:
             failure = error
         if group.parallel.cfg_parallel_size > 1 or failure is not None:
             self._sync.step(failure)
         flows = {}
         for branch in branches:
-            flow = own[branch] if branch in own else empty(branch)
+            flow = local_flows[branch] if branch in local_flows else empty(branch)
             flows[branch] = group.broadcast_flow(flow, self._owners[branch])
         return flows

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.models.bagel.layers import IntermediateTensors
 
-MAX_BROADCAST = (8 << 10) - 4
-"""Bytes of a `broadcast_bytes`, at most; with its length, all are of one size."""
+MAX_BROADCAST_NBYTES = (8 << 10) - 4
+"""The most of a `broadcast_bytes`; with its length, all are of one size."""
 _GROUPS = (("tensor",), ("ulysses",), ("ring",), ("ulysses", "ring"), ("pipeline",), ("guidance",))
 """The axes along which ranks communicate."""
 _TILES = ("tiles",)
@@ -59,7 +59,7 @@ class ProcessGroup:
         self.is_alone = len(self._ranks) == 1
         self._joined = self._aborted = False
         self._all: dist.ProcessGroup | None = None
-        self._along: dict[tuple[str, ...], dist.ProcessGroup] = {}  # by axes, and of `_TILES`
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}  # by axes, and of `_TILES`
 
     @classmethod
     def join(cls, rank: int, config: StageConfig, device: torch.device) -> ProcessGroup:
@@ -91,10 +91,10 @@ class ProcessGroup:
         """
         if self.is_alone:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        rows = [torch.empty_like(own) for _ in self._ranks]
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(sent) for _ in self._ranks]
         with self._abort_on_error():
-            work = dist.all_gather(rows, own, group=self._all, async_op=True)
+            work = dist.all_gather(rows, sent, group=self._all, async_op=True)
             assert work is not None
             if timeout is None:
                 work.wait()
@@ -107,7 +107,9 @@ class ProcessGroup:
         if self.is_alone:
             return message
         framed = len(message).to_bytes(4, "little") + message
-        buffer = torch.tensor(list(framed.ljust(MAX_BROADCAST + 4, b"\0")), dtype=torch.uint8)
+        buffer = torch.tensor(
+            list(framed.ljust(MAX_BROADCAST_NBYTES + 4, b"\0")), dtype=torch.uint8
+        )
         with self._abort_on_error():
             dist.broadcast(buffer, self._ranks[sender], group=self._all)
         received = bytes(buffer.tolist())
@@ -125,7 +127,7 @@ class ProcessGroup:
             return share
         wide = share.to(torch.float32, copy=True)  # rounded once, not once for each rank
         with self._abort_on_error():
-            dist.all_reduce(wide, group=self._along["tensor",])
+            dist.all_reduce(wide, group=self._groups["tensor",])
         return wide.to(share.dtype)
 
     # a `RowCollectives`, for sequence parallelism
@@ -138,25 +140,27 @@ class ProcessGroup:
         dtype = pieces[0].dtype
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=sent.device)
-        own = [piece.nbytes for piece in pieces]
+        sent_sizes = [piece.nbytes for piece in pieces]
         with self._abort_on_error():
-            dist.all_to_all_single(received, sent, sizes, own, group=self._along["ulysses",])
-        found = zip(received.split(sizes), shapes, strict=True)
-        return [part.view(dtype).view(shape) for part, shape in found]
+            dist.all_to_all_single(
+                received, sent, sizes, sent_sizes, group=self._groups["ulysses",]
+            )
+        pairs = zip(received.split(sizes), shapes, strict=True)
+        return [part.view(dtype).view(shape) for part, shape in pairs]
 
     def shift(self, block: Tensor, shape: tuple[int, ...]) -> Callable[[], Tensor]:
         """Start to send a block to the next rank of the ring, and to receive that before's.
 
         The returned call waits for it; `shape` is that of the block that it returns.
         """
-        own, degree = self.coords.ring, self.parallel.ring_degree
-        after, before = (self._rank_at(ring=(own + to) % degree) for to in (1, -1))
+        index, degree = self.coords.ring, self.parallel.ring_degree
+        receiver, sender = (self._rank_at(ring=(index + offset) % degree) for offset in (1, -1))
         received, sent = block.new_empty(shape), block.contiguous()
         with self._abort_on_error():
-            group = self._along["ring",]
+            group = self._groups["ring",]
             calls = [
-                dist.P2POp(dist.isend, sent.view(torch.uint8), after, group),
-                dist.P2POp(dist.irecv, received.view(torch.uint8), before, group),
+                dist.P2POp(dist.isend, sent.view(torch.uint8), receiver, group),
+                dist.P2POp(dist.irecv, received.view(torch.uint8), sender, group),
             ]
             works = dist.batch_isend_irecv(calls)
 
@@ -170,17 +174,17 @@ class ProcessGroup:
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Concatenate the rows of all ranks that divide an image; rank i has `counts[i]`."""
-        most = max(counts)  # all send as many
-        own = rows.new_zeros((most, *rows.shape[1:]))
-        own[: len(rows)] = rows
-        found = [torch.empty_like(own) for _ in counts]
+        max_count = max(counts)  # all send as many
+        padded = rows.new_zeros((max_count, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        blocks = [torch.empty_like(padded) for _ in counts]
         with self._abort_on_error():
             dist.all_gather(
-                [one.view(torch.uint8) for one in found],
-                own.view(torch.uint8),
-                group=self._along["ulysses", "ring"],
+                [block.view(torch.uint8) for block in blocks],
+                padded.view(torch.uint8),
+                group=self._groups["ulysses", "ring"],
             )
-        return torch.cat([one[:count] for one, count in zip(found, counts, strict=True)])
+        return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
     # a `PipelineCollectives`, for pipeline parallelism
 
@@ -190,22 +194,22 @@ class ProcessGroup:
         with self._abort_on_error():
             for tensor in tensors.tensors.values():
                 dense = tensor.contiguous().view(torch.uint8)
-                dist.send(dense, rank, group=self._along["pipeline",])
+                dist.send(dense, rank, group=self._groups["pipeline",])
 
     def receive_tensors(self, like: IntermediateTensors, sender: int) -> IntermediateTensors:
-        """What the sender sends, of the names, shapes and dtypes of `like`."""
+        """Receive tensors of the names, shapes and dtypes of `like`, which the sender sends."""
         rank = self._rank_at(pipeline=sender)
-        found = {name: one.new_empty(one.shape) for name, one in like.tensors.items()}
+        tensors = {name: tensor.new_empty(tensor.shape) for name, tensor in like.tensors.items()}
         with self._abort_on_error():
-            for tensor in found.values():
-                dist.recv(tensor.view(torch.uint8), rank, group=self._along["pipeline",])
-        return dataclasses.replace(like, tensors=found)
+            for tensor in tensors.values():
+                dist.recv(tensor.view(torch.uint8), rank, group=self._groups["pipeline",])
+        return dataclasses.replace(like, tensors=tensors)
 
     def broadcast_tensor(self, tensor: Tensor, sender: int) -> Tensor:
         """The sender's tensor, on all pipeline ranks; the others' is not changed."""
         is_sender = self.coords.pipeline == sender
-        whole = tensor.contiguous() if is_sender else tensor.new_empty(tensor.shape)
-        return self._broadcast(whole, "pipeline", sender)
+        buffer = tensor.contiguous() if is_sender else tensor.new_empty(tensor.shape)
+        return self._broadcast(buffer, "pipeline", sender)
 
     def gather_tiles(self, tiles: Mapping[int, Tensor]) -> None:
         """Send this rank's tiles of an image, dense, to the group's leader, by index.
@@ -217,16 +221,16 @@ class ProcessGroup:
         with self._abort_on_error():
             for index, tile in sorted(tiles.items()):
                 if not self.coords.is_leader:
-                    dist.send(tile.view(torch.uint8), self._ranks[0], group=self._along[_TILES])
+                    dist.send(tile.view(torch.uint8), self._ranks[0], group=self._groups[_TILES])
                 elif index % degree:
                     rank = self._ranks[index % degree]
-                    dist.recv(tile.view(torch.uint8), rank, group=self._along[_TILES])
+                    dist.recv(tile.view(torch.uint8), rank, group=self._groups[_TILES])
 
     def abort(self) -> None:
         """Abort the group, so that the other ranks stop waiting for this one; repeatable."""
         self._aborted = True
-        groups = *self._along.values(), self._all
-        self._along, self._all = {}, None
+        groups = *self._groups.values(), self._all
+        self._groups, self._all = {}, None
         for group in groups:
             if group is not None:
                 with contextlib.suppress(RuntimeError):  # it may be broken
@@ -244,7 +248,7 @@ class ProcessGroup:
         rank = self._rank_at(**{axis: sender})
         with self._abort_on_error():
             # as bytes: backends do not support every dtype
-            dist.broadcast(tensor.view(torch.uint8), rank, group=self._along[axis,])
+            dist.broadcast(tensor.view(torch.uint8), rank, group=self._groups[axis,])
         return tensor
 
     def _rank_at(self, **coords: int) -> int:
@@ -258,20 +262,20 @@ class ProcessGroup:
         def make(
             ranks_of: Callable[[RankCoords], Sequence[int]], backend: str | None = None
         ) -> dist.ProcessGroup | None:
-            own = None
-            every = [RankCoords.of(rank, parallel) for rank in range(parallel.world_size)]
-            for ranks in dict.fromkeys(tuple(ranks_of(coords)) for coords in every):
+            own_group = None
+            all_coords = [RankCoords.of(rank, parallel) for rank in range(parallel.world_size)]
+            for ranks in dict.fromkeys(tuple(ranks_of(coords)) for coords in all_coords):
                 if len(ranks) > 1:
                     group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-                    own = group if dist.get_rank() in ranks else own
-            return own
+                    own_group = group if dist.get_rank() in ranks else own_group
+            return own_group
 
         # numbers and messages are on the CPU
         self._all = make(lambda coords: group_ranks(coords.group, parallel), "gloo")
-        made = {axes: make(partial(_along, axes, parallel)) for axes in _GROUPS}
+        groups = {axes: make(partial(_ranks_along, axes, parallel)) for axes in _GROUPS}
         degree = parallel.vae_patch_parallel_size
-        made[_TILES] = make(lambda coords: group_ranks(coords.group, parallel)[:degree])
-        self._along = {axes: group for axes, group in made.items() if group is not None}
+        groups[_TILES] = make(lambda coords: group_ranks(coords.group, parallel)[:degree])
+        self._groups = {axes: group for axes, group in groups.items() if group is not None}
 
     @contextlib.contextmanager
     def _abort_on_error(self) -> Iterator[None]:
@@ -286,10 +290,10 @@ class ProcessGroup:
             ) from error
 
 
-def _along(
+def _ranks_along(
     axes: tuple[str, ...], parallel: DiffusionParallelConfig, coords: RankCoords
 ) -> list[int]:
-    return coords.along(*axes, parallel=parallel)
+    return coords.ranks_along(*axes, parallel=parallel)
 
 
 def open_rendezvous(address: str) -> str:
@@ -324,8 +328,8 @@ def _interface_to(host: str) -> str:
     """Name of the network interface by which this machine reaches the host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((host, 9))  # sends nothing
-        own = sock.getsockname()[0]
-        if ipaddress.ip_address(own).is_loopback:
+        address = sock.getsockname()[0]
+        if ipaddress.ip_address(address).is_loopback:
             return "lo"
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -333,6 +337,6 @@ def _interface_to(host: str) -> str:
                 reply = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)
             except OSError:  # the interface has no address
                 continue
-            if socket.inet_ntoa(reply[20:24]) == own:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
-    raise OSError(f"no interface of this machine has the address {own}, which reaches {host}")
+    raise OSError(f"no interface of this machine has the address {address}, which reaches {host}")

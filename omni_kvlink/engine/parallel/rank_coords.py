@@ -37,10 +37,10 @@ class RankCoords:
         """Coordinates of a rank: tensor varies fastest, then those of `_AXES` in their order."""
         if not 0 <= rank < parallel.world_size:
             raise ValueError(f"rank {rank} of {parallel.world_size}; ranks count from 0")
-        found = {}
+        coords = {}
         for axis, degree in _AXES.items():
-            rank, found[axis] = divmod(rank, getattr(parallel, degree))
-        return cls(**found)
+            rank, coords[axis] = divmod(rank, getattr(parallel, degree))
+        return cls(**coords)
 
     def rank(self, parallel: DiffusionParallelConfig) -> int:
         """The rank with these coordinates."""
@@ -50,13 +50,13 @@ class RankCoords:
             stride *= getattr(parallel, degree)
         return rank
 
-    def along(self, *axes: str, parallel: DiffusionParallelConfig) -> list[int]:
+    def ranks_along(self, *axes: str, parallel: DiffusionParallelConfig) -> list[int]:
         """The ranks that differ from this one along these axes alone, this one included."""
-        others = vars(self).keys() - set(axes)
+        other_axes = vars(self).keys() - set(axes)
         return [
             rank
             for rank, coords in _all(parallel)
-            if all(getattr(coords, axis) == getattr(self, axis) for axis in others)
+            if all(getattr(coords, axis) == getattr(self, axis) for axis in other_axes)
         ]
 
     def kv_rank(self, parallel: DiffusionParallelConfig) -> int:

@@ -35,19 +35,19 @@ class SharedTiles:
 
         If `compute` raises on another rank, RankFailed is raised here.
         """
-        every = range(len(shapes))
+        indices = range(len(shapes))
         tiles: dict[int, Tensor] = {}
         failure: Exception | None = None
         try:
             if self._index < self._degree:
-                tiles = {at: compute(at).contiguous() for at in every[self._index :: self._degree]}
+                tiles = {i: compute(i).contiguous() for i in indices[self._index :: self._degree]}
             if self._index == 0:
                 like = tiles[0].shape[:-2]
                 tiles |= {
-                    at: tiles[0].new_empty((*like, *shapes[at])) for at in every if at not in tiles
+                    i: tiles[0].new_empty((*like, *shapes[i])) for i in indices if i not in tiles
                 }
         except Exception as error:
             failure = error
         self._sync.step(failure, in_pass=False)
         self._process_group.gather_tiles(tiles)
-        return [tiles[at] for at in every] if self._index == 0 else None
+        return [tiles[i] for i in indices] if self._index == 0 else None

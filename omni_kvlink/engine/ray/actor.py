@@ -124,7 +124,7 @@ class ActorHandle:
 
 
 class Service(Protocol):
-    """What an `ActorHost` serves: `WorkerService` or `StageService`."""
+    """The service of an `ActorHost`: `WorkerService` or `StageService`."""
 
     methods: dict[str, Callable[..., Any]]
 
@@ -141,12 +141,12 @@ class ActorHost(ABC):
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._service: Service | None = None
-        own: dict[str, Callable[..., Any]] = {
-            one.__name__: one for one in (self.open_rendezvous, self.open, self.shutdown)
+        methods: dict[str, Callable[..., Any]] = {
+            method.__name__: method for method in (self.open_rendezvous, self.open, self.shutdown)
         }
-        self._methods = ChainMap(own)
+        self._methods = ChainMap(methods)
         self._next = 0
-        self._early: dict[int, tuple[Message, Future[Message]]] = {}
+        self._backlog: dict[int, tuple[Message, Future[Message]]] = {}
         self._calls: queue.SimpleQueue[tuple[Message, Future[Message]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="calls", daemon=True).start()
 
@@ -161,9 +161,9 @@ class ActorHost(ABC):
     async def call(self, number: int, message: Message) -> Message:
         """Queue call `number`, and return its answer."""
         reply: Future[Message] = Future()
-        self._early[number] = message, reply
-        while self._next in self._early:
-            self._calls.put(self._early.pop(self._next))
+        self._backlog[number] = message, reply
+        while self._next in self._backlog:
+            self._calls.put(self._backlog.pop(self._next))
             self._next += 1
         return await asyncio.wrap_future(reply)
 
@@ -243,6 +243,6 @@ def node_address() -> str:
 
 
 def _shortened(text: str) -> str:
-    """What happened and why: Ray says these at the beginning and at the end."""
+    """Cut the middle out of an error's text; Ray says at its ends what happened, and why."""
     text = " ".join(text.split())
     return text if len(text) < 500 else f"{text[:150]} … {text[-300:]}"

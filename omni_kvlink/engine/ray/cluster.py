@@ -98,7 +98,7 @@ class Placement:
         self._ray, self._cluster, self._bundles = library(), cluster, bundles
         module = importlib.import_module("ray.util.placement_group")
         self._remove = module.remove_placement_group
-        self._group = module.placement_group([dict(one) for one in bundles], strategy=strategy)
+        self._group = module.placement_group(list(map(dict, bundles)), strategy=strategy)
         if not self._group.wait(timeout):
             self.close()
             raise TransferTimeout(
@@ -112,12 +112,12 @@ class Placement:
     def options(self, index: int) -> dict[str, Any]:
         """Options of an actor that uses this bundle."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        rest = dict(self._bundles[index])
+        resources = dict(self._bundles[index])
         return {
-            "num_cpus": rest.pop("CPU", 0),
-            "num_gpus": rest.pop("GPU", 0),
-            "memory": rest.pop("memory", None),
-            "resources": rest,
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, index),
         }
 

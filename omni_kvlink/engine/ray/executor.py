@@ -30,7 +30,7 @@ class RayExecutor(DistributedExecutor):
     """
 
     locations: list[dict[str, Any]]
-    """Of each rank: its "pid" and its node's "address"."""
+    """Each rank's "pid", and its node's "address"."""
     _cluster: Cluster | None = None
     _placement: Placement | None = None
 

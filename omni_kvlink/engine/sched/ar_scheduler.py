@@ -63,7 +63,7 @@ class OmniARScheduler(StepwiseScheduler):
         self._count_tokens, self._prefix_tokens = count_tokens, prefix_tokens
         self._tables: dict[str, Blocks] = {}
         self._computed: dict[str, int] = {}  # tokens found for requests that run
-        self._known: dict[str, _Needed] = {}  # counted once, by request id
+        self._needs: dict[str, _Needed] = {}  # counted once, by request id
         self._prefixes: PrefixCache | None = None
         if config.enable_prefix_caching:
             if prefix_tokens is None:
@@ -113,25 +113,25 @@ class OmniARScheduler(StepwiseScheduler):
     def _allocate(self, request_id: str, needed: _Needed) -> bool:
         """Take a request's blocks, those of its prefix as they are; False if too few are free."""
         cache, counts = self._prefixes, needed.counts
-        found = [] if cache is None else cache.find(needed.prefix)
-        self.blocks.share(found)
-        if not self.blocks.can_allocate(sum(counts.values()) - len(found)):
-            self.blocks.free(found)
+        prefix_blocks = [] if cache is None else cache.find(needed.prefix)
+        self.blocks.share(prefix_blocks)
+        if not self.blocks.can_allocate(sum(counts.values()) - len(prefix_blocks)):
+            self.blocks.free(prefix_blocks)
             return False
-        table, begins = Blocks(), found
+        table, begins = Blocks(), prefix_blocks
         for branch, count in counts.items():
             table[branch] = begins + self.blocks.allocate(count - len(begins))
             begins = []  # a prefix is in the first branch alone
         self._tables[request_id] = table
-        self._computed[request_id] = len(found) * self.blocks.block_size
+        self._computed[request_id] = len(prefix_blocks) * self.blocks.block_size
         if cache is not None:
-            cache.begin(request_id, needed.prefix, next(iter(table.values())), len(found))
+            cache.begin(request_id, needed.prefix, next(iter(table.values())), len(prefix_blocks))
         return True
 
     def _needed(self, request: OmniDiffusionRequest) -> _Needed:
-        """What a request needs; CapacityError if the pools never have as many blocks."""
-        if known := self._known.get(request.request_id):
-            return known
+        """Count the blocks that a request needs; CapacityError if the pools never have as many."""
+        if needed := self._needs.get(request.request_id):
+            return needed
         tokens = self._count_tokens(request)
         counts = {branch: self.blocks.blocks_for(count) for branch, count in tokens.items()}
         total = sum(counts.values())
@@ -142,7 +142,7 @@ class OmniARScheduler(StepwiseScheduler):
             raise CapacityError(text, requested=total, free=free)
         ids = self._prefix_tokens(request) if self._prefixes and self._prefix_tokens else []
         needed = _Needed(counts, Prefix.of(ids, self.blocks.block_size))
-        self._known[request.request_id] = needed
+        self._needs[request.request_id] = needed
         return needed
 
     def _has_lora_room(self, states: Sequence[RequestState]) -> bool:
@@ -165,7 +165,7 @@ class OmniARScheduler(StepwiseScheduler):
         return ARSchedulerOutput(requests, tables, computed, cached_request_ids=cached)
 
     def _release(self, request: OmniDiffusionRequest) -> None:
-        self._known.pop(request.request_id, None)
+        self._needs.pop(request.request_id, None)
         self._computed.pop(request.request_id, None)
         if self._prefixes is not None:
             self._prefixes.end(request.request_id)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """The beginning of a prompt; each of its whole blocks has a hash, of all tokens before, too."""
+    """The beginning of a prompt; a whole block's hash covers its tokens and all before them."""
 
     num_tokens: int
     hashes: list[bytes]
@@ -23,11 +23,11 @@ class Prefix:
     @classmethod
     def of(cls, token_ids: Sequence[int], block_size: int) -> Prefix:
         """The prefix of these tokens."""
-        hashes, before = list[bytes](), b""
+        hashes, block_hash = list[bytes](), b""
         for start in range(0, len(token_ids) - block_size + 1, block_size):
             tokens = array("q", token_ids[start : start + block_size]).tobytes()
-            before = hashlib.sha256(before + tokens).digest()
-            hashes.append(before)
+            block_hash = hashlib.sha256(block_hash + tokens).digest()
+            hashes.append(block_hash)
         return cls(len(token_ids), hashes)
 
 
@@ -60,40 +60,42 @@ class PrefixCache:
         state.
         """
         hashes = prefix.hashes[: max(0, prefix.num_tokens - 1) // self._blocks.block_size]
-        found = self._blocks.find(hashes)
-        if len(found) < len(hashes) and hashes[len(found)] in self._pending:
+        blocks = self._blocks.find(hashes)
+        if len(blocks) < len(hashes) and hashes[len(blocks)] in self._pending:
             for request_id, tokens in self._count_computed().items():
                 self.computed(request_id, tokens)
-            found = self._blocks.find(hashes)
-        return found
+            blocks = self._blocks.find(hashes)
+        return blocks
 
-    def begin(self, request_id: str, prefix: Prefix, blocks: Sequence[int], found: int) -> None:
-        """A request runs in these blocks, of which the first `found` are from `find`."""
-        whole = prefix.hashes
-        self._running[request_id] = _RequestBlocks(list(blocks[: len(whole)]), whole, found)
-        for block_hash in whole[found:]:
+    def begin(
+        self, request_id: str, prefix: Prefix, blocks: Sequence[int], num_cached: int
+    ) -> None:
+        """A request runs in these blocks, of which the first `num_cached` are from `find`."""
+        hashes = prefix.hashes
+        self._running[request_id] = _RequestBlocks(list(blocks[: len(hashes)]), hashes, num_cached)
+        for block_hash in hashes[num_cached:]:
             self._pending[block_hash] = self._pending.get(block_hash, 0) + 1
         self._requests += 1
         self._queries += prefix.num_tokens
-        self._hits += found * self._blocks.block_size
+        self._hits += num_cached * self._blocks.block_size
 
     def computed(self, request_id: str, num_tokens: int | None = None) -> None:
         """The first tokens of a request are computed, or all; one that has ended is ignored."""
-        one = self._running.get(request_id)
-        if one is None:
+        entry = self._running.get(request_id)
+        if entry is None:
             return
-        count = len(one.blocks)
+        count = len(entry.blocks)
         if num_tokens is not None:
             count = min(count, num_tokens // self._blocks.block_size)
-        for i in range(one.cached, count):
-            self._blocks.cache(one.blocks[i], one.hashes[i])
-            self._end_pending(one.hashes[i])
-        one.cached = max(one.cached, count)
+        for i in range(entry.cached, count):
+            self._blocks.cache(entry.blocks[i], entry.hashes[i])
+            self._end_pending(entry.hashes[i])
+        entry.cached = max(entry.cached, count)
 
     def end(self, request_id: str) -> None:
         """A request has ended, with or without an error; before its blocks are free."""
-        one = self._running.pop(request_id, None)
-        for block_hash in [] if one is None else one.hashes[one.cached :]:
+        entry = self._running.pop(request_id, None)
+        for block_hash in [] if entry is None else entry.hashes[entry.cached :]:
             self._end_pending(block_hash)
 
     def stats(self) -> dict[str, int]:

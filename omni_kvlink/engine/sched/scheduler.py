@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.errors import EngineError, RequestAborted
 from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
-from omni_kvlink.engine.request import OmniDiffusionRequest, never
+from omni_kvlink.engine.request import OmniDiffusionRequest, not_cancelled
 from omni_kvlink.errors import KVLinkError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.kv.interface import KVManager
 
 
-_MOST_TRANSFERRED = 1024  # requests that are remembered for who asks which were sent
+_MAX_TRANSFERRED_REQUESTS = 1024  # remembered until someone asks which were sent
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +55,7 @@ class Scheduler(ABC):
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
         self._ended: list[DiffusionOutput] = []
-        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=_MOST_TRANSFERRED)
+        self._transferred: deque[OmniDiffusionRequest] = deque(maxlen=_MAX_TRANSFERRED_REQUESTS)
         self._listeners: list[Callable[[], None]] = []
         self.is_stopped = self._is_woken = False
         self._steps = 0
@@ -81,7 +81,7 @@ class Scheduler(ABC):
         """End the requests of a step: returns their outputs, and releases what they held."""
         with self._changed:  # a failure may have ended some of them meanwhile
             ids = self._ended_ids(scheduler_output, model_output)
-            ids = [one for one in ids if one in self._running]
+            ids = [request_id for request_id in ids if request_id in self._running]
             return self._finish([model_output.result_of(request_id) for request_id in ids])
 
     def _fail_running(self, error: Exception) -> list[DiffusionOutput]:
@@ -96,7 +96,7 @@ class Scheduler(ABC):
 
     @property
     def num_running(self) -> int:
-        """How many requests run."""
+        """The number of running requests."""
         return len(self._running)
 
     def add_request(self, request: OmniDiffusionRequest) -> None:
@@ -158,9 +158,9 @@ class Scheduler(ABC):
         With `start=False` requests that wait are nothing to do.
         """
         with self._changed:
-            found = self._changed.wait_for(lambda: self._has_work(start=start), timeout)
+            has_work = self._changed.wait_for(lambda: self._has_work(start=start), timeout)
             self._is_woken = False
-            return found
+            return has_work
 
     def wait_for_batch(self, *, timeout: float, stable: float) -> None:
         """Block while requests arrive each `stable` seconds, until a batch is full or it stops."""
@@ -200,7 +200,7 @@ class Scheduler(ABC):
         """Begin what can be begun for waiting requests; called whenever that may have changed."""
 
     def _can_start(self) -> bool:
-        return len({one.batch for one in self._running.values()}) < self.max_concurrent_batches
+        return len({state.batch for state in self._running.values()}) < self.max_concurrent_batches
 
     def _ended_ids(
         self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
@@ -232,13 +232,13 @@ class Scheduler(ABC):
 
     def _finish(self, outputs: list[DiffusionOutput]) -> list[DiffusionOutput]:
         """End requests that have run; an aborted one in RequestAborted, whatever its output."""
-        for at, output in enumerate(outputs):
+        for index, output in enumerate(outputs):
             state = self._running.pop(output.request_id)
-            state.request.is_cancelled = never
+            state.request.is_cancelled = not_cancelled
             self._release(state.request)
             if state.aborted and not isinstance(output.error, RequestAborted):
                 error = RequestAborted(f"request {state.request_id!r} was aborted while it ran")
-                outputs[at] = output = DiffusionOutput(state.request_id, error=error)
+                outputs[index] = output = DiffusionOutput(state.request_id, error=error)
             if state.ready_at:
                 output.seconds["kv_wait"] = state.ready_at - state.queued_at
             output.seconds["queued"] = state.started_at - state.queued_at
@@ -278,12 +278,12 @@ class SyncScheduler(Scheduler):
 
     def _choose(self) -> list[RequestState]:
         ready = list(filter(self._is_ready, self._waiting.values()))[: self.max_num_seqs]
-        return list(takewhile(lambda one: one.request.key == ready[0].request.key, ready))
+        return list(takewhile(lambda state: state.request.key == ready[0].request.key, ready))
 
     def _on_waiting(self) -> None:
         """End requests whose KV did not come; receive for the others in order, within budget."""
         kv = self.kv_manager
-        for state in [one for one in self._waiting.values() if one.request.need_kv_receive]:
+        for state in [state for state in self._waiting.values() if state.request.need_kv_receive]:
             if kv is None:
                 self._end(state, EngineError("this stage has no KV source: set kv.sources"))
             elif kv.state(state.request_id) is KVState.FAILED:
@@ -297,14 +297,14 @@ class SyncScheduler(Scheduler):
         def is_held(request_id: str) -> bool:
             return kv.state(request_id) is not KVState.ABSENT
 
-        known, states = [*self._waiting, *self._running], list(self._waiting.values())
+        request_ids, states = [*self._waiting, *self._running], list(self._waiting.values())
         if not self._prefetch:  # only for the next batch, and while nothing runs
             states = [] if self._running else states[: self.max_num_seqs]
         for state in states:
             if not state.request.need_kv_receive or is_held(state.request_id):
                 continue
             try:
-                if not kv.can_allocate(state.request) and any(map(is_held, known)):
+                if not kv.can_allocate(state.request) and any(map(is_held, request_ids)):
                     return  # no request behind it takes the memory that it waits for
                 kv.allocate(state.request)
                 kv.prefetch(state.request)

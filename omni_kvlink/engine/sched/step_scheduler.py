@@ -33,7 +33,7 @@ class StepScheduler(StepwiseScheduler, SyncScheduler):
         ready = list(filter(self._is_ready, self._waiting.values()))
         keys = [state.request.step_key for state in [*active, *ready][:1]]
         free = ready[: self.max_num_seqs - len(active)]
-        return list(takewhile(lambda one: one.request.step_key in keys, free))
+        return list(takewhile(lambda state: state.request.step_key in keys, free))
 
     def _output(self, requests: list[OmniDiffusionRequest]) -> StepSchedulerOutput:
         new = {request.request_id for request in requests}

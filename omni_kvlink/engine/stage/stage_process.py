@@ -32,6 +32,6 @@ class StageProcess(RemoteStage):
 
     def _start_process(self) -> RpcClient:
         config, name = self.config.served_at(self.sink_urls), f"the {self.config.stage} stage"
-        service, own = "stage.service:StageService", self._environment
-        handle = ProcessHandle(service, config, name=name, environment=own)
+        service, environment = "stage.service:StageService", self._environment
+        handle = ProcessHandle(service, config, name=name, environment=environment)
         return RpcClient(handle, self._on_process_death)

@@ -68,5 +68,5 @@ class BlockCache(StepCache):
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
         return change(probe, last.probe)
 
-    def _anchor(self, last: Kept, probe: Tensor, same: Tensor) -> Tensor:
-        return last.probe.where(same, probe)
+    def _anchor(self, last: Kept, probe: Tensor, mask: Tensor) -> Tensor:
+        return last.probe.where(mask, probe)

@@ -58,5 +58,5 @@ def make_cache_backend(name: str, config: Mapping[str, Any]) -> CacheBackend | N
     if name not in _BACKENDS:
         raise ValueError(f"no cache backend {name!r}; there are {', '.join(['none', *_BACKENDS])}")
     module, _, attribute = _BACKENDS[name].partition(":")
-    made: CacheBackend = getattr(importlib.import_module(module), attribute)(config)
-    return made
+    backend: CacheBackend = getattr(importlib.import_module(module), attribute)(config)
+    return backend

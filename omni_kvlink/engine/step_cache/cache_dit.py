@@ -75,11 +75,11 @@ class CacheDiT(CacheBackend):
                 f"cache_dit needs a pipeline of diffusers with one transformer, and {name} has "
                 f'{has}: use another cache_backend, or "none"'
             )
-        package, own = _package(), self.config
+        package, config = _package(), self.config
         names = [*_LEAST, "residual_diff_threshold", "enable_separate_cfg"]
-        fields = {name: own[name] for name in names if name != "taylorseer_order"}
-        order = {"taylorseer_order": own["taylorseer_order"]}
-        seer = package.TaylorSeerCalibratorConfig(**order) if own["enable_taylorseer"] else None
+        fields = {name: config[name] for name in names if name != "taylorseer_order"}
+        order = {"taylorseer_order": config["taylorseer_order"]}
+        seer = package.TaylorSeerCalibratorConfig(**order) if config["enable_taylorseer"] else None
         settings = package.DBCacheConfig(**fields)
         package.enable_cache(network, cache_config=settings, calibrator_config=seer)
         self.enabled = True
@@ -105,7 +105,9 @@ class CacheDiT(CacheBackend):
         # `summary` of the package has nothing of a generation in which it expected more passes.
         network = pipeline.transformer
         contexts = [network._context_manager.get_context(name) for name in network._context_names]
-        return sum(len(one.cached_steps) + len(one.cfg_cached_steps) for one in contexts)
+        return sum(
+            len(context.cached_steps) + len(context.cfg_cached_steps) for context in contexts
+        )
 
 
 def _check(name: str, value: Any) -> None:

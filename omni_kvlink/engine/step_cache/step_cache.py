@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a guidance branch's step.
+    """A guidance branch's step, as far as it is kept.
 
     Attributes:
         step: counted from 0.
@@ -83,11 +83,11 @@ class StepCache(CacheBackend):
             )
         self.config = {**self.defaults, **config}
         self.memory = StepMemory()
-        most = self.config[self.threshold]
-        known = isinstance(most, int | float) and not isinstance(most, bool)
-        if not known or not math.isfinite(most) or most < 0:
-            raise ValueError(f"{self.threshold} {most!r}: a number, 0 (off) or more")
-        self._threshold = float(most)
+        threshold = self.config[self.threshold]
+        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if not is_number or not math.isfinite(threshold) or threshold < 0:
+            raise ValueError(f"{self.threshold} {threshold!r}: a number, 0 (off) or more")
+        self._threshold = float(threshold)
 
     def enable(self, pipeline: Any) -> None:
         """Set the hook; see `CacheBackend.enable`."""
@@ -112,11 +112,11 @@ class StepCache(CacheBackend):
 
     @abstractmethod
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
-        """How far each request is from the kept step: float32 [] or [batch]."""
+        """Return each request's distance from the kept step: float32 [] or [batch]."""
 
     @abstractmethod
-    def _anchor(self, last: Kept, probe: Tensor, same: Tensor) -> Tensor:
-        """The probe to compare the next step with; `same` is True for requests that reused."""
+    def _anchor(self, last: Kept, probe: Tensor, mask: Tensor) -> Tensor:
+        """The probe to compare the next step with; `mask` is True for requests that reused."""
 
     def _reuse(
         self,
@@ -131,24 +131,24 @@ class StepCache(CacheBackend):
         if last is None:
             out = compute()
             value = out if base is None else out - base
-            nothing = torch.zeros(probe.shape[1:-1], device=probe.device)
-            self.memory.keep(branch, Kept(step, probe, value, nothing), reused=False)
+            drift = torch.zeros(probe.shape[1:-1], device=probe.device)
+            self.memory.keep(branch, Kept(step, probe, value, drift), reused=False)
             return out
         drift = self._drift(last, probe)
         close = drift < self._threshold  # not so if there is a NaN
-        same, every = close[..., None], bool(close.all())
+        mask, all_close = close[..., None], bool(close.all())
         value = last.value
         out = value if base is None else base + value
-        if not every:
+        if not all_close:
             new = compute()
-            out = torch.where(same, out, new)
-            value = torch.where(same, value, new if base is None else new - base)
-        drift, anchor = drift.where(close, drift.new_zeros(())), self._anchor(last, probe, same)
-        self.memory.keep(branch, Kept(step, anchor, value, drift), reused=every)
+            out = torch.where(mask, out, new)
+            value = torch.where(mask, value, new if base is None else new - base)
+        drift, anchor = drift.where(close, drift.new_zeros(())), self._anchor(last, probe, mask)
+        self.memory.keep(branch, Kept(step, anchor, value, drift), reused=all_close)
         return out
 
 
 def change(new: Tensor, old: Tensor) -> Tensor:
     """The L1 distance relative to `old`, of each request: float32 [] or [batch]."""
-    apart, size = (new - old).abs(), old.abs()
-    return apart.mean((0, -1), dtype=torch.float32) / size.mean((0, -1), dtype=torch.float32)
+    distance, size = (new - old).abs(), old.abs()
+    return distance.mean((0, -1), dtype=torch.float32) / size.mean((0, -1), dtype=torch.float32)

@@ -31,8 +31,8 @@ class TeaCache(StepCache):
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        given: Any = self.config["coefficients"]
-        self._coefficients = None if given is None else _numbers(given)
+        coefficients: Any = self.config["coefficients"]
+        self._coefficients = None if coefficients is None else _numbers(coefficients)
 
     def velocity(
         self, branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]
@@ -41,22 +41,24 @@ class TeaCache(StepCache):
         return self._reuse(branch, step, rows[1:-1], compute)  # the markers never change
 
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
-        apart = change(probe, last.probe)
+        distance = change(probe, last.probe)
         if self._coefficients is None:
-            return last.drift + apart
-        powers, value = apart.double(), torch.zeros_like(apart, dtype=torch.float64)
+            return last.drift + distance
+        powers, value = distance.double(), torch.zeros_like(distance, dtype=torch.float64)
         for coefficient in self._coefficients:
             value = value * powers + coefficient
         return last.drift + value.abs().float()
 
-    def _anchor(self, last: Kept, probe: Tensor, same: Tensor) -> Tensor:
+    def _anchor(self, last: Kept, probe: Tensor, mask: Tensor) -> Tensor:
         return probe
 
 
-def _numbers(given: Any) -> list[float]:
+def _numbers(coefficients: Any) -> list[float]:
     """The coefficients; raises ValueError unless they are finite numbers, at least one."""
-    numbers = list(given) if isinstance(given, (list, tuple)) else []
-    known = [isinstance(one, int | float) and not isinstance(one, bool) for one in numbers]
-    if not numbers or not all(known) or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"coefficients {given!r:.60}: a list of numbers, the highest power first")
-    return [float(one) for one in numbers]
+    numbers = list(coefficients) if isinstance(coefficients, (list, tuple)) else []
+    are_numbers = [isinstance(n, int | float) and not isinstance(n, bool) for n in numbers]
+    if not numbers or not all(are_numbers) or not all(map(math.isfinite, numbers)):
+        raise ValueError(
+            f"coefficients {coefficients!r:.60}: a list of numbers, the highest power first"
+        )
+    return [float(number) for number in numbers]

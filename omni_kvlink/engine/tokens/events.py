@@ -1,4 +1,4 @@
-"""What a request that is streamed reports while it runs."""
+"""Events that a streamed request reports while it runs."""
 
 from __future__ import annotations
 

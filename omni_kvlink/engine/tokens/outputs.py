@@ -1,4 +1,4 @@
-"""What an executor and a request's output say of tokens, named as in vLLM v1."""
+"""The tokens in the outputs of executors and requests, named as in vLLM v1."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class LogprobsLists:
     """Log-probabilities of tokens by the model's logits, before any sampling param.
 
     A row has the token that was chosen, then the likeliest ones in their order, the chosen one
-    again if it is among them. Rows of a step's output are those of its requests: empty where none
-    were asked for, or no token was chosen, and as long as each request asks for.
+    again if it is among them. A step's output has a row for each of its requests, as long as the
+    request asks for: empty if it asks for none, or no token was chosen.
     """
 
     logprob_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
@@ -32,7 +32,7 @@ class KVConnectorOutput:
 
 @dataclasses.dataclass(kw_only=True)
 class TokenOutputs:
-    """The tokens of a step, in the order of its `req_ids`; as it is here, that of diffusion.
+    """The tokens of a step, in the order of its `req_ids`; a diffusion stage has the defaults.
 
     In an AR stage `req_ids` are all requests of the step; those that end with it have `results`.
     `prompt_logprobs_dict` stays empty: no request can ask for those. `spec_token_ids` stays None:
@@ -49,7 +49,7 @@ class TokenOutputs:
 
 @dataclasses.dataclass(kw_only=True)
 class TextResult:
-    """What is known of a request's text, apart from the text; None where there is none.
+    """The facts about a request's text, apart from the text; None where there is none.
 
     The last of `token_ids` is the end marker if the model wrote it: `finish_reason` is "stop" then,
     "length" at `max_tokens`. `logprobs` have a row for each token. `hidden_states` are [tokens,

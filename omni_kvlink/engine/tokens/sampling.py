@@ -10,7 +10,7 @@ from omni_kvlink.models.bagel.hidden_states import Keep
 from omni_kvlink.settings import Settings, Texts
 
 MODALITIES = ("text", "image", "img2img")
-"""What a request may want; "img2img" is an image made from the prompt's images."""
+"""The kinds of answer; "img2img" is an image made from the prompt's images."""
 
 
 @dataclasses.dataclass(kw_only=True)

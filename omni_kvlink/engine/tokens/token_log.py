@@ -38,20 +38,20 @@ class TokenLog:
     def add(self, token: int, logits: torch.Tensor) -> None:
         """Record a token, and what is wanted of its logits [vocab]."""
         logits = logits.float()
-        found = _Token(token, int(logits.isnan().sum()))
+        record = _Token(token, int(logits.isnan().sum()))
         if self._logprobs is not None:
             logprobs = logits.log_softmax(-1)
-            most = len(logprobs) if self._logprobs == -1 else min(self._logprobs, len(logprobs))
-            top = logprobs.topk(most)
-            found.row_ids = [token, *top.indices.tolist()]
-            found.row = [float(logprobs[token]), *top.values.tolist()]
-            found.rank = int((logprobs >= logprobs[token]).sum())
-        self._tokens.append(found)
+            count = len(logprobs) if self._logprobs == -1 else min(self._logprobs, len(logprobs))
+            top = logprobs.topk(count)
+            record.row_ids = [token, *top.indices.tolist()]
+            record.row = [float(logprobs[token]), *top.values.tolist()]
+            record.rank = int((logprobs >= logprobs[token]).sum())
+        self._tokens.append(record)
 
     @property
     def token_ids(self) -> list[int]:
         """All tokens so far."""
-        return [one.token for one in self._tokens]
+        return [record.token for record in self._tokens]
 
     def logprobs(self) -> LogprobsLists | None:
         """A row for each token; None unless they are wanted."""
@@ -73,20 +73,20 @@ def step_outputs(logs: Mapping[str, TokenLog]) -> dict[str, Any]:
     has_rows = any(step._logprobs is not None for step in steps.values())
     return {
         "sampled_token_ids": [step.token_ids for step in steps.values()],
-        "logprobs": _lists([_only(step) for step in steps.values()]) if has_rows else None,
+        "logprobs": _lists([_first_token(step) for step in steps.values()]) if has_rows else None,
         "num_nans_in_logits": {
-            key: sum(one.num_nans for one in step._tokens)
+            key: sum(record.num_nans for record in step._tokens)
             for key, step in steps.items()
             if step._tokens
         },
     }
 
 
-def _only(step: TokenLog) -> _Token:
+def _first_token(step: TokenLog) -> _Token:
     return step._tokens[0] if step._tokens else _Token(0, 0)
 
 
 def _lists(tokens: list[_Token]) -> LogprobsLists:
     return LogprobsLists(
-        [one.row_ids for one in tokens], [one.row for one in tokens], [one.rank for one in tokens]
+        [t.row_ids for t in tokens], [t.row for t in tokens], [t.rank for t in tokens]
     )

@@ -29,12 +29,12 @@ def worker_class(config: StageConfig) -> type[WorkerBase[Any]]:
     other, its_stage = (
         (GPUDiffusionWorker, "a diffusion") if kind == "ar" else (GPUARWorker, "an AR")
     )
-    found = load_class("worker", config.worker_cls or kind, _WORKERS)
-    if not (isinstance(found, type) and issubclass(found, WorkerBase)):
+    named_class = load_class("worker", config.worker_cls or kind, _WORKERS)
+    if not (isinstance(named_class, type) and issubclass(named_class, WorkerBase)):
         raise ValueError(f"worker_cls {config.worker_cls} is no WorkerBase")
-    if issubclass(found, other):
+    if issubclass(named_class, other):
         raise ValueError(f"worker_cls {config.worker_cls} is the worker of {its_stage} stage")
-    return found
+    return named_class
 
 
 def make_worker(config: StageConfig, local_rank: int, rank: int) -> WorkerBase[Any]:

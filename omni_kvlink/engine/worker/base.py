@@ -162,7 +162,7 @@ class WorkerBase(ProfiledRank, AdapterHolder, Generic[R]):
             self.runner.kv_sink.fail(request_id, reason)
 
     def sink_url(self) -> str:
-        """What the next stage connects to; empty if there is none."""
+        """The URL to which the next stage connects; empty if there is none."""
         return "" if self.runner.kv_sink is None else self.runner.kv_sink.link.url
 
     def sink_stats(self) -> dict[str, Any]:

@@ -100,8 +100,8 @@ class OffloadedModule:
 class CpuOffload:
     """The offloaded modules of a model.
 
-    Each of `modules` is on the device during its call. Of `layers`, which are called in order and
-    again from the first, that which is called and the next one are. Calls come from one thread.
+    Each of `modules` is on the device during its call. `layers` are called in order, and again from
+    the first: the called one and the next are on the device. Calls come from one thread.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class CpuOffload:
         pin: bool = True,
     ):
         self.stats = OffloadStats()
-        self._layers = [OffloadedModule(one, device, pin, self.stats) for one in layers]
-        self._modules = [OffloadedModule(one, device, pin, self.stats) for one in modules]
+        self._layers = [OffloadedModule(layer, device, pin, self.stats) for layer in layers]
+        self._modules = [OffloadedModule(module, device, pin, self.stats) for module in modules]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        for own, module in zip(self._modules, modules, strict=True):
-            module.register_forward_pre_hook(partial(_load, own))
-            module.register_forward_hook(partial(_unload, own), always_call=True)
+        for weights, module in zip(self._modules, modules, strict=True):
+            module.register_forward_pre_hook(partial(_load, weights))
+            module.register_forward_hook(partial(_unload, weights), always_call=True)
         for number, module in enumerate(layers):
             module.register_forward_pre_hook(partial(self._enter, number))
         trim_memory()
@@ -138,25 +138,26 @@ class CpuOffload:
 
     def take(self) -> None:
         """Take weights that were loaded anew into host memory."""
-        for one in (*self._layers, *self._modules):
-            one.take()
+        for weights in (*self._layers, *self._modules):
+            weights.take()
         trim_memory()
 
     def unload(self) -> None:
         """Release all that is on the device."""
-        for one in (*self._layers, *self._modules):
-            one.unload()
+        for weights in (*self._layers, *self._modules):
+            weights.unload()
 
     def drop(self) -> None:
         """Give up the weights, in host memory, too."""
-        for one in (*self._layers, *self._modules):
-            one.drop()
+        for weights in (*self._layers, *self._modules):
+            weights.drop()
 
     def _enter(self, number: int, *_: Any) -> None:
         """Load a layer that is called now, unless it was prefetched, and prefetch the next."""
         following = (number + 1) % len(self._layers)
-        for at, layer in enumerate(self._layers):
-            if at not in (number, following):
+        # before any copy: only two layers are ever on the device
+        for index, layer in enumerate(self._layers):
+            if index not in (number, following):
                 layer.unload()
         self._layers[number].load(self._stream)
         self._layers[number].wait()
@@ -170,9 +171,9 @@ def move_weights(modules: Mapping[str, nn.Module], device: torch.device) -> None
             tensor.data = tensor.data.to(device)
 
 
-def _load(own: OffloadedModule, *_: Any) -> None:
-    own.load()
+def _load(weights: OffloadedModule, *_: Any) -> None:
+    weights.load()
 
 
-def _unload(own: OffloadedModule, *_: Any) -> None:
-    own.unload()
+def _unload(weights: OffloadedModule, *_: Any) -> None:
+    weights.unload()

@@ -59,8 +59,7 @@ class _Prefill:
         """Set the pass that it waits for; None if it is to go on by itself."""
         self.next_pass = next_pass
         if next_pass is not None:
-            known, found = self.num_computed_tokens, next_pass.num_computed_tokens
-            self.num_computed_tokens = max(known, found)
+            self.num_computed_tokens = max(self.num_computed_tokens, next_pass.num_computed_tokens)
 
     def end_chunk(self, chunk: TextPass, result: Any) -> None:
         """Take the result of its pass, or of a part of it, after which it waits for the rest."""
@@ -143,8 +142,8 @@ class GPUARModelRunner:
         return prefill
 
     def num_computed_tokens(self) -> dict[str, int]:
-        """How many of the first tokens of each running request are in its blocks, at least."""
-        return {key: one.num_computed_tokens for key, one in self._prefills.items()}
+        """Count the first tokens of each running request that are in its blocks, at least."""
+        return {key: prefill.num_computed_tokens for key, prefill in self._prefills.items()}
 
     def abort(self, request_id: str) -> None:
         """End a running request before its next step; unknown ids are ignored."""
@@ -192,24 +191,24 @@ class GPUARModelRunner:
     def _step(self, prefills: Sequence[_Prefill]) -> dict[str, DiffusionOutput]:
         """Runs alike on every rank: the ranks agree before each pass, and after."""
         errors: dict[str, Exception] = {}
-        for one in prefills:
-            if one.is_aborted or one.request.is_cancelled():
-                self._batch_sync.abort(one.key)
-            if one.error is not None:
-                errors[one.key] = one.error
-            errors |= self._aborted(one)
+        for prefill in prefills:
+            if prefill.is_aborted or prefill.request.is_cancelled():
+                self._batch_sync.abort(prefill.key)
+            if prefill.error is not None:
+                errors[prefill.key] = prefill.error
+            errors |= self._aborted(prefill)
         errors = self._batch_sync.sync_errors(errors)
         results = {key: self._failed(self._prefills[key], errors[key]) for key in errors}
-        active = [one for one in prefills if one.key not in results]
-        reader = next((one for one in active if one.next_pass is None and not one.is_new), None)
-        for one in active:
-            if one is reader or one.is_new:
-                results |= self._resume(one)
-        waiting = [one for one in active if one.next_pass is not None and one.key not in results]
+        active = [prefill for prefill in prefills if prefill.key not in results]
+        reader = next((p for p in active if p.next_pass is None and not p.is_new), None)
+        for prefill in active:
+            if prefill is reader or prefill.is_new:
+                results |= self._resume(prefill)
+        waiting = [p for p in active if p.next_pass is not None and p.key not in results]
         results |= self._advance(waiting)
-        for one in waiting:
-            if one.next_pass is None and one.key not in results:
-                results |= self._resume(one)
+        for prefill in waiting:
+            if prefill.next_pass is None and prefill.key not in results:
+                results |= self._resume(prefill)
         return results
 
     def _resume(self, prefill: _Prefill) -> dict[str, DiffusionOutput]:
@@ -278,11 +277,11 @@ class GPUARModelRunner:
             return {}
         errors: dict[str, Exception] = {}
         chunks = self._chunks(prefills)
-        for lora in dict.fromkeys(one.request.lora for one, _ in chunks):
+        for lora in dict.fromkeys(prefill.request.lora for prefill, _ in chunks):
             errors |= self._advance_with(lora, [x for x in chunks if x[0].request.lora == lora])
         errors = self._batch_sync.sync_errors(errors)
-        failed = [one for one in prefills if one.key in errors]
-        return {one.key: self._failed(one, errors[one.key]) for one in failed}
+        failed = [prefill for prefill in prefills if prefill.key in errors]
+        return {prefill.key: self._failed(prefill, errors[prefill.key]) for prefill in failed}
 
     def _advance_with(
         self, lora: ActiveLoRA | None, chunks: Sequence[tuple[_Prefill, TextPass]]
@@ -290,23 +289,23 @@ class GPUARModelRunner:
         """Run passes of one adapter as one; returns the errors by request id."""
         try:
             self.lora_manager.activate(lora)
-            found = self.utility.advance([chunk for _, chunk in chunks])
-            for (one, chunk), result in zip(chunks, found, strict=True):
-                one.end_chunk(chunk, result)
+            results = self.utility.advance([chunk for _, chunk in chunks])
+            for (prefill, chunk), result in zip(chunks, results, strict=True):
+                prefill.end_chunk(chunk, result)
         except Exception as error:
-            return {one.key: error for one, _ in chunks}
+            return {prefill.key: error for prefill, _ in chunks}
         return {}
 
     def _chunks(self, prefills: Sequence[_Prefill]) -> list[tuple[_Prefill, TextPass]]:
-        """Those that read in this step, with all that is left of their texts or its beginning."""
-        waiting = [(one, one.next_pass) for one in prefills if one.next_pass is not None]
-        config, num_tokens = self.config, [each.num_tokens for _, each in waiting]
+        """Choose who reads in this step: all that is left of a request's text, or its beginning."""
+        waiting = [(p, p.next_pass) for p in prefills if p.next_pass is not None]
+        config, num_tokens = self.config, [text_pass.num_tokens for _, text_pass in waiting]
         counts = divide_tokens(
             num_tokens, config.max_num_batched_tokens, chunked=config.enable_chunked_prefill
         )
         return [
-            (one, each if count == each.num_tokens else each.chunk(count))
-            for (one, each), count in zip(waiting, counts, strict=True)
+            (prefill, text_pass if count == text_pass.num_tokens else text_pass.chunk(count))
+            for (prefill, text_pass), count in zip(waiting, counts, strict=True)
             if count
         ]
 

@@ -39,7 +39,7 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
         return self.runner.utility.prefix_tokens(request)
 
     def num_computed_tokens(self) -> dict[str, int]:
-        """How many of the first tokens of each running request are in its blocks, at least."""
+        """Count the first tokens of each running request that are in its blocks, at least."""
         return self.runner.num_computed_tokens()
 
     def kv_transfer_stats(self) -> dict[str, int]:

@@ -82,7 +82,7 @@ class GPUDiffusionModelRunner:
             errors = self._all_errors(self._take_kv_caches(requests))
             failed = [request for request in requests if request.request_id in errors]
             ready = [request for request in requests if request.request_id not in errors]
-            outputs = {one.request_id: self._failed(one, errors[one.request_id]) for one in failed}
+            outputs = {r.request_id: self._failed(r, errors[r.request_id]) for r in failed}
             for request, output in zip(ready, self._forward(ready), strict=True):
                 outputs[request.request_id] = self._handle_kv_transfer(request, output)
             self._end(requests, outputs)

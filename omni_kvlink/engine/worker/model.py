@@ -157,21 +157,21 @@ class ModelUtility(PrefillUtility, ABC):
             needed |= dict.fromkeys(("kv_row", "extract"), "sends KV")
         if isinstance(config, OmniARConfig):
             needed |= dict.fromkeys(("kv_row", "count_tokens", "prefill_steps"), "reads prompts")
-        for method, what in needed.items():
+        for method, purpose in needed.items():
             if getattr(type(self), method) is getattr(ModelUtility, method):
                 name = type(self).__name__
-                raise ValueError(f"{name} has no {method}, and this stage {what}: define it")
+                raise ValueError(f"{name} has no {method}, and this stage {purpose}: define it")
 
 
 def model_utility(config: StageConfig) -> type[ModelUtility]:
     """The class of a stage's model; no weights are loaded. ValueError if it is no model."""
     try:
-        found = load_class("model", config.model_class_name, _MODELS)
+        named_class = load_class("model", config.model_class_name, _MODELS)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"model_class_name {config.model_class_name}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, ModelUtility)):
+    if not (isinstance(named_class, type) and issubclass(named_class, ModelUtility)):
         raise ValueError(f"model_class_name {config.model_class_name} is no ModelUtility")
-    return found
+    return named_class
 
 
 def register_model(name: str, target: str) -> None:
@@ -189,5 +189,5 @@ def refuse_params(params: OmniDiffusionSamplingParams, supported: Set[str]) -> N
         if field.name in supported | _OF_ANY_MODEL or value is field.default:
             continue
         if isinstance(value, torch.Tensor) or value != field.default:
-            known = ", ".join(sorted(supported))
-            raise SchemaError(f"{field.name} {value!r:.60}: this model supports {known}; remove it")
+            names = ", ".join(sorted(supported))
+            raise SchemaError(f"{field.name} {value!r:.60}: this model supports {names}; remove it")

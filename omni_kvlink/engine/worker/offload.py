@@ -134,14 +134,14 @@ def available_memory(device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     with open("/proc/meminfo") as lines:
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(found.split()[1]) << 10
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) << 10
 
 
 def _tensors(modules: Mapping[str, nn.Module]) -> Iterable[Tensor]:
     """Each parameter and buffer once, also if modules share it."""
-    found = [[*module.parameters(), *module.buffers()] for module in modules.values()]
-    tensors = (part for each in found for tensor in each for part in plain_tensors(tensor))
+    groups = [[*module.parameters(), *module.buffers()] for module in modules.values()]
+    tensors = (part for group in groups for tensor in group for part in plain_tensors(tensor))
     return {id(tensor): tensor for tensor in tensors}.values()
 
 

@@ -57,11 +57,13 @@ class ParallelDiffusionModelRunner(GPUDiffusionModelRunner):
         self, requests: Sequence[OmniDiffusionRequest], outputs: dict[str, DiffusionOutput]
     ) -> None:
         """Fail on this rank what failed on another."""
-        own = {key: output.error for key, output in outputs.items() if output.error is not None}
-        errors = self._batch_sync.end(own)
+        local_errors = {
+            key: output.error for key, output in outputs.items() if output.error is not None
+        }
+        errors = self._batch_sync.end(local_errors)
         for request in requests:
             key = request.request_id
-            if key in errors and key not in own:
+            if key in errors and key not in local_errors:
                 outputs[key] = self._failed(request, errors[key])
 
 
@@ -73,7 +75,7 @@ def share_passes(
     Raises ValueError if the pipeline has no `hooks` with the fields of `RankHooks`.
     """
     hooks: Any = getattr(pipeline, "hooks", None)
-    if missing := [one.name for one in fields(RankHooks) if not hasattr(hooks, one.name)]:
+    if missing := [field.name for field in fields(RankHooks) if not hasattr(hooks, field.name)]:
         raise ValueError(
             f"{type(pipeline).__name__}: hooks without {', '.join(missing)}, and several ranks "
             "share its passes: give it `hooks`, a RankHooks, or use data_parallel_size alone"

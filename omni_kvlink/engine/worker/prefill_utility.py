@@ -22,11 +22,11 @@ class TextPass(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it reads; those of one token are run first."""
+        """The number of tokens that it reads; those of one token are run first."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """How many tokens of the request are before them."""
+        """The number of the request's tokens before them."""
 
     def chunk(self, num_tokens: int) -> TextPass:
         """The pass of its first tokens. A pass of one token may lack this, and `rest`."""
@@ -36,7 +36,7 @@ class TextPass(Protocol):
 
 
 class PrefillUtility:
-    """How a model's prompts are read, in steps that several requests share."""
+    """The reading of a model's prompts, in steps that several requests share."""
 
     def count_tokens(self, request: OmniDiffusionRequest) -> dict[str, int]:
         """The most tokens that a prompt can put into each branch of its cache."""

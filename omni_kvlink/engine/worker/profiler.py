@@ -41,8 +41,8 @@ class Profiler:
         if self._recording is not None:
             raise EngineError(f"{self.name} is being profiled: stop_profile() first")
         Path(directory).mkdir(parents=True, exist_ok=True)
-        own = self.config
-        suffix = ".trace.json.gz" if own.torch_profiler_use_gzip else ".trace.json"
+        config = self.config
+        suffix = ".trace.json.gz" if config.torch_profiler_use_gzip else ".trace.json"
         self._path = Path(directory).absolute() / f"{self.name}{suffix}"
         kinds = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -54,10 +54,10 @@ class Profiler:
             )
         self._recording = profiler.profile(
             activities=kinds,
-            record_shapes=own.torch_profiler_record_shapes,
-            profile_memory=own.torch_profiler_with_memory,
-            with_stack=own.torch_profiler_with_stack,
-            with_flops=own.torch_profiler_with_flops,
+            record_shapes=config.torch_profiler_record_shapes,
+            profile_memory=config.torch_profiler_with_memory,
+            with_stack=config.torch_profiler_with_stack,
+            with_flops=config.torch_profiler_with_flops,
         )
         self._recording.start()
 

@@ -34,7 +34,7 @@ def quantize_layers(layers: Iterable[nn.Module]) -> None:
 
 def clear_quantized(layers: Iterable[nn.Module]) -> None:
     """Give each quantized Linear a weight of its former dtype and no bytes, to be loaded again."""
-    for module in (one for layer in layers for one in layer.modules()):
+    for module in (module for layer in layers for module in layer.modules()):
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight):
             empty = torch.empty(0, dtype=weight.dtype, device=weight.device)

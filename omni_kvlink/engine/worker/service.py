@@ -88,11 +88,11 @@ class WorkerService:
         self._aborted: set[str] = set()
         of_worker = public_methods(self.worker) | {"start": self.start}
         self._events = EventBuffer()
-        own = (self.run_model, self.abort, self.receive_kv, self.free_kv, self.kv_stats)
+        methods = (self.run_model, self.abort, self.receive_kv, self.free_kv, self.kv_stats)
         self.methods: dict[str, Callable[..., Any]] = {
             name: method if name in CONCURRENT else partial(self._enqueue, method)
             for name, method in of_worker.items()
-        } | {method.__name__: method for method in (*own, self.take_events)}
+        } | {method.__name__: method for method in (*methods, self.take_events)}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -193,7 +193,7 @@ class WorkerService:
         return ModelRunnerOutput(list(results), [None] * len(results), results)
 
     def _execute(self, work: DiffusionSchedulerOutput) -> ModelRunnerOutput:
-        """What the worker returns; images are sent once, in `results`."""
+        """Run requests on the worker; images are sent once, in `results`."""
         worker: WorkerBase[Any] = self.worker
         if isinstance(work, ARSchedulerOutput):
             ended: ModelRunnerOutput = worker.execute_model(work)
@@ -202,7 +202,7 @@ class WorkerService:
             results = worker.execute_stepwise(work).results
         else:
             output: BatchRunnerOutput = worker.execute_model(work.requests)
-            results = {one.request_id: one.result for one in output.runner_outputs}
+            results = {entry.request_id: entry.result for entry in output.runner_outputs}
         return ModelRunnerOutput(list(results), [None] * len(results), results)
 
     def _manager(self) -> DiffusionKVManager:
@@ -215,8 +215,8 @@ class WorkerService:
         """Set the futures of requests whose KV is received, failed or released; in any thread."""
         manager = self._manager()
         with self._lock:
-            over = [key for key in self._receiving if manager.state(key) not in _PENDING]
-            ended = {key: self._receiving.pop(key) for key in over}
+            keys = [key for key in self._receiving if manager.state(key) not in _PENDING]
+            ended = {key: self._receiving.pop(key) for key in keys}
         for key, received in ended.items():
             if manager.state(key) is KVState.READY:
                 received.set_result(manager.nbytes(key))

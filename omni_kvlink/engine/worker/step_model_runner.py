@@ -75,7 +75,7 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
             raise
         for output in results.values():
             output.clear_traceback()
-        return ModelRunnerOutput(list(results), [one.output for one in results.values()], results)
+        return ModelRunnerOutput(list(results), [r.output for r in results.values()], results)
 
     def abort(self, request_id: str) -> None:
         """Does nothing: `aborted_request_ids` of the next step has the request."""
@@ -110,7 +110,7 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
         results |= self._fail_all(self._prepare(work.requests))
         active = [self._running[key] for key in work.request_ids if key not in results]
         results |= self._fail_all(self._denoise(active))
-        active = [one for one in active if one.key not in results]
+        active = [entry for entry in active if entry.key not in results]
         return results | self._advance(active)
 
     def _prepare(self, requests: Sequence[OmniDiffusionRequest]) -> Errors:
@@ -138,19 +138,22 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
             return errors
         for key, error in errors.items():
             DiffusionOutput(key, error=error).clear_traceback()
-        return {key: error for one in running for key, error in self._pass([one]).items()}
+        return {key: error for entry in running for key, error in self._pass([entry]).items()}
 
     def _pass(self, running: Sequence[_Running]) -> Errors:
         errors: Errors = {}
         try:
             if running:  # of all: it is in their key
                 self.lora_manager.activate(running[0].request.lora)
-            found = self.pipeline.denoise_step([one.state for one in running]) if running else []
-            for one, noise_pred in zip(running, found, strict=True):
-                one.noise_pred = noise_pred
+            predictions = (
+                self.pipeline.denoise_step([entry.state for entry in running]) if running else []
+            )
+            for entry, noise_pred in zip(running, predictions, strict=True):
+                entry.noise_pred = noise_pred
         except Exception as error:
             errors = {
-                one.key: as_engine_error(error, f"request {one.key!r} failed") for one in running
+                entry.key: as_engine_error(error, f"request {entry.key!r} failed")
+                for entry in running
             }
         return self._batch_sync.sync_errors(errors)
 
@@ -158,23 +161,23 @@ class StepDiffusionModelRunner(GPUDiffusionModelRunner):
         """Let requests take their step; returns the results of those that are done or failed."""
         errors: Errors = {}
         outputs: dict[str, DiffusionOutput] = {}
-        for one in running:
+        for entry in running:
             try:
-                noise_pred, one.noise_pred = one.noise_pred, None
-                self.pipeline.step_scheduler(one.state, noise_pred)
+                noise_pred, entry.noise_pred = entry.noise_pred, None
+                self.pipeline.step_scheduler(entry.state, noise_pred)
             except Exception as error:  # noqa: PERF203 - each request has its own error
-                errors[one.key] = as_engine_error(error, f"request {one.key!r} failed")
+                errors[entry.key] = as_engine_error(error, f"request {entry.key!r} failed")
         errors = self._shared_errors(errors)
-        for one in running:
-            if one.key in errors or not one.state.denoise_completed:
+        for entry in running:
+            if entry.key in errors or not entry.state.denoise_completed:
                 continue
             try:
-                decoded = self.pipeline.post_decode(one.state)
-                outputs[one.key] = self._handle_kv_transfer(one.request, decoded)
+                decoded = self.pipeline.post_decode(entry.state)
+                outputs[entry.key] = self._handle_kv_transfer(entry.request, decoded)
             except Exception as error:
-                errors[one.key] = as_engine_error(error, f"request {one.key!r} failed")
+                errors[entry.key] = as_engine_error(error, f"request {entry.key!r} failed")
             errors = self._shared_errors(errors)
-        errors |= {key: one.error for key, one in outputs.items() if one.error is not None}
+        errors |= {key: output.error for key, output in outputs.items() if output.error is not None}
         results = self._fail_all(self._batch_sync.end(errors))
         for key in outputs.keys() - results.keys():
             results[key] = self._ended(key, outputs[key])

@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
 
 def divide_tokens(num_tokens: Sequence[int], budget: int, *, chunked: bool) -> list[int]:
-    """How many tokens each request reads in a step, of those that it has left.
+    """Return the number of tokens that each request reads in a step, of those that it has left.
 
     Requests that want one token come first, then the others in their order, within the budget; the
     last one of them reads a part. Without `chunked`, each reads all of its tokens or none, and the
     first one reads all of them even if they exceed the budget.
     """
     counts = [int(tokens == 1) for tokens in num_tokens]
-    left = budget - sum(counts)
+    remaining = budget - sum(counts)
     longer = [i for i, tokens in enumerate(num_tokens) if tokens > 1]
     for i in longer:
         if chunked:
-            counts[i] = min(num_tokens[i], left)
-        elif num_tokens[i] <= left or i == longer[0]:
+            counts[i] = min(num_tokens[i], remaining)
+        elif num_tokens[i] <= remaining or i == longer[0]:
             counts[i] = num_tokens[i]
         else:
             break
-        left -= counts[i]
+        remaining -= counts[i]
     return counts

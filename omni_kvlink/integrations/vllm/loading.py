@@ -7,29 +7,24 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from omni_kvlink.errors import (
-    IntegrityError,
-    SchemaError,
-    TransferFailed,
-    TransferTimeout,
-    format_seconds,
-)
+from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.pools import Pools, branch_name
 from omni_kvlink.integrations.vllm.step import CancelledLoad
-from omni_kvlink.lowlevel import PendingGet, begin_get, open_stream
+from omni_kvlink.lowlevel import BackgroundGet, GetPhase, begin_get, open_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink import KVConsumer, PagedTensor, ReceivedStream
+    from omni_kvlink import PagedTensor, ReceivedStream
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import Load
-    from omni_kvlink.lowlevel import Manifest, StreamEvents
+    from omni_kvlink.lowlevel import Delivery, Manifest, StreamEvents
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -53,7 +48,7 @@ class CacheLoad:
 
     `submit` runs a function in the thread pool; the load ends within `timeout` seconds. `ended` is
     called once, in any thread, with the error of a failed load. Blocks on a device are written
-    behind what was recorded as `after`.
+    behind the `events` that were recorded.
     """
 
     def __init__(
@@ -64,7 +59,7 @@ class CacheLoad:
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
         ended: Callable[[Exception | None], None],
-        after: StreamEvents | None,
+        events: StreamEvents | None,
     ):
         self.load = dataclasses.replace(load, key=pools.part.key(load.key))
         self.error: Exception | None = None
@@ -72,83 +67,48 @@ class CacheLoad:
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
         self._pools, self._peers, self._submit, self._ended = pools, peers, submit, ended
         self._started = self._began = time.monotonic()
-        self._deadline = self._started + timeout
         self._changed = threading.Condition()
-        self._link: KVConsumer | None = None
-        self._pending: PendingGet | None = None
-        self._is_claimed = False
         self.cancelled: CancelledLoad | None = None
         self.has_used_read = False
         self._layers = 0
-        self._after = after
+        self._events = events
         self._copies: list[list[StreamEvents]] = []  # by layer: the ends of copies on a device
+        self.get = BackgroundGet(
+            self.load.key,
+            partial(peers.link, load.url, rank=pools.part.sender.index),
+            partial(begin_get, streamed=True),
+            timeout,
+            url=load.url,
+            submit=submit,
+            copy=self._run,
+            fail=self.end,
+        )
 
-    def fail(self, error: Exception) -> None:
-        """End a load that is not attempted."""
-        self._complete(error)
-
-    def request(self) -> None:
-        """Request the cache from its producer; runs in the pool."""
-        try:
-            if self.cancelled is not None:
-                return
-            rank = self._pools.part.sender.index
-            self._link = self._peers.link(self.load.url, timeout=self._left(), rank=rank)
-            if self.cancelled is not None:
-                return
-            pending = begin_get(self._link, self.load.key, timeout=self._left(), streamed=True)
-        except Exception as error:
-            if self._claim():
-                self._complete(error)
-            return
-        with self._changed:
-            self._pending, is_over = pending, self._is_claimed
-        if is_over:
-            pending.cancel()
-        else:
-            pending.future.add_done_callback(lambda future: self._begin_copy())
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether `request` would not wait for the producer."""
-        return self._peers.is_connected(self.load.url, self._pools.part.sender.index)
+    def request(self, connect: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Request the part; does not block. `connect` runs what may wait for a producer."""
+        is_connected = self._peers.is_connected(self.load.url, self._pools.part.sender.index)
+        submit = self._submit if is_connected else connect
+        submit(self.get.request)
 
     def to_decline(self) -> CancelledLoad | None:
         """The read that this load leaves unused, and that no other request takes."""
-        cancelled, late = self.cancelled, isinstance(self.error, TransferTimeout)
+        cancelled, is_late = self.cancelled, isinstance(self.error, TransferTimeout)
         if cancelled is not None:
-            is_left = cancelled.declines and not self.has_used_read
-            return dataclasses.replace(cancelled, key=self.load.key) if is_left else None
-        if not (late and self._pending is not None):
+            is_unused = cancelled.declines and not self.has_used_read
+            return dataclasses.replace(cancelled, key=self.load.key) if is_unused else None
+        if not (is_late and self.get.is_requested):
             return None
         cache = self.load.request_id, self.load.key, self.load.url, self.load.readers
         return CancelledLoad(*cache, "its reader's time is over", declines=True)
 
-    def expire(self) -> None:
-        """End the load if its deadline has passed."""
-        if self._left() > 0:
-            return
-        with self._changed:
-            is_connecting = self._pending is None and not self._is_claimed
-            self._is_claimed = self._is_claimed or is_connecting
-        if is_connecting:  # `request` finds the claim, and cancels its get
-            waited = self._deadline - self._started
-            text = f"the producer {self.load.url} was not reached within {format_seconds(waited)}"
-            self._complete(TransferTimeout(text, key=self.load.key, waited=waited))
-        else:
-            self._begin_copy()
-
     def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel the load; a copy that has begun ends at the next layer."""
-        with self._changed:  # `request` sees the claim, or this sees its get: one of them cancels
-            self.cancelled, pending = cancelled, self._pending
-            is_first, self._is_claimed = not self._is_claimed, True
-        if is_first:
-            if pending is not None:
-                pending.cancel()
-            self._complete(TransferFailed(cancelled.reason, key=self.load.key))
+        with self._changed:
+            self.cancelled = cancelled
+        if self.get.cancel():
+            self.end(TransferFailed(cancelled.reason, key=self.load.key))
             return
-        is_copying = pending is not None and not self.done.is_set()
+        is_copying = self.get.phase is GetPhase.TAKEN and not self.done.is_set()
         if is_copying and cancelled.declines and cancelled.readers == 1:
             self._submit(self._abort)
 
@@ -158,8 +118,9 @@ class CacheLoad:
         On a device: until the layer is here, and its digests are checked; then the current stream
         waits for its copy, not the caller.
         """
+        limit = self.get.seconds_left()
         with self._changed:
-            self._changed.wait_for(lambda: self._layers > layer or self.done.is_set(), self._left())
+            self._changed.wait_for(lambda: self._layers > layer or self.done.is_set(), limit)
         if self._layers <= layer:
             self.wait()
         for copy in self._copies[layer] if self._layers > layer else ():
@@ -167,29 +128,15 @@ class CacheLoad:
 
     def wait(self) -> None:
         """Block until the load has ended, at most until the deadline."""
-        self.done.wait(self._left())
-        self.expire()
+        self.done.wait(self.get.seconds_left())
+        self.get.expire()
         self.done.wait()  # a copy that has begun is not interrupted
-
-    def _left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
-
-    def _claim(self) -> bool:
-        """Whether the caller is the first, and so the one, to handle the pending get."""
-        with self._changed:
-            first, self._is_claimed = not self._is_claimed, True
-        return first
-
-    def _begin_copy(self) -> None:
-        if self._claim():
-            self._submit(self._run)
 
     def _abort(self) -> None:
         """End a copy that waits for a layer, and the payload with it; runs in the pool."""
-        assert self._link is not None
         assert self.cancelled is not None
         try:
-            self._link.abort(self.load.key, self.cancelled.reason)
+            self.get.link.abort(self.load.key, self.cancelled.reason)
         except Exception as error:
             log.warning("cache %.200r could not be aborted: %s", self.load.key, str(error))
 
@@ -197,20 +144,18 @@ class CacheLoad:
         if self.cancelled is not None:
             raise TransferFailed(self.cancelled.reason, key=self.load.key)
 
-    def _run(self) -> None:
-        """Copy the cache; runs in the pool when the get is answered or its deadline has passed."""
-        link, pending = self._link, self._pending
-        assert link is not None
-        assert pending is not None
+    def _run(self, delivery: Delivery) -> None:
+        """Copy the cache, which has begun to come; runs in the pool."""
+        link, started = self.get.link, time.perf_counter()
         self._began = time.monotonic()
         self.wait_seconds = self._began - self._started
+        limit = self.get.seconds_left()
         try:
-            delivery, started = pending.wait(timeout=0.0), time.perf_counter()
-            with open_stream(link, delivery, started=started, timeout=self._left()) as stream:
+            with open_stream(link, delivery, started=started, timeout=limit) as stream:
                 try:
                     self._copy(stream, link.url)
                     if not self.load.is_async and self._use_read():
-                        self._complete(None)  # the pass's stream waits for the copies
+                        self.end(None)  # the pass's stream waits for the copies
                 finally:
                     self._wait_for_copies()
                     if not (self.has_used_read or self._use_read()):
@@ -222,9 +167,9 @@ class CacheLoad:
             error.__traceback__ = error.__context__ = None
             if self.done.is_set():
                 log.error("cache %.200r was not written to the device: %s", self.load.key, error)
-            self._complete(error)
+            self.end(error)
             return
-        self._complete(None)
+        self.end(None)
 
     def _use_read(self) -> bool:
         """Decide whether the read is used; else another request of this engine takes it."""
@@ -252,13 +197,14 @@ class CacheLoad:
             self._copies.append(copies)
             for branch, views, rows in targets[group]:
                 self._check_cancelled()
-                received = stream.wait_for_layer(index, branch=branch, timeout=self._left())
+                limit = self.get.seconds_left()
+                received = stream.wait_for_layer(index, branch=branch, timeout=limit)
                 part = None if rows == range(received.key.shape[0]) else rows
-                copies.append(received.begin_scatter(views[index], rows=part, after=self._after))
+                copies.append(received.begin_scatter(views[index], rows=part, after=self._events))
             with self._changed:
                 self._layers = layer + 1
                 self._changed.notify_all()
-        stream.wait(timeout=self._left())  # until the commit
+        stream.wait(timeout=self.get.seconds_left())  # until the commit
 
     def _targets(self, manifest: Manifest) -> list[list[Target]]:
         """For each group, what of the received branches is written, and where."""
@@ -282,7 +228,8 @@ class CacheLoad:
         rows = range((blocks.start - sent.start) * size, (blocks.stop - sent.start) * size)
         return Target(branch_name(group, part), views, rows)
 
-    def _complete(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None) -> None:
+        """End the load, with the error of a failed one; the first call counts."""
         with self._changed:
             if self.done.is_set():
                 return
@@ -305,7 +252,7 @@ class RankLoad:
         peers: Peers,
         submit: Callable[[Callable[[], None]], Future[None]],
         timeout: float,
-        after: StreamEvents | None,
+        events: StreamEvents | None,
     ):
         self.load = load
         self.error: Exception | None = None
@@ -314,7 +261,7 @@ class RankLoad:
         self.done = threading.Event()
         self._submit, self._lock, self._missing = submit, threading.Lock(), len(pools)
         self.parts = [
-            CacheLoad(load, each, peers, submit, timeout, self._end, after) for each in pools
+            CacheLoad(load, part, peers, submit, timeout, self._end, events) for part in pools
         ]
 
     @property
@@ -325,13 +272,12 @@ class RankLoad:
     def request(self, connect: Callable[[Callable[[], None]], Future[None]]) -> None:
         """Request all parts; does not block. `connect` runs what may wait for a producer."""
         for part in self.parts:
-            submit = self._submit if part.is_connected else connect
-            submit(part.request)
+            part.request(connect)
 
     def fail(self, error: Exception) -> None:
         """End a load that is not attempted."""
         for part in self.parts:
-            part.fail(error)
+            part.end(error)
 
     def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel the load; a copy that has begun ends at the next layer."""
@@ -342,7 +288,7 @@ class RankLoad:
     def expire(self) -> None:
         """End the load if its deadline has passed."""
         for part in self.parts:
-            part.expire()
+            part.get.expire()
 
     def wait_for_layer(self, layer: int) -> None:
         """Block until a layer is in its blocks, the load has ended, or its deadline has passed."""
@@ -381,7 +327,9 @@ class Loader:
         self._connecting_pool = ThreadPoolExecutor(CONNECTING_THREADS, "kvlink-connect")
         self._submit = self._pool.submit
         self._decliner = Decliner(peers, self._connecting_pool.submit, timeout)
-        self._device = PoolDevice([each for part in pools for each in part.tensors], peers.copier)
+        self._device = PoolDevice(
+            [tensor for part in pools for tensor in part.tensors], peers.copier
+        )
         self._loading: dict[str, RankLoad] = {}
         self._ended: dict[str, bool] = {}  # whether a request's ended load has used its read
         self._spent: set[tuple[str, str]] = set()  # caches whose read was returned too late
@@ -391,10 +339,10 @@ class Loader:
 
     def start(self, loads: Sequence[Load]) -> None:
         """Begin loads; does not block. Work that the engine queued before may use their blocks."""
-        after = self._device.record() if loads else None
+        events = self._device.record() if loads else None
         submit, timeout = self._submit, self._timeout
         for load in loads:
-            loading = RankLoad(load, self._pools, self._peers, submit, timeout, after)
+            loading = RankLoad(load, self._pools, self._peers, submit, timeout, events)
             self._loading[load.request_id] = loading
             if load.error:
                 loading.fail(SchemaError(load.error))
@@ -417,7 +365,7 @@ class Loader:
 
         On a device: until all digests are checked; the copies may go on.
         """
-        for loading in [each for each in self._loading.values() if not each.load.is_async]:
+        for loading in [part for part in self._loading.values() if not part.load.is_async]:
             loading.wait()
             self._end(loading)
         return self._invalid

@@ -41,23 +41,29 @@ class PoolConnectOptions(ConnectOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class VllmSettings(Settings):
-    """The settings of one engine; docs/vllm.md describes each."""
+class EngineSettings(Settings):
+    """The settings that the connectors for KV caches and for encoder outputs share."""
 
-    url: Annotated[str, LinkUrl()] = ""  # what a producer serves, such as shm://prefill-0
+    url: Annotated[str, LinkUrl()] = ""  # a producer serves it, such as shm://prefill-0
     # URLs, or patterns, that a consumer may read from
     peers: Annotated[tuple[str, ...], ListOf(PeerEntry())] = ()
-    peers_file: Annotated[str, FilePath()] = ""  # of more of them, read again when it changes
-    load: Literal["async", "sync"] = "async"  # "sync": during the request's own forward pass
     model: str = ""  # a name of the weights, equal on both sides; the engine's `model` if empty
     # identities of adapters by their names; see AdapterIdentities
     adapters: Annotated[dict[str, str], MapOf(Text("sql-v3", filled=True))] = dataclasses.field(
         default_factory=dict
     )
+    timeout: Annotated[float, Seconds(above=0)] = 30.0  # within which a cache must be loaded
+    ttl: Annotated[float, Seconds(above=0)] = 60.0  # for which a payload stays available
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmSettings(EngineSettings):
+    """The settings of one engine; docs/vllm.md describes each."""
+
+    peers_file: Annotated[str, FilePath()] = ""  # of more `peers`, read again when it changes
+    load: Literal["async", "sync"] = "async"  # "sync": during the request's own forward pass
     # other versions of vLLM whose caches are read
     compatible_with: Annotated[tuple[str, ...], ListOf(Text("0.30.1", filled=True))] = ()
-    timeout: Annotated[float, Seconds(above=0)] = 30.0  # within which a cache must be loaded
-    ttl: Annotated[float, Seconds(above=0)] = 60.0  # for which a finished prefill stays available
     peer_tp: Annotated[int, Integer(0)] = 0  # tensor-parallel size of the other side; 0: as here
     drain: Annotated[float, Seconds()] = 0.0  # for which a shutdown waits for unread caches
     offer_decoded: bool = False  # send the cache of a loaded prompt and its answer to a next turn

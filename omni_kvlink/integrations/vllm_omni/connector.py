@@ -176,9 +176,11 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
         self._pending.cancel(is_named)
         with self._lock:
-            entries = [each for each in self._receipts if is_named(StageEdge.of(*each), each[2])]
-            found = [(entry, self._receipts.pop(entry)) for entry in entries]
-        for entry, receipt in found:
+            entries = [
+                entry for entry in self._receipts if is_named(StageEdge.of(*entry), entry[2])
+            ]
+            receipts = [(entry, self._receipts.pop(entry)) for entry in entries]
+        for entry, receipt in receipts:
             if not receipt.done:
                 link = self._links.sender(StageEdge.of(*entry))
                 link.abort(entry[2], "cleaned up by the engine")
@@ -228,11 +230,11 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def _receive(self, edge: StageEdge, key: str, deadline: float, find: float) -> Received:
         link = self._links.receiver(edge, timeout=find)
-        left = max(0.0, deadline - time.monotonic())
+        seconds = max(0.0, deadline - time.monotonic())
         try:
             if edge.is_cache:
-                return link.get(key, timeout=left)
-            return self._pending.get(link, edge, key, timeout=left)
+                return link.get(key, timeout=seconds)
+            return self._pending.get(link, edge, key, timeout=seconds)
         except PeerLostError:
             self._links.close_receiver(edge, link)
             raise
@@ -245,9 +247,9 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             self._count(failures=1)
             raise
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **increments: int) -> None:
         with self._lock:
-            self._counters.update(more)
+            self._counters.update(increments)
 
     def _check_replica(self) -> None:
         """Refuse to send from any but the first replica of a stage."""

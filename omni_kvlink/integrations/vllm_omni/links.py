@@ -108,10 +108,10 @@ class Links:
 
     def _connect(self, edge: StageEdge, deadline: float) -> KVConsumer:
         path = edge.url_file(self._settings)
-        left = max(0.0, deadline - time.monotonic())
-        url = find(path, timeout=left) if path else edge.url(self._settings)
-        left = max(0.0, deadline - time.monotonic())
-        return KVLink.connect(url, timeout=left, **self._settings.of_receiver)
+        seconds = max(0.0, deadline - time.monotonic())
+        url = find(path, timeout=seconds) if path else edge.url(self._settings)
+        seconds = max(0.0, deadline - time.monotonic())
+        return KVLink.connect(url, timeout=seconds, **self._settings.of_receiver)
 
     def _has_moved(self, edge: StageEdge, link: KVConsumer) -> bool:
         """Whether the edge's announced URL differs from the one that the link is connected to."""

@@ -97,17 +97,21 @@ def put_back(
     Raises:
         WireError: a tensor has no placeholder.
     """
-    left = {_name(token.encode(), number): tensor for number, tensor in enumerate(tensors)}
+    tensors_by_name = {
+        _name(token.encode(), number): tensor for number, tensor in enumerate(tensors)
+    }
 
     def restore(code: int, data: memoryview) -> Any:
-        tensor = left.pop(bytes(data), None)
+        tensor = tensors_by_name.pop(bytes(data), None)
         if tensor is None:
             return Ext(code, bytes(data))  # the data's own
         return tensor if code == AS_TENSOR else tensor.numpy().data.toreadonly()
 
     result = serializer.decode(packed, restore)
-    if left:
-        raise WireError(f"{len(left)} of {len(tensors)} tensors have no place in the payload")
+    if tensors_by_name:
+        raise WireError(
+            f"{len(tensors_by_name)} of {len(tensors)} tensors have no place in the payload"
+        )
     return result
 
 
@@ -127,5 +131,5 @@ def _can_send(dtype: torch.dtype) -> bool:
 
 
 def _name(token: bytes, number: int) -> bytes:
-    """What a placeholder holds."""
+    """The bytes that a placeholder holds."""
     return token + number.to_bytes(4, "big")

@@ -74,17 +74,17 @@ def check_packed(flat: torch.Tensor, header: PackedHeader, start: int) -> None:
     """Check that a packed cache is complete; SchemaError names the layer, and K or V."""
     if len(header.td) != 2 * header.nl:
         raise SchemaError(f"packed KV cache: {len(header.td)} tensors for {header.nl} layers")
-    found: dict[tuple[str, int], torch.Size] = {}
+    shapes: dict[tuple[str, int], torch.Size] = {}
     for entry in header.td:
         part, _, index = entry.n.rpartition("_")
         if part not in _PARTS or not index.isascii() or not index.isdigit():
             raise SchemaError(f"packed KV cache: {entry.n!r} is not the K or V of a layer")
-        where = f"layer {index}, {_PARTS[part]}"
-        if (part, int(index)) in found:
-            raise SchemaError(f"{where} appears twice")
+        label = f"layer {index}, {_PARTS[part]}"
+        if (part, int(index)) in shapes:
+            raise SchemaError(f"{label} appears twice")
         if not entry.x:
-            found[part, int(index)] = _shape_of(entry, flat.numel() - start, where)
-    parts = [[found.get((part, i)) for i in range(header.nl)] for part in _PARTS]
+            shapes[part, int(index)] = _shape_of(entry, flat.numel() - start, label)
+    parts = [[shapes.get((part, i)) for i in range(header.nl)] for part in _PARTS]
     check_complete(list(zip(*parts, strict=True)), header.bids, header.meta)
 
 
@@ -139,12 +139,12 @@ def _check_blocks(block_ids: Sequence[Any], tokens: int, block_size: Any) -> Non
         seen.add(block)
 
 
-def _shape_of(entry: PackedEntry, nbytes: int, where: str) -> torch.Size:
+def _shape_of(entry: PackedEntry, nbytes: int, label: str) -> torch.Size:
     """The entry's shape; SchemaError if its bytes are not all present."""
     dtype = getattr(torch, entry.d, None)
     if not isinstance(dtype, torch.dtype):
-        raise SchemaError(f"{where}: {entry.d!r} is not a dtype")
+        raise SchemaError(f"{label}: {entry.d!r} is not a dtype")
     stop = entry.o + entry.b
     if entry.b != math.prod(entry.s) * dtype.itemsize or stop > nbytes:
-        raise SchemaError(f"{where}: bytes {entry.o}…{stop} are not its {list(entry.s)} {dtype}")
+        raise SchemaError(f"{label}: bytes {entry.o}…{stop} are not its {list(entry.s)} {dtype}")
     return torch.Size(entry.s)

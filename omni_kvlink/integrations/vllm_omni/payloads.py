@@ -83,13 +83,13 @@ def object_of(received: Received, serializer: Serializer, verify: Verify) -> tup
         IntegrityError: the bytes differ from the committed ones.
     """
     try:
-        found = _object_of(received, serializer, verify)
+        result = _object_of(received, serializer, verify)
     except BaseException:
         received.release_unread()
         raise
-    if not isinstance(found[0], Buffer):
+    if not isinstance(result[0], Buffer):
         received.release()
-    return found
+    return result
 
 
 def _object_of(received: Received, serializer: Serializer, verify: Verify) -> tuple[Any, int]:
@@ -125,10 +125,10 @@ def _from_dict(key: str, data: Mapping[str, Any], serializer: Serializer) -> Ten
     check_complete(shapes, data.get("block_ids") or (), data.get("metadata") or {})
     other = {name: value for name, value in data.items() if name != "layer_blocks"}
     try:
-        rest = bytes_tensor(serializer.encode(other))
+        packed = bytes_tensor(serializer.encode(other))
     except SERIALIZER_ERRORS as error:
         raise _refusal(data, error) from error
-    tensors = {"key_cache": keys, "value_cache": values, "rest": rest}
+    tensors = {"key_cache": keys, "value_cache": values, "rest": packed}
     return TensorTransferData(key, tensors, {KIND: "cache"})
 
 
@@ -138,11 +138,11 @@ def _from_object(key: str, data: Any, serializer: Serializer) -> TensorTransferD
         packed, tensors, token = take_out(data, serializer)
     except SERIALIZER_ERRORS as error:
         raise _refusal(data, error) from error
-    rest = bytes_tensor(packed)
+    packed_tensor = bytes_tensor(packed)
     if not tensors:
-        return TensorTransferData(key, {"bytes": rest}, {KIND: "object"})
+        return TensorTransferData(key, {"bytes": packed_tensor}, {KIND: "object"})
     about = {KIND: "nested", TOKEN_KEY: token}
-    return TensorTransferData(key, {"tensors": tensors, "rest": rest}, about)
+    return TensorTransferData(key, {"tensors": tensors, "rest": packed_tensor}, about)
 
 
 def _restored(
@@ -155,15 +155,17 @@ def _restored(
     """
     metadata, names = data.metadata, [name for name in data if name != "rest"]
     counts = [len(data[name]) for name in names]
-    *tensors, rest = copies = [
+    *tensors, packed_tensor = copies = [
         torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in data.tensors()
     ]
     received.scatter(copies)
-    packed, nbytes = rest.numpy().data, sum(tensor.nbytes for tensor in copies)
+    packed, nbytes = packed_tensor.numpy().data, sum(tensor.nbytes for tensor in copies)
     if metadata[KIND] == "nested":
         return put_back(packed, tensors, str(metadata.get(TOKEN_KEY)), serializer), nbytes
-    left = iter(tensors)
-    layers = {name: [*itertools.islice(left, n)] for name, n in zip(names, counts, strict=True)}
+    tensor_iterator = iter(tensors)
+    layers = {
+        name: [*itertools.islice(tensor_iterator, n)] for name, n in zip(names, counts, strict=True)
+    }
     return {**serializer.decode(packed), "layer_blocks": layers}, nbytes
 
 

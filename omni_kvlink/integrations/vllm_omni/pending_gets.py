@@ -31,7 +31,7 @@ class PendingGets:
         self._checked = time.monotonic()
 
     def share(self, seconds: float) -> float:
-        """What each get may wait if all that are pending, polled in turn, may wait so long."""
+        """The share of each pending get, polled in turn, if all together may wait so long."""
         return seconds / max(1, len(self._gets))
 
     def get(self, link: KVConsumer, edge: StageEdge, key: str, *, timeout: float) -> Received:
@@ -70,8 +70,8 @@ class PendingGets:
         now = time.monotonic()
         if now < self._checked + STALE_SECONDS / 5:
             return
-        self._checked, before = now, now - STALE_SECONDS
-        self._cancel([name for name, (_, at) in list(self._gets.items()) if at < before])
+        self._checked, oldest = now, now - STALE_SECONDS
+        self._cancel([name for name, (_, polled) in list(self._gets.items()) if polled < oldest])
 
     def __len__(self) -> int:
         return len(self._gets)

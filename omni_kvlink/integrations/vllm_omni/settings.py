@@ -19,7 +19,7 @@ SECTION = "kvlink"
 
 @dataclasses.dataclass(frozen=True)
 class OmniSettings(Settings):
-    """How two stages are linked; equal on both sides. docs/vllm_omni.md describes each setting.
+    """The link of two stages; equal on both sides. docs/vllm_omni.md describes each setting.
 
     Raises:
         SchemaError: a setting is unknown or has an invalid value.

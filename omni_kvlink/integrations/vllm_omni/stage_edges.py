@@ -48,8 +48,8 @@ class StageEdge(NamedTuple):
         if key.startswith(cache):
             return key.removeprefix(cache)
         chunk = rf"(.+?)_{re.escape(self.from_stage)}_\d+(_\d+_\d+)?"  # with ranks, as above
-        found = re.fullmatch(chunk, key, re.DOTALL)
-        return found[1] if found else key
+        match = re.fullmatch(chunk, key, re.DOTALL)
+        return match[1] if match else key
 
     @property
     def is_cache(self) -> bool:
@@ -162,8 +162,8 @@ def find(path: str, *, timeout: float) -> str:
             changed = fifo.arm()
             if url := announced(path):
                 return url
-            left = deadline - time.monotonic()
-            if left <= 0 or not wait_readable(left, changed):
+            seconds = deadline - time.monotonic()
+            if seconds <= 0 or not wait_readable(seconds, changed):
                 text = f"no sender announced {path} within {format_seconds(timeout)}"
                 raise TransferTimeout(text, waited=timeout, phase="connecting")
 

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from omni_kvlink.models.bagel.cache import Layer
 
 _QUERIES_AT_ONCE = 512
-"""Of `PartialAttention`, which holds their scores."""
+"""The queries of `PartialAttention` whose scores are in memory at once."""
 
 
 class DenseAttention(Protocol):
-    """What computes as `attend` does."""
+    """A function that computes as `attend` does."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """Attention of q [n, heads, dim] over k, v [m, kv_heads, dim]: [n, heads * dim]."""
@@ -37,6 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     if causal and 1 < n < m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    # a single query sees all keys: torch's `is_causal` would let it see the first one alone
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal and 1 < n == m
     )
@@ -95,7 +96,8 @@ class PartialAttention:
             log_sum = scores.logsumexp(-1)
             mean = torch.einsum("qhk,khd->qhd", (scores - log_sum[..., None]).exp(), v)
             total = torch.logaddexp(self._log_sum[part], log_sum)
-            old, new = ((one - total).exp()[..., None] for one in (self._log_sum[part], log_sum))
+            # neither exponent is above 0; before the first keys the old weight is exp(-inf), 0
+            old, new = ((log - total).exp()[..., None] for log in (self._log_sum[part], log_sum))
             self._mean[part] = self._mean[part] * old + mean * new
             self._log_sum[part] = total
 

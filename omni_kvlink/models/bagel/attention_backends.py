@@ -65,8 +65,8 @@ def _mask(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
 
 
 def _operator(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    found: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.aten, name)
-    return found
+    operator: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.aten, name)
+    return operator
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -137,8 +137,8 @@ class _Backend:
     in_float32: bool = False
 
 
-def _of_torch(kernel: _Kernel, **where: Any) -> _Backend:
-    return _Backend(lambda: partial(_by_kernel, kernel), **where)
+def _of_torch(kernel: _Kernel, **support: Any) -> _Backend:
+    return _Backend(lambda: partial(_by_kernel, kernel), **support)
 
 
 _BACKENDS = {
@@ -154,11 +154,11 @@ _BACKENDS = {
 
 def check_attention_backend(name: str) -> str:
     """Return the name in this library of a backend; ValueError lists all if there is none."""
-    found = _ALIASES.get(name, name)
-    if found != "SDPA" and found not in _BACKENDS:
-        known = ", ".join(["SDPA", *_BACKENDS, *filter(None, _ALIASES)])
-        raise ValueError(f"attention_backend {name!r}; there are {known}")
-    return found
+    backend = _ALIASES.get(name, name)
+    if backend != "SDPA" and backend not in _BACKENDS:
+        names = ", ".join(["SDPA", *_BACKENDS, *filter(None, _ALIASES)])
+        raise ValueError(f"attention_backend {name!r}; there are {names}")
+    return backend
 
 
 def attention_backend(
@@ -180,28 +180,28 @@ def attention_backend(
         UnavailableError: its package is missing, or it does not run on this device in this dtype;
             the text names the cure.
     """
-    known = check_attention_backend(name)
-    if known == "SDPA":
+    key = check_attention_backend(name)
+    if key == "SDPA":
         return attend
-    backend, where = _BACKENDS[known], f"attention_backend {name!r} on {device} in {dtype}"
+    backend, subject = _BACKENDS[key], f"attention_backend {name!r} on {device} in {dtype}"
     try:
-        found = backend.load()
+        dense = backend.load()
     except Exception as error:  # a package that does not fit may raise any
-        raise UnavailableError(f"{where}: {error}: pip install {backend.package}") from error
+        raise UnavailableError(f"{subject}: {error}: pip install {backend.package}") from error
     if device.type == "cpu" and not backend.on_cpu:
-        raise _unavailable(where, "it needs a GPU", "device: cuda")
+        raise _unavailable(subject, "it needs a GPU", "device: cuda")
     if dtype == torch.float32 and not backend.in_float32:
-        raise _unavailable(where, "it has half precision alone", "dtype: bfloat16 or float16")
-    _compare(found, config, device, dtype, where)
-    return found
+        raise _unavailable(subject, "it has half precision alone", "dtype: bfloat16 or float16")
+    _compare(dense, config, device, dtype, subject)
+    return dense
 
 
 def _compare(
-    found: DenseAttention,
+    dense: DenseAttention,
     config: LanguageConfig,
     device: torch.device,
     dtype: torch.dtype,
-    where: str,
+    subject: str,
 ) -> None:
     """Raise UnavailableError unless a backend computes what `attend` does."""
     random = torch.Generator().manual_seed(0)
@@ -210,17 +210,17 @@ def _compare(
         shapes = ((n, heads), (m, 2), (m, 2))
         rows = [torch.randn(*shape, config.head_dim, generator=random) for shape in shapes]
         try:
-            out = found(*(t.to(device, dtype) for t in rows), causal=causal).float().cpu()
+            out = dense(*(t.to(device, dtype) for t in rows), causal=causal).float().cpu()
         except Exception as error:  # of a kernel, any
-            raise _unavailable(where, str(error)) from error
+            raise _unavailable(subject, str(error)) from error
         expected = attend(*rows, causal=causal)
         if out.shape != expected.shape or not (
             (out - expected).norm() <= _PROBE_ERROR * expected.norm()
         ):
             text = f"of {n} queries and {m} keys, causal {causal}, its result is wrong"
-            raise _unavailable(where, text, "install another version")
+            raise _unavailable(subject, text, "install another version")
 
 
-def _unavailable(where: str, reason: str, cure: str = "") -> UnavailableError:
+def _unavailable(subject: str, reason: str, cure: str = "") -> UnavailableError:
     cures = f"{cure}, or " if cure else ""
-    return UnavailableError(f"{where}: {reason}: {cures}attention_backend: SDPA")
+    return UnavailableError(f"{subject}: {reason}: {cures}attention_backend: SDPA")

@@ -131,7 +131,7 @@ class BagelContext:
 
 @dataclass
 class BagelContexts:
-    """What a request's image is made from: the AR stage sends it to the DiT stage.
+    """The contexts that a request's image is made from: the AR stage sends them to the DiT stage.
 
     Attributes:
         gen: the whole prompt.
@@ -155,11 +155,11 @@ class BagelContexts:
             self.image_shape = shape_pair(self.image_shape)
 
 
-def snapshot(of: LayerCache) -> NaiveCache:
+def snapshot(source: LayerCache) -> NaiveCache:
     """Return a cache with the same tensors."""
-    layers, cache = range(len(of.key_cache)), NaiveCache(0)
-    cache.key_cache = {layer: of.key_cache[layer] for layer in layers}
-    cache.value_cache = {layer: of.value_cache[layer] for layer in layers}
+    layers, cache = range(len(source.key_cache)), NaiveCache(0)
+    cache.key_cache = {layer: source.key_cache[layer] for layer in layers}
+    cache.value_cache = {layer: source.value_cache[layer] for layer in layers}
     return cache
 
 

@@ -29,7 +29,7 @@ _FETCH = "fetch it: hf download ByteDance-Seed/BAGEL-7B-MoT --local-dir DIRECTOR
 
 @dataclass
 class CheckpointReport:
-    """What `check_checkpoint` found; lines that begin with their file's name.
+    """The findings of `check_checkpoint`; lines that begin with their file's name.
 
     Attributes:
         errors: tensors that are missing, or have another shape or dtype: it cannot be loaded.
@@ -67,8 +67,8 @@ def check_checkpoint(directory: str | Path) -> CheckpointReport:
 
 def _check_files(root: Path) -> None:
     if not root.is_dir():
-        what = "is no directory" if root.exists() else "does not exist"
-        raise MissingFileError(f"{root} {what}: give the directory of a checkpoint, or {_FETCH}")
+        reason = "is no directory" if root.exists() else "does not exist"
+        raise MissingFileError(f"{root} {reason}: give the directory of a checkpoint, or {_FETCH}")
     missing = [name for name in _FILES if not (root / name).is_file()]
     if missing:
         raise MissingFileError(f"{root} lacks {', '.join(missing)}: {_FETCH}")
@@ -79,10 +79,10 @@ def _autoencoder(config: BagelConfig) -> Autoencoder:
 
 
 def _add(report: CheckpointReport, path: Path, network: nn.Module) -> None:
-    found = read_header(path)
+    tensors = read_header(path)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    report.errors += [f"{path.name}: {text}" for text in complaints(found, expected)]
-    report.unread += [f"{path.name}: {name}" for name in unread(found, expected.keys())]
-    report.tensors += len(found)
-    ranges = (found[name].data_offsets for name in expected.keys() & found.keys())
+    report.errors += [f"{path.name}: {text}" for text in complaints(tensors, expected)]
+    report.unread += [f"{path.name}: {name}" for name in unread(tensors, expected.keys())]
+    report.tensors += len(tensors)
+    ranges = (tensors[name].data_offsets for name in expected.keys() & tensors.keys())
     report.nbytes += sum(stop - start for start, stop in ranges)

@@ -42,7 +42,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         # A silently ignored variant would give a plausible, wrong image.
-        _only(self, hidden_act="silu", layer_module="Qwen2MoTDecoderLayer", rope_scaling=None)
+        _require(self, hidden_act="silu", layer_module="Qwen2MoTDecoderLayer", rope_scaling=None)
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _positive(self, "hidden_size", "intermediate_size", "num_attention_heads", "patch_size")
-        _only(self, hidden_act="gelu_pytorch_tanh", num_channels=3)
+        _require(self, hidden_act="gelu_pytorch_tanh", num_channels=3)
         if self.num_hidden_layers < 2:
             raise ValueError("num_hidden_layers must be 2 or more: the last one is not used")
         if self.hidden_size % self.num_attention_heads:
@@ -91,7 +91,7 @@ class AutoencoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _positive(self, "ch", "num_res_blocks", "z_channels")
-        _only(self, in_channels=3, out_ch=3)
+        _require(self, in_channels=3, out_ch=3)
         if not self.ch_mult or self.ch % 32:
             raise ValueError("ch must be a multiple of 32 (group norm) and ch_mult not empty")
 
@@ -110,7 +110,7 @@ class _Root(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _positive(self, "latent_patch_size", "max_latent_size", "vit_max_num_patch_per_side")
-        _only(self, connector_act="gelu_pytorch_tanh", interpolate_pos=False)
+        _require(self, connector_act="gelu_pytorch_tanh", interpolate_pos=False)
 
 
 class BagelConfig(_Root, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ def _positive(config: msgspec.Struct, *names: str) -> None:
             raise ValueError(f"{name} must be positive, not {getattr(config, name)}")
 
 
-def _only(config: msgspec.Struct, **supported: object) -> None:
+def _require(config: msgspec.Struct, **supported: object) -> None:
     for name, value in supported.items():
         if getattr(config, name) != value:
             raise ValueError(f"{name} {getattr(config, name)!r} is not supported, only {value!r}")

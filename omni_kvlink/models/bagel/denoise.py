@@ -78,8 +78,8 @@ def guided_flows(
     block = _block(model, states, markers)
     readers: dict[str, list[int]] = {}
     for branch in BRANCHES:
-        if found := [i for i, state in enumerate(states) if branch in state.branches]:
-            readers[branch] = found
+        if indices := [i for i, state in enumerate(states) if branch in state.branches]:
+            readers[branch] = indices
     flows = _flows(model, states, block, readers, hooks)
     return [
         _guided({branch: flows[branch, i] for branch in state.branches}, state.params)
@@ -111,13 +111,13 @@ def denoise_rows(
 
 def _block(model: BagelModel, states: Sequence[DenoiseState], markers: Tensor) -> Tensor:
     """Return the decoder's input: marker, latent rows and marker; several images at dim 1."""
-    alone = len(states) == 1
-    x = states[0].rows if alone else torch.stack([state.rows for state in states], dim=1)
+    is_single = len(states) == 1
+    x = states[0].rows if is_single else torch.stack([state.rows for state in states], dim=1)
     times = torch.stack([state.time for state in states])
     if bool((times == times[0]).all()):  # one embedding for all of them
         times = times[:1]
     rows = model.latent_rows(x, *states[0].grid, times.to(model.device))
-    ends = markers if alone else markers[:, None].expand(-1, len(states), -1)
+    ends = markers if is_single else markers[:, None].expand(-1, len(states), -1)
     return torch.cat([ends[:1], rows, ends[1:]])
 
 
@@ -131,10 +131,10 @@ def _flows(
     """Return the flow of every branch and image, computed or returned by a hook."""
 
     def rows_of(branch: str) -> Tensor:
-        own = readers[branch]
-        if len(own) == len(states):
+        indices = readers[branch]
+        if len(indices) == len(states):
             return block
-        return block[:, own[0]] if len(own) == 1 else block[:, own]
+        return block[:, indices[0]] if len(indices) == 1 else block[:, indices]
 
     def whole_pass(branch: str) -> Tensor:
         contexts = [getattr(states[i].contexts, branch) for i in readers[branch]]
@@ -153,13 +153,13 @@ def _flows(
         return torch.empty(shape, dtype=model.dtype, device=model.device)
 
     if hooks.branches is not None:
-        whole = hooks.branches(list(readers), compute, empty)
+        flows = hooks.branches(list(readers), compute, empty)
     else:
-        whole = {branch: compute(branch) for branch in readers}
+        flows = {branch: compute(branch) for branch in readers}
     return {
-        (branch, i): whole[branch] if len(own) == 1 else whole[branch][:, at]
-        for branch, own in readers.items()
-        for at, i in enumerate(own)
+        (branch, i): flows[branch] if len(indices) == 1 else flows[branch][:, column]
+        for branch, indices in readers.items()
+        for column, i in enumerate(indices)
     }
 
 

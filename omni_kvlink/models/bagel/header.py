@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Set
     from pathlib import Path
 
-_LONGEST = 100 << 20  # bytes of a header; safetensors' own limit
+_MAX_HEADER_NBYTES = 100 << 20  # safetensors' own limit
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that a network can be loaded from
 
 
@@ -41,44 +41,44 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise FileNotFoundError(f"no {path.name} in {path.parent}")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _LONGEST else b""
+        text = file.read(length) if length <= _MAX_HEADER_NBYTES else b""
     try:
         entries: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         entries.pop("__metadata__", None)
-        found = msgspec.convert(entries, dict[str, TensorInfo])
+        tensors = msgspec.convert(entries, dict[str, TensorInfo])
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
-    needed = 8 + length + max((one.data_offsets[1] for one in found.values()), default=0)
+    needed = 8 + length + max((info.data_offsets[1] for info in tensors.values()), default=0)
     if path.stat().st_size != needed:
         raise CheckpointError(
             f"{path.name} has {path.stat().st_size:,} bytes, its header requires {needed:,}: "
             "fetch it again"
         )
-    return found
+    return tensors
 
 
 def complaints(
-    found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """Say which tensors are missing, or have another shape or dtype than a network can load."""
-    missing, wrong = sorted(expected.keys() - found.keys()), list[str]()
-    for name in sorted(expected.keys() & found.keys()):
-        info = found[name]
+    missing, wrong = sorted(expected.keys() - tensors.keys()), list[str]()
+    for name in sorted(expected.keys() & tensors.keys()):
+        info = tensors[name]
         if info.shape != expected[name]:
             wrong.append(f"{name} has shape {info.shape}, wanted {expected[name]}")
         elif info.dtype not in _SIZES:
             wrong.append(f"{name} has dtype {info.dtype}; there are {', '.join(_SIZES)}")
         elif math.prod(info.shape) * _SIZES[info.dtype] != _nbytes(info):
             wrong.append(f"{name} has {_nbytes(info)} bytes for {info.dtype} {info.shape}")
-    return [f"{len(missing)} missing: {few(missing)}", *wrong] if missing else wrong
+    return [f"{len(missing)} missing: {join_names(missing)}", *wrong] if missing else wrong
 
 
-def unread(found: Mapping[str, TensorInfo], known: Set[str]) -> list[str]:
+def unread(tensors: Mapping[str, TensorInfo], names: Set[str]) -> list[str]:
     """Return the tensors that no stage reads, sorted."""
-    return sorted(found.keys() - known)
+    return sorted(tensors.keys() - names)
 
 
-def few(names: list[str], separator: str = ", ", limit: int = 12) -> str:
+def join_names(names: list[str], separator: str = ", ", limit: int = 12) -> str:
     """Join names; of many, the first and how many more there are."""
     shown = separator.join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -15,7 +15,7 @@ Keep: TypeAlias = Literal["all", "last"]
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """What `lm_head` reads: the rows after the last layer and its norm, in the model's dtype.
+    """The rows that `lm_head` reads, after the last layer and its norm, in the model's dtype.
 
     `keep` is "all" for a row of each token in the cache, "last" for that of the last token alone.
     """
@@ -24,7 +24,7 @@ class HiddenStates:
     rows: tuple[Tensor, ...] = ()
 
     def after(self, new: Tensor) -> HiddenStates:
-        """Return those of a context that is longer by rows [n, hidden]; this one is not changed."""
+        """Return the states with those of `new` tokens [n, hidden]; this object is not changed."""
         return replace(self, rows=(*self.rows, new) if self.keep == "all" else (new[-1:],))
 
     def tensor(self) -> Tensor:

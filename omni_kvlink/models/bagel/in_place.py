@@ -59,8 +59,8 @@ class InPlaceCache(NaiveCache):
     def _is_in_place(self, tokens: int) -> bool:
         """Whether the dicts, which callers may change, still hold this memory's rows."""
         for layer, capacity in enumerate(self._memory.layers):
-            found = self.key_cache[layer], self.value_cache[layer]
-            for tensor, target in zip(found, capacity, strict=True):
+            pair = self.key_cache[layer], self.value_cache[layer]
+            for tensor, target in zip(pair, capacity, strict=True):
                 if tensor is None:
                     if tokens:
                         return False

@@ -39,7 +39,7 @@ Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes q, k, v [n, …, heads, dim] of new rows, returns their attention [n, …, heads * dim]."""
 Regions: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
-"""What a layer does before and after attention."""
+"""The functions of a layer before and after attention."""
 Through: TypeAlias = Callable[[Tensor, RunLayers, int], Tensor]
 """Runs all or some of the layers: `through(x, run, count)`."""
 
@@ -50,23 +50,23 @@ def by_expert(
     """Apply `und` to all rows; in other modes, `gen` to latent rows and `und` to markers alone."""
     if mode == "und":
         return und(x)
-    before, after = _MARKERS[mode]
-    latent = gen(x[before : len(x) - after])
-    if not before + after:
+    head, tail = _MARKERS[mode]
+    latent = gen(x[head : len(x) - tail])
+    if not head + tail:
         return latent
-    markers = und(x[[0, -1][1 - before : 1 + after]])
-    return torch.cat([markers[:before], latent, markers[before:]])
+    markers = und(x[[0, -1][1 - head : 1 + tail]])
+    return torch.cat([markers[:head], latent, markers[head:]])
 
 
 def _mode_of(part: slice, count: int) -> Mode:
     """The mode of some of `count` rows in mode "gen"."""
-    before, after = part.start == 0 < part.stop, part.stop == count > part.start
+    has_start, has_end = part.start == 0 < part.stop, part.stop == count > part.start
     modes: dict[tuple[bool, bool], Mode] = {
         (True, True): "gen",
         (True, False): "gen_start",
         (False, True): "gen_end",
     }
-    return modes.get((before, after), "gen_middle")
+    return modes.get((has_start, has_end), "gen_middle")
 
 
 class RMSNorm(nn.Module):
@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
         """Normalize the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        out: Tensor = self.weight * wide.to(x.dtype)
+        out: Tensor = self.weight * wide.to(x.dtype)  # rounded before the product, as in Qwen2
         return out
 
 
@@ -138,21 +138,21 @@ class Attention(nn.Module):
         """Map what was attended to, [n, heads * dim], to rows [n, hidden]."""
         return self._project("o", mixed, mode)
 
-    def _project(self, which: str, x: Tensor, mode: Mode) -> Tensor:
-        und, gen = self._experts(f"{which}_proj")
+    def _project(self, kind: str, x: Tensor, mode: Mode) -> Tensor:
+        und, gen = self._experts(f"{kind}_proj")
         return by_expert(mode, x, und, gen)
 
-    def _heads(self, which: str, x: Tensor, mode: Mode) -> Tensor:
-        rows: Tensor = self._project(which, x, mode).unflatten(-1, (-1, self.head_dim))
+    def _heads(self, kind: str, x: Tensor, mode: Mode) -> Tensor:
+        rows: Tensor = self._project(kind, x, mode).unflatten(-1, (-1, self.head_dim))
         return rows
 
-    def _normed(self, which: str, x: Tensor, mode: Mode) -> Tensor:
-        heads = self._heads(which, x, mode)
+    def _normed(self, kind: str, x: Tensor, mode: Mode) -> Tensor:
+        heads = self._heads(kind, x, mode)
         if mode != "und":
             heads = heads.float()  # with latent rows, norm and rotation stay wide
         if not self.qk_norm:
             return heads
-        und, gen = self._experts(f"{which}_norm")
+        und, gen = self._experts(f"{kind}_norm")
         return by_expert(mode, heads, und, gen)
 
     def _experts(self, name: str) -> tuple[nn.Module, nn.Module]:
@@ -177,9 +177,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend, mode: Mode) -> Tensor:
         """Map rows [n, hidden], or in a batch [n, batch, hidden], to rows of the same shape."""
-        before, after = self._regions()
-        q, k, v = before(x, rotary, mode)
-        return after(x, attend(q, k, v), mode)
+        before_attention, after_attention = self._regions()
+        q, k, v = before_attention(x, rotary, mode)
+        return after_attention(x, attend(q, k, v), mode)
 
     def before_attention(
         self, x: Tensor, rotary: Rotary, mode: Mode
@@ -202,8 +202,10 @@ class DecoderLayer(nn.Module):
         """
         if self._total is not WHOLE.total:
             self._total = torch.compiler.disable(self._total)
-        before = torch.compile(self.before_attention, **options)
-        self._compiled = before, torch.compile(self.after_attention, **options)
+        self._compiled = (
+            torch.compile(self.before_attention, **options),
+            torch.compile(self.after_attention, **options),
+        )
         self._parts = [*self.modules()][1:]
 
     def _regions(self) -> Regions:
@@ -232,11 +234,11 @@ class TextDecoder(nn.Module):
         split.check(config)
         self.dense: DenseAttention = attend
         self.config, self._sequence, self._pipeline = config, split.sequence, split.pipeline
-        own = self._pipeline.layers(config.num_hidden_layers)
-        self.start_layer, self.end_layer = own.start, own.stop
+        layers = self._pipeline.layers(config.num_hidden_layers)
+        self.start_layer, self.end_layer = layers.start, layers.stop
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, split) if i in own else nn.Identity()
+            DecoderLayer(config, split) if i in layers else nn.Identity()
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -283,8 +285,8 @@ class TextDecoder(nn.Module):
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
             merges = [
-                partial(own.merge, i, layer_tensors(past, i))
-                for own, past in zip(into, pasts, strict=True)
+                partial(cache.merge, i, layer_tensors(past, i))
+                for cache, past in zip(into, pasts, strict=True)
             ]
             varlen = partial(attend_varlen, merges=merges, seq_lens=seq_lens, dense=self.dense)
             x = layer(x, rotary, varlen, "und")
@@ -300,19 +302,19 @@ class TextDecoder(nn.Module):
         [n, batch, hidden] with positions [n, batch]. `through` decides which layers run.
         """
         n, count = len(x), len(self.layers)
-        own = self._sequence.rows(n)
-        mode, theta = _mode_of(own, n), self.config.rope_theta
-        rotary = rotary_tables(positions[own], self.config.head_dim, theta, x.dtype)
+        part = self._sequence.rows(n)
+        mode, theta = _mode_of(part, n), self.config.rope_theta
+        rotary = rotary_tables(positions[part], self.config.head_dim, theta, x.dtype)
 
         def run_own(rows: Tensor, start: int, stop: int) -> Tensor:
             for i in range(start, stop):
-                past = [layer_tensors(one, i - self.start_layer) for one in pasts]
+                past = [layer_tensors(cache, i - self.start_layer) for cache in pasts]
                 rows = self.layers[i](rows, rotary, partial(self._attend, past, n), mode)
             return rows
 
         def run(rows: Tensor, start: int, stop: int) -> Tensor:
             if mode != "gen":  # a view of all rows would be compiled code of its own
-                rows = rows[own]
+                rows = rows[part]
             rows = self._pipeline.run(rows, start, stop, count, run_own)
             return self._sequence.gather(rows, n)
 
@@ -323,7 +325,7 @@ class TextDecoder(nn.Module):
         self, pasts: Sequence[Layer | None], count: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Attention of some of `count` rows in `denoise`, with a past for each sequence."""
-        if self._sequence.of == 1:
+        if self._sequence.degree == 1:
             merges = [partial(joined, past) for past in pasts]
             if q.ndim == 3:
                 return _attend_after(self.dense, merges[0], q, k, v)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IntermediateTensors:
-    """What one pipeline rank hands to the next; BAGEL's "hidden_states" are rows."""
+    """The tensors that a pipeline rank hands to the next; BAGEL's "hidden_states" are rows."""
 
     tensors: dict[str, Tensor]
 
@@ -39,21 +39,21 @@ class LayerSplit:
     """One rank of those that divide the decoder's layers; `collectives` is None for one rank."""
 
     rank: int = 0
-    of: int = 1
+    degree: int = 1
     collectives: PipelineCollectives | None = None
 
     def check(self, count: int) -> None:
         """Raise ValueError unless each rank gets a layer."""
-        if self.of > count:
+        if self.degree > count:
             raise ValueError(
-                f"{count} layers on {self.of} pipeline ranks: choose a pipeline_parallel_size "
+                f"{count} layers on {self.degree} pipeline ranks: choose a pipeline_parallel_size "
                 f"up to {count}"
             )
 
     def layers(self, count: int, rank: int | None = None) -> range:
         """The layers `start_layer` to `end_layer` of a rank, or of this one, among `count`."""
         rank = self.rank if rank is None else rank
-        return range(rank * count // self.of, (rank + 1) * count // self.of)
+        return range(rank * count // self.degree, (rank + 1) * count // self.degree)
 
     def run(
         self,
@@ -70,14 +70,16 @@ class LayerSplit:
         """
         if self.collectives is None or start == stop:
             return run_own(rows, start, stop)
-        parts = [self.layers(count, rank) for rank in range(self.of)]
-        ranks = [rank for rank, own in enumerate(parts) if own.start < stop and start < own.stop]
+        parts = [self.layers(count, rank) for rank in range(self.degree)]
+        ranks = [
+            rank for rank, layers in enumerate(parts) if layers.start < stop and start < layers.stop
+        ]
         if self.rank in ranks:
             if self.rank > ranks[0]:
                 like = IntermediateTensors({"hidden_states": rows})
                 rows = self.collectives.receive_tensors(like, self.rank - 1)["hidden_states"]
-            own = parts[self.rank]
-            rows = run_own(rows, max(start, own.start), min(stop, own.stop))
+            layers = parts[self.rank]
+            rows = run_own(rows, max(start, layers.start), min(stop, layers.stop))
             if self.rank < ranks[-1]:
                 handed = IntermediateTensors({"hidden_states": rows})
                 self.collectives.send_tensors(handed, self.rank + 1)

@@ -18,7 +18,7 @@ from omni_kvlink.models.bagel.header import (
     CheckpointError,
     TensorInfo,
     complaints,
-    few,
+    join_names,
     read_header,
     unread,
 )
@@ -61,8 +61,8 @@ def load_model(
     """
     with torch.device("meta"):
         model = BagelModel(config, stage, split)
-        whole = model if stage == "all" else BagelModel(config, "all")
-    return _load(model, whole, directory / MODEL_FILE, dtype, device)
+        full_module = model if stage == "all" else BagelModel(config, "all")
+    return _load(model, full_module, directory / MODEL_FILE, dtype, device)
 
 
 def load_autoencoder(
@@ -71,8 +71,8 @@ def load_autoencoder(
     """Load the encoder, the decoder or both from `ae.safetensors`, as the stage needs."""
     with torch.device("meta"):
         autoencoder = Autoencoder(config.ae, encoder=stage != "dit", decoder=stage != "ar")
-        whole = Autoencoder(config.ae, encoder=True, decoder=True)
-    return _load(autoencoder, whole, directory / AUTOENCODER_FILE, dtype, device)
+        full_module = Autoencoder(config.ae, encoder=True, decoder=True)
+    return _load(autoencoder, full_module, directory / AUTOENCODER_FILE, dtype, device)
 
 
 def _table_side(tensors: Mapping[str, TensorInfo], key: str, default: int) -> int:
@@ -86,11 +86,13 @@ def _table_side(tensors: Mapping[str, TensorInfo], key: str, default: int) -> in
     return side
 
 
-def _load(module: _M, whole: nn.Module, path: Path, dtype: torch.dtype, device: torch.device) -> _M:
+def _load(
+    module: _M, full_module: nn.Module, path: Path, dtype: torch.dtype, device: torch.device
+) -> _M:
     """Load, as `dtype`, the tensors of a module that was built on the meta device.
 
-    `whole` has every name that any stage reads: one line is logged for the others. Group norms stay
-    float32.
+    `full_module` has every name that any stage reads: one line is logged for the others. Group
+    norms stay float32.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -98,14 +100,14 @@ def _load(module: _M, whole: nn.Module, path: Path, dtype: torch.dtype, device: 
     """
     cuts, tensors = cuts_of(module), {}
     expected = {
-        name: cuts[name].whole if name in cuts else tuple(tensor.shape)
+        name: cuts[name].full_shape if name in cuts else tuple(tensor.shape)
         for name, tensor in module.state_dict().items()
     }
-    found = read_header(path)
-    if wrong := complaints(found, expected):
-        raise CheckpointError(f"{path.name}: {few(wrong, '; ')}")
-    if others := unread(found, whole.state_dict().keys()):
-        _log.warning("%s: nothing reads %d of its tensors: %s", path, len(others), few(others))
+    header = read_header(path)
+    if wrong := complaints(header, expected):
+        raise CheckpointError(f"{path.name}: {join_names(wrong, '; ')}")
+    if extra := unread(header, full_module.state_dict().keys()):
+        _log.warning("%s: nothing reads %d of its tensors: %s", path, len(extra), join_names(extra))
     with _open(path, str(device)) as file:
         for name in expected:
             in_float32 = isinstance(module.get_submodule(name.rpartition(".")[0]), GroupNorm)

@@ -1,4 +1,4 @@
-"""Which layers of a BAGEL model a LoRA adapter may change, and by which names."""
+"""The layers of a BAGEL model that a LoRA adapter may change, and their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_kvlink.models.bagel.model import BagelModel
 from omni_kvlink.models.bagel.shards import Cut, CutLinear
 
 ROOTS = ("language_model.", "language_model.model.")
-"""What the names of an adapter leave out if it was trained on the language model alone, or on its
+"""Prefixes that an adapter's names lack if it was trained on the language model alone, or on its
 decoder."""
 
 
@@ -26,15 +26,15 @@ class LinearPart:
 def lora_layers(model: BagelModel) -> dict[str, LinearPart]:
     """Return every linear layer of the whole model by name: both experts, head, ViT, embedders."""
     with torch.device("meta"):
-        whole = BagelModel(model.config, "all")
-    own = dict(model.named_modules())
-    found = {}
-    for name, layer in whole.named_modules():
+        full_model = BagelModel(model.config, "all")
+    modules = dict(model.named_modules())
+    layers = {}
+    for name, layer in full_model.named_modules():
         if isinstance(layer, nn.Linear):
-            shape, part = (layer.out_features, layer.in_features), own.get(name)
+            shape, part = (layer.out_features, layer.in_features), modules.get(name)
             cut = part.cuts["weight"] if isinstance(part, CutLinear) else Cut(shape, (_ALL, _ALL))
-            found[name] = LinearPart(part if isinstance(part, nn.Linear) else None, cut)
-    return found
+            layers[name] = LinearPart(part if isinstance(part, nn.Linear) else None, cut)
+    return layers
 
 
 _ALL = slice(None)

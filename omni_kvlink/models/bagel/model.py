@@ -34,10 +34,10 @@ class BagelModel(nn.Module):
     def __init__(self, config: BagelConfig, stage: Stage, split: Split = WHOLE) -> None:
         super().__init__()
         hidden, sequence = config.llm.hidden_size, split.sequence
-        if stage != "dit" and split.pipeline.of > 1:
+        if stage != "dit" and split.pipeline.degree > 1:
             raise ValueError(
-                f"pipeline_parallel_size {split.pipeline.of}: stage {stage!r} reads prompts through"
-                ' all layers; layers are divided in stage "dit"'
+                f"pipeline_parallel_size {split.pipeline.degree}: stage {stage!r} reads prompts "
+                'through all layers; layers are divided in stage "dit"'
             )
         self.config, self._ring_degree = config, sequence.ring_degree
         self.kv_heads = split.part(config.llm.num_key_value_heads)
@@ -100,16 +100,16 @@ class BagelModel(nn.Module):
             if isinstance(layers, Mapping) and (missing := set(range(count)) - set(layers)):
                 raise SchemaError(f"{name}: {kind} has no layer {min(missing)} among {[*layers]}")
             for layer in range(count):
-                tensor, where = layers[layer], f"{name}: {kind} of layer {layer}"
+                tensor, label = layers[layer], f"{name}: {kind} of layer {layer}"
                 if tensor is None:
                     if tokens:
-                        raise SchemaError(f"{where} is missing, kv_lens says {tokens} tokens")
+                        raise SchemaError(f"{label} is missing, kv_lens says {tokens} tokens")
                 elif tuple(tensor.shape) != expected:
-                    raise SchemaError(f"{where} has shape {tuple(tensor.shape)}, wanted {expected}")
+                    raise SchemaError(f"{label} has shape {tuple(tensor.shape)}, wanted {expected}")
                 elif tensor.dtype != dtype:
-                    raise SchemaError(f"{where} is {tensor.dtype}, the model computes in {dtype}")
+                    raise SchemaError(f"{label} is {tensor.dtype}, the model computes in {dtype}")
                 elif tensor.device != device:
-                    raise SchemaError(f"{where} is on {tensor.device}, the model is on {device}")
+                    raise SchemaError(f"{label} is on {tensor.device}, the model is on {device}")
 
     def embed(self, token_ids: list[int]) -> Tensor:
         """Return the embeddings [n, hidden] of token ids."""
@@ -150,13 +150,13 @@ class BagelModel(nn.Module):
 
         Text (causal) takes one position per row; an image block takes one for all rows.
         """
-        at, n = context.ropes[0], x.shape[0]
+        start, n = context.ropes[0], x.shape[0]
         steps = n if causal else 1
-        positions = torch.arange(at, at + steps, device=self.device).expand(n)
+        positions = torch.arange(start, start + steps, device=self.device).expand(n)
         past, cache = context.past_key_values, _cache_after(context, n)
         hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
         kept = None if context.hidden is None else context.hidden.after(hidden)
-        return BagelContext([context.kv_lens[0] + n], [at + steps], cache, kept), hidden
+        return BagelContext([context.kv_lens[0] + n], [start + steps], cache, kept), hidden
 
     def extend_each(
         self, contexts: Sequence[BagelContext], x: Tensor, seq_lens: Sequence[int]
@@ -167,20 +167,22 @@ class BagelModel(nn.Module):
         contexts, and the hidden rows [n, hidden]. In float32 a row differs from that of `extend`
         by rounding: products of larger matrices may be summed otherwise.
         """
-        starts = [one.ropes[0] for one in contexts]
+        starts = [context.ropes[0] for context in contexts]
         steps = zip(starts, seq_lens, strict=True)
-        positions = torch.cat([torch.arange(at, at + n) for at, n in steps]).to(self.device)
-        pasts = [one.past_key_values for one in contexts]
-        caches = [_cache_after(one, n) for one, n in zip(contexts, seq_lens, strict=True)]
+        positions = torch.cat([torch.arange(start, start + n) for start, n in steps]).to(
+            self.device
+        )
+        pasts = [context.past_key_values for context in contexts]
+        caches = [_cache_after(context, n) for context, n in zip(contexts, seq_lens, strict=True)]
         decoder = self.language_model.model
         hidden = decoder.forward_each(x, positions, pasts, caches, seq_lens)
-        kept = [
-            None if one.hidden is None else one.hidden.after(rows)
-            for one, rows in zip(contexts, hidden.split(list(seq_lens)), strict=True)
+        states = [
+            None if context.hidden is None else context.hidden.after(rows)
+            for context, rows in zip(contexts, hidden.split(list(seq_lens)), strict=True)
         ]
         longer = [
-            BagelContext([one.kv_lens[0] + n], [one.ropes[0] + n], cache, own)
-            for one, n, cache, own in zip(contexts, seq_lens, caches, kept, strict=True)
+            BagelContext([context.kv_lens[0] + n], [context.ropes[0] + n], cache, state)
+            for context, n, cache, state in zip(contexts, seq_lens, caches, states, strict=True)
         ]
         return longer, hidden
 
@@ -195,9 +197,9 @@ class BagelModel(nn.Module):
         In a batch, rows [n + 2, batch, hidden] and a context each: [n, batch, patch_dim].
         """
         contexts = [context] if isinstance(context, BagelContext) else context
-        ropes = torch.tensor([one.ropes[0] for one in contexts], device=self.device)
+        ropes = torch.tensor([item.ropes[0] for item in contexts], device=self.device)
         positions = ropes.expand(x.shape[0], -1) if x.ndim == 3 else ropes.expand(x.shape[0])
-        pasts = [one.past_key_values for one in contexts]
+        pasts = [item.past_key_values for item in contexts]
         hidden = self.language_model.model.denoise(x, positions, pasts, through)
         flow: Tensor = self.llm2vae(hidden[1:-1])
         return flow
@@ -206,5 +208,5 @@ class BagelModel(nn.Module):
 def _cache_after(context: BagelContext, rows: int) -> NaiveCache:
     """Return the cache for the rows of a context and so many new ones; see `NaiveCache.after`."""
     past = context.past_key_values
-    own = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
-    return own.after(rows)
+    cache = past if isinstance(past, NaiveCache) else NaiveCache(len(past.key_cache))
+    return cache.after(rows)

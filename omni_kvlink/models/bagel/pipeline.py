@@ -121,18 +121,18 @@ class BagelPipeline:
             ValueError: a dtype is none of bfloat16, float16 and float32, or the language model
                 cannot be split like this.
         """
-        for name, given in (("dtype", dtype), ("vae_dtype", vae_dtype)):
-            if given not in DTYPES:
-                raise ValueError(f"{name} {given}; there are {', '.join(map(str, DTYPES))}")
+        for name, value in (("dtype", dtype), ("vae_dtype", vae_dtype)):
+            if value not in DTYPES:
+                raise ValueError(f"{name} {value}; there are {', '.join(map(str, DTYPES))}")
         if stage not in get_args(Stage):
             raise ValueError(f"stage is one of {get_args(Stage)}, not {stage!r}")
-        root, where = Path(directory), torch.device(device)
+        root, device = Path(directory), torch.device(device)
         config = load_config(root)
         return cls(
             config,
             stage,
-            load_model(root, config, stage, dtype, where, split),
-            load_autoencoder(root, config, stage, vae_dtype, where),
+            load_model(root, config, stage, dtype, device, split),
+            load_autoencoder(root, config, stage, vae_dtype, device),
             SpecialTokens.load(root),
             BagelTokenizer(root),
         )
@@ -256,7 +256,8 @@ class BagelPipeline:
             SchemaError: as in `denoise`, or the images differ in size.
         """
         states = [
-            self.begin_denoise(one, own, params) for one, own in zip(contexts, noise, strict=True)
+            self.begin_denoise(request_contexts, request_noise, params)
+            for request_contexts, request_noise in zip(contexts, noise, strict=True)
         ]
         _check_grids(states)
         denoise_rows(self.model, states, self._markers(), on_step, hooks=self.hooks)
@@ -307,7 +308,7 @@ class BagelPipeline:
 
     @torch.no_grad()
     def decode_shared(self, latent: Tensor) -> Tensor | None:
-        """As `decode`, on the ranks that the hooks name; None where another rank has the image."""
+        """Decode a latent on the ranks that the hooks name; None where another has the image."""
         if self.hooks.tiles is None:
             return self.decode(latent) if self.hooks.decode else None
         image = self.autoencoder.decode_divided(latent, self.hooks.tiles)
@@ -381,20 +382,20 @@ class BagelPipeline:
     @torch.no_grad()
     def advance(self, texts: Sequence[TextPass]) -> list[Advanced]:
         """Read the next tokens of several texts in one pass; see `BagelModel.extend_each`."""
-        contexts, lens = [one.context for one in texts], [one.num_tokens for one in texts]
-        rows = self.model.embed([token for one in texts for token in one.token_ids])
+        contexts, lens = [text.context for text in texts], [text.num_tokens for text in texts]
+        rows = self.model.embed([token for text in texts for token in text.token_ids])
         if len(texts) == 1:
             longer, hidden = self.model.extend(contexts[0], rows, mode="und", causal=True)
             contexts = [longer]
         else:
             contexts, hidden = self.model.extend_each(contexts, rows, lens)
-        each = list(hidden.split(lens))
-        written = [i for i, one in enumerate(texts) if isinstance(one, NextToken)]
+        answers = list(hidden.split(lens))
+        written = [i for i, text in enumerate(texts) if isinstance(text, NextToken)]
         if written:
-            logits = self.model.language_model.lm_head(torch.cat([each[i] for i in written]))
+            logits = self.model.language_model.lm_head(torch.cat([answers[i] for i in written]))
             for i, row in zip(written, logits, strict=True):
-                each[i] = row
-        return list(zip(contexts, each, strict=True))
+                answers[i] = row
+        return list(zip(contexts, answers, strict=True))
 
     def prefill_steps(
         self,
@@ -642,14 +643,16 @@ class BagelPipeline:
         past = context.past_key_values
         assert isinstance(past, NaiveCache)
         cache = past.with_cached(ids)
-        found = cache.seq_lens - context.kv_lens[0]
-        if found and context.hidden is not None:
+        num_cached = cache.seq_lens - context.kv_lens[0]
+        if num_cached and context.hidden is not None:
             raise SchemaError("hidden states of tokens whose KV was there already are not known")
-        if found:
-            context = BagelContext([context.kv_lens[0] + found], [context.ropes[0] + found], cache)
-        if found == len(ids):
+        if num_cached:
+            context = BagelContext(
+                [context.kv_lens[0] + num_cached], [context.ropes[0] + num_cached], cache
+            )
+        if num_cached == len(ids):
             return context
-        answer = yield PromptTokens(context, ids[found:])
+        answer = yield PromptTokens(context, ids[num_cached:])
         assert answer is not None
         return answer[0]
 

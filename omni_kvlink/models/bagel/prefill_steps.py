@@ -31,12 +31,12 @@ class NextToken:
 
     @property
     def num_tokens(self) -> int:
-        """1."""
+        """The number of tokens: 1."""
         return 1
 
     @property
     def num_computed_tokens(self) -> int:
-        """How many tokens are before it."""
+        """The number of tokens before it."""
         return self.context.kv_lens[0]
 
 
@@ -52,12 +52,12 @@ class PromptTokens:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are to be read."""
+        """The number of tokens to be read."""
         return len(self.token_ids)
 
     @property
     def num_computed_tokens(self) -> int:
-        """How many tokens are before them."""
+        """The number of tokens before them."""
         return self.context.kv_lens[0]
 
     def chunk(self, num_tokens: int) -> PromptTokens:
@@ -82,27 +82,27 @@ The generator's value is the result."""
 
 
 def all_steps(
-    of: Callable[Concatenate[Any, P], Steps[T]],
+    steps: Callable[Concatenate[Any, P], Steps[T]],
 ) -> Callable[Concatenate[Any, P], T]:
     """Turn a method that returns steps into one that runs them, and returns their result."""
 
     def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> T:
-        return run_steps(of(self, *arguments, **options), self.advance)
+        return run_steps(steps(self, *arguments, **options), self.advance)
 
-    method.__doc__ = of.__doc__
+    method.__doc__ = steps.__doc__
     return method
 
 
 def text_of_steps(
-    of: Callable[Concatenate[Any, P], Steps[TextOutput]],
+    steps: Callable[Concatenate[Any, P], Steps[TextOutput]],
 ) -> Callable[Concatenate[Any, P], str]:
     """Turn a method that returns the steps of a text into one that returns the text."""
-    run = all_steps(of)
+    run = all_steps(steps)
 
     def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> str:
         return run(self, *arguments, **options).text
 
-    method.__doc__ = of.__doc__
+    method.__doc__ = steps.__doc__
     return method
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.models.bagel.pipeline import BagelPipeline
 
-PREVIEW_SIDE = 256
-"""Pixels that the longest side of a preview may have; a larger latent is averaged down first."""
+PREVIEW_SIDE_PIXELS = 256
+"""The most that the longest side of a preview may have; a larger latent is averaged down first."""
 
 
 def decode_preview(pipeline: BagelPipeline, rows: Tensor, image_shape: Sequence[int]) -> Tensor:
@@ -27,5 +27,5 @@ def decode_preview(pipeline: BagelPipeline, rows: Tensor, image_shape: Sequence[
     stride = pipeline.config.latent_stride
     height, width = (side // stride for side in image_shape)
     latent = unpatchify(rows, height, width, pipeline.config.latent_patch_size)
-    factor = -(-max(image_shape) // PREVIEW_SIDE)
+    factor = -(-max(image_shape) // PREVIEW_SIDE_PIXELS)
     return pipeline.decode(latent if factor == 1 else F.avg_pool2d(latent[None], factor)[0])

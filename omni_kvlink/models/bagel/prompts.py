@@ -49,10 +49,10 @@ def checked_token_ids(item: TokenIds, vocab_size: int) -> list[int]:
     ids = item.tolist() if isinstance(item, Tensor) else list(item)
     if not ids:
         raise SchemaError(f"token ids: none are given; ints within [0, {vocab_size}) are needed")
-    for at, token in enumerate(ids):
+    for index, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise SchemaError(
-                f"token ids must be within [0, {vocab_size}), ints; number {at} is {token!r:.50}"
+                f"token ids must be within [0, {vocab_size}), ints; number {index} is {token!r:.50}"
             )
     return ids
 

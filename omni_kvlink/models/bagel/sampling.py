@@ -16,7 +16,7 @@ BRANCHES = ("gen", "cfg_text", "cfg_img")
 
 @dataclass(frozen=True)
 class DenoiseParams:
-    """How an image is denoised. The defaults are those of plain text-to-image.
+    """The parameters of an image's denoising, by default those of plain text-to-image.
 
     Attributes:
         cfg_text_scale: guidance away from the prompt without its last text; 1 or less disables all

@@ -67,7 +67,7 @@ class SequenceSplit:
     collectives: RowCollectives | None = None
 
     @property
-    def of(self) -> int:
+    def degree(self) -> int:
         """The number of ranks that divide the rows."""
         return self.ulysses_degree * self.ring_degree
 
@@ -96,7 +96,7 @@ class SequenceSplit:
         """Return all `count` rows, of which `rows` are this rank's; the same bits on all ranks."""
         if self.collectives is None:
             return rows
-        counts = [_length(self._rows_of(i, count)) for i in range(self.of)]
+        counts = [_length(self._rows_of(i, count)) for i in range(self.degree)]
         return self.collectives.gather_rows(rows, counts)
 
     def attend(
@@ -128,12 +128,12 @@ class SequenceSplit:
 
     def _own_heads(self, past: Layer, count: int) -> Layer:
         """This rank's part of a past that has all `count` KV heads; any other has no more."""
-        own = self.heads(count)
+        heads = self.heads(count)
         key, value = past
-        return (key[:, own], value[:, own]) if key.shape[1] == count else past
+        return (key[:, heads], value[:, heads]) if key.shape[1] == count else past
 
     def _rows_of(self, index: int, count: int) -> slice:
-        return slice(index * count // self.of, (index + 1) * count // self.of)
+        return slice(index * count // self.degree, (index + 1) * count // self.degree)
 
     def _rows_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int]
@@ -142,8 +142,8 @@ class SequenceSplit:
         assert self.collectives is not None
         pieces = []
         for rank in range(self.ulysses_degree):
-            own = (t[..., self.heads(t.shape[-2], rank), :] for t in (q, k, v))
-            pieces.append(torch.cat(list(own), dim=-2))
+            parts = (t[..., self.heads(t.shape[-2], rank), :] for t in (q, k, v))
+            pieces.append(torch.cat(list(parts), dim=-2))
         row = pieces[0].shape[1:]
         rows = torch.cat(self.collectives.all_to_all(pieces, [(n, *row) for n in counts]))
         kv_heads = _length(self.heads(k.shape[-2]))
@@ -164,22 +164,22 @@ class SequenceSplit:
         """Attend to the past and to the block of each rank, which comes from the rank before."""
         assert self.collectives is not None
         partials = [PartialAttention(q[:, i]) for i in range(q.shape[1])]
-        for one, past in zip(partials, pasts, strict=True):
+        for attention, past in zip(partials, pasts, strict=True):
             if past is not None:
-                one.add(*past)
+                attention.add(*past)
         block = torch.stack([k, v])
         for step in range(self.ring_degree):
             arrived = None
             if step + 1 < self.ring_degree:
                 sender = (self.ring - step - 1) % self.ring_degree
                 ranks = sender * self.ulysses_degree, (sender + 1) * self.ulysses_degree
-                rows = _length(slice(*(rank * count // self.of for rank in ranks)))
+                rows = _length(slice(*(rank * count // self.degree for rank in ranks)))
                 arrived = self.collectives.shift(block, (_KV, rows, *block.shape[2:]))
-            for i, one in enumerate(partials):
-                one.add(block[0, :, i], block[1, :, i])
+            for i, attention in enumerate(partials):
+                attention.add(block[0, :, i], block[1, :, i])
             if arrived is not None:
                 block = arrived()
-        return torch.stack([one.result(q.dtype) for one in partials], dim=1)
+        return torch.stack([attention.result(q.dtype) for attention in partials], dim=1)
 
 
 ALL_ROWS = SequenceSplit()

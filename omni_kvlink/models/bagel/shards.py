@@ -1,4 +1,4 @@
-"""Which part of a language model a rank holds: heads and inner columns, rows, and layers."""
+"""The part of a language model that a rank holds: heads and inner columns, rows, and layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from omni_kvlink.models.bagel.config import LanguageConfig
 
 
-def _alone(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x  # the sum over a single rank
 
 
@@ -29,23 +29,23 @@ class Split:
     """
 
     rank: int = 0
-    of: int = 1
-    total: Callable[[Tensor], Tensor] = _alone
+    degree: int = 1
+    total: Callable[[Tensor], Tensor] = _identity
     sequence: SequenceSplit = ALL_ROWS
     pipeline: LayerSplit = ALL_LAYERS
 
     def check(self, config: LanguageConfig) -> None:
         """Raise ValueError unless every rank gets as much as the others."""
         kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
-        if (kv_heads % self.of and self.of % kv_heads) or heads % self.of:
+        if (kv_heads % self.degree and self.degree % kv_heads) or heads % self.degree:
             raise ValueError(
-                f"{heads} heads and {kv_heads} KV heads on {self.of} tensor ranks: choose a "
+                f"{heads} heads and {kv_heads} KV heads on {self.degree} tensor ranks: choose a "
                 "tensor_parallel_size that divides both, or a multiple of the KV heads"
             )
-        if config.intermediate_size % self.of:
+        if config.intermediate_size % self.degree:
             raise ValueError(
-                f"intermediate_size {config.intermediate_size} on {self.of} tensor ranks: choose "
-                "a tensor_parallel_size that divides it"
+                f"intermediate_size {config.intermediate_size} on {self.degree} tensor ranks: "
+                "choose a tensor_parallel_size that divides it"
             )
         self.sequence.check(len(self.part(heads)), len(self.part(kv_heads)))
         self.pipeline.check(config.num_hidden_layers)
@@ -55,8 +55,8 @@ class Split:
 
         Neighbours share an item if there are fewer items than ranks.
         """
-        start = self.rank * count // self.of
-        return range(start * size, (start + max(1, count // self.of)) * size)
+        start = self.rank * count // self.degree
+        return range(start * size, (start + max(1, count // self.degree)) * size)
 
 
 WHOLE = Split()
@@ -64,9 +64,9 @@ WHOLE = Split()
 
 @dataclass(frozen=True)
 class Cut:
-    """A part, at `index`, of a checkpoint's tensor with the shape `whole`."""
+    """A part, at `index`, of a checkpoint's tensor with the shape `full_shape`."""
 
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     index: tuple[slice, ...]
 
 
@@ -95,5 +95,5 @@ def cuts_of(module: nn.Module) -> dict[str, Cut]:
         for path, child in module.named_modules()
         if isinstance(child, CutLinear)
         for name, local in child.named_parameters()
-        if tuple(local.shape) != child.cuts[name].whole
+        if tuple(local.shape) != child.cuts[name].full_shape
     }

@@ -29,8 +29,8 @@ class Tiling:
 
     def check(self, downsample: int) -> None:
         """Raise ValueError unless tiles, and what they overlap by, are whole latent cells."""
-        cells, rest = divmod(self.tile_sample_min_size, downsample)
-        if rest or cells < 1 or not 0 <= self.tile_overlap_factor < 1:
+        cells, remainder = divmod(self.tile_sample_min_size, downsample)
+        if remainder or cells < 1 or not 0 <= self.tile_overlap_factor < 1:
             raise ValueError(
                 f"tiles of {self.tile_sample_min_size} pixels that overlap by "
                 f"{self.tile_overlap_factor}: the size is a multiple of {downsample}, the overlap "
@@ -63,7 +63,7 @@ class TileGrid:
         """Height and width of what is made of each tile."""
         sides = [(self.height - top, self.width - left) for top, left in self.corners]
         return [
-            (self._made(min(height, self.size)), self._made(min(width, self.size)))
+            (self._side_out(min(height, self.size)), self._side_out(min(width, self.size)))
             for height, width in sides
         ]
 
@@ -74,15 +74,15 @@ class TileGrid:
 
     def join(self, tiles: Iterable[Tensor]) -> Tensor:
         """Blend what was made of the tiles, in their order; float32 if there are several."""
-        each = iter(tiles)
+        queue = iter(tiles)
         if len(self.corners) == 1:
-            return next(each)
+            return next(queue)
         blend = round(self.size_out * self.overlap)
         kept, rows, above = self.size_out - blend, list[Tensor](), list[Tensor]()
         for _ in self._starts(self.height):
             row = list[Tensor]()
             for _ in self._starts(self.width):
-                tile = next(each).float()
+                tile = next(queue).float()
                 if above:
                     tile = _blended(above[len(row)], tile, blend, dim=-2)
                 row.append(_blended(row[-1], tile, blend, dim=-1) if row else tile)
@@ -95,7 +95,7 @@ class TileGrid:
             return range(1)
         return range(0, side, round(self.size * (1 - self.overlap)))
 
-    def _made(self, side: int) -> int:
+    def _side_out(self, side: int) -> int:
         return side * self.size_out // self.size
 
 
@@ -107,16 +107,16 @@ def run_tiled(run: Callable[[Tensor], Tensor], x: Tensor, grid: TileGrid) -> Ten
 def run_divided(
     run: Callable[[Tensor], Tensor], x: Tensor, grid: TileGrid, share: TilesHook
 ) -> Tensor | None:
-    """As `run_tiled`, on ranks that divide the tiles; None where another rank has the result."""
+    """Apply `run` to tiles that ranks divide, and join them; None where another has the result."""
     tiles = share(grid.shapes, lambda index: run(grid.cut(x, index)))
     return None if tiles is None else grid.join(tiles)
 
 
-def _blended(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
+def _blended(neighbour: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
     """Fade from the end of the tile before into the begin of this one, over up to `extent`."""
-    extent = min(before.shape[dim], tile.shape[dim], extent)
+    extent = min(neighbour.shape[dim], tile.shape[dim], extent)
     share = torch.arange(extent, dtype=torch.float64, device=tile.device) / max(1, extent)
     share = share[:, None] if dim == -2 else share
-    old = before.narrow(dim, before.shape[dim] - extent, extent)
+    old = neighbour.narrow(dim, neighbour.shape[dim] - extent, extent)
     faded = old * (1 - share).float() + tile.narrow(dim, 0, extent) * share.float()
     return torch.cat([faded, tile.narrow(dim, extent, tile.shape[dim] - extent)], dim=dim)

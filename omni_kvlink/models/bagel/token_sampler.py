@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class TokenSampler:
     """Chooses one token after the other, with the params and in the order of vLLM's sampler.
 
-    First tokens that were seen become less likely, then the logits are divided by the temperature,
+    Tokens that were seen become less likely first, then the logits are divided by the temperature,
     then `top_k` and `top_p` leave the likeliest tokens, of which one is drawn.
 
     Args:
@@ -60,9 +60,11 @@ class TokenSampler:
 
     def _penalized(self, logits: Tensor) -> Tensor:
         seen = torch.tensor(sorted(self._seen), device=logits.device)
-        some = logits[seen].float()
-        less = torch.where(some > 0, some / self._penalty, some * self._penalty)
-        return logits.float().index_copy(0, seen, less)
+        seen_logits = logits[seen].float()
+        penalized = torch.where(
+            seen_logits > 0, seen_logits / self._penalty, seen_logits * self._penalty
+        )
+        return logits.float().index_copy(0, seen, penalized)
 
     def _draw(self, logits: Tensor) -> int:
         logits = logits.float()
@@ -71,7 +73,8 @@ class TokenSampler:
         chances = logits.softmax(-1)
         if self._top_p < 1:
             ordered, tokens = chances.sort(descending=True, stable=True)
-            before = ordered.cumsum(0) - ordered
-            chances = chances.index_fill(0, tokens[before >= self._top_p], 0.0)
+            # the likeliest token has no mass before it, and stays whatever `top_p` is
+            mass_before = ordered.cumsum(0) - ordered
+            chances = chances.index_fill(0, tokens[mass_before >= self._top_p], 0.0)
         device = "cpu" if self._generator is None else self._generator.device
         return int(torch.multinomial(chances.to(device), 1, generator=self._generator))

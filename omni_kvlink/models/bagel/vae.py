@@ -162,7 +162,7 @@ class Autoencoder(nn.Module):
         self._tiling: Tiling | None = None
 
     def enable_tiling(self, tiling: Tiling | None) -> None:
-        """Encode and decode images that are larger than a tile in tiles; None for as a whole.
+        """Encode and decode images that are larger than a tile in tiles; with None, as a whole.
 
         Raises ValueError if the tiles do not fit the network.
         """
@@ -178,8 +178,8 @@ class Autoencoder(nn.Module):
         """
         pixels = pixels.to(next(self.encoder.parameters()).device)
         with _exact(pixels.device):
-            whole = pixels.unsqueeze(0)
-            moments = run_tiled(self.encoder, whole, self._grid(whole, up=False))[0].float()
+            batch = pixels.unsqueeze(0)
+            moments = run_tiled(self.encoder, batch, self._grid(batch, up=False))[0].float()
         mean, logvar = moments.chunk(2)
         origin = "cpu" if generator is None else generator.device
         noise = torch.randn(mean.shape, generator=generator, device=origin).to(mean.device)
@@ -194,7 +194,7 @@ class Autoencoder(nn.Module):
             return run_tiled(self.decoder, z, self._grid(z, up=True))[0]
 
     def decode_divided(self, latent: Tensor, share: TilesHook) -> Tensor | None:
-        """As `decode`, on ranks that divide the tiles; None where another rank has the image."""
+        """Decode a latent on ranks that divide the tiles; None where another rank has the image."""
         z = self._decoder_input(latent)
         with _exact(z.device):
             image = run_divided(self.decoder, z, self._grid(z, up=True), share)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from omni_kvlink.connectors.protocol.get_table import Answer, Delivery, GetTable, LazyEvent
+from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent
+from omni_kvlink.connectors.protocol.delivery import Delivery
+from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Cancel,

@@ -99,7 +99,7 @@ class DirectBench(Bench):
         self.transfers.on_sent(transfer, (peer, number), START, NBYTES)
 
     def commit(self, transfer: Transfer) -> None:
-        self.transfers.commit(transfer, HERE, 99, 100.0)
+        self.transfers.commit([(transfer, HERE)], 99, 100.0)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def test_get_before_commit(bench: Bench) -> None:
     assert bench.sent_messages() == [
         ("a", Status(1, "announced, the producer is still writing it"))
     ]
-    bench.transfers.commit(transfer, HERE, 1, 100.0)
+    bench.transfers.commit([(transfer, HERE)], 1, 100.0)
     assert bench.sent_messages() == [("a", offer(1, transfer))]
     assert transfer.state.value == "leased"
     bench.release("a", 1, transfer)
@@ -50,7 +50,7 @@ def test_an_interrupted_offer_is_made_again(
     bench.sent_messages()
     monkeypatch.setattr(bench.transfers, "_send", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        bench.transfers.commit(transfer, HERE, 2, 100.0)
+        bench.transfers.commit([(transfer, HERE)], 2, 100.0)
     assert bench.sent_messages() == [("a", offer(1, transfer))] * (1 + sent)
     stats = bench.transfers.stats()
     assert (stats["committed"], stats["leased"], stats["waiting"]) == (1, 1, 0)
@@ -71,7 +71,7 @@ def test_an_offer_that_is_interrupted_again_and_again_expires(
     bench.request("a", 1, "k")
     monkeypatch.setattr(bench.transfers, "_send", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        bench.transfers.commit(transfer, HERE, 2, 100.0)
+        bench.transfers.commit([(transfer, HERE)], 2, 100.0)
     monkeypatch.undo()
     assert bench.transfers.stats()["committed"] == 1
     monkeypatch.undo()
@@ -83,7 +83,7 @@ def test_a_transfer_that_did_not_begin_is_freed_when_it_is_given_up(bench: Bench
     bench.put("k")
     transfer = Transfer("k")
     with pytest.raises(DuplicateKeyError):
-        bench.transfers.reserve(transfer)
+        bench.transfers.reserve([transfer])
     bench.transfers.abort(transfer)
     bench.transfers.abort(transfer)
     assert bench.freed == [transfer]

@@ -328,10 +328,10 @@ def test_abort_while_it_is_written(bench: Bench) -> None:
     assert bench.freed == []
     successor = bench.reserve("k")
     with pytest.raises(TransferFailed, match="the user left"):
-        bench.transfers.commit(transfer, HERE, 1, 10.0)
+        bench.transfers.commit([(transfer, HERE)], 1, 10.0)
     bench.transfers.abort(transfer)
     assert bench.freed == [transfer]
-    bench.transfers.commit(successor, HERE, 1, 10.0)
+    bench.transfers.commit([(successor, HERE)], 1, 10.0)
     assert successor.state.value == "committed"
 
 

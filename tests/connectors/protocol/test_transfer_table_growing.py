@@ -32,13 +32,18 @@ class StreamBench(Bench):
     def get(self, peer: str, chunk: int, number: int, stream: int = 1) -> None:
         self.transfers.on_get(peer, Get(number, "g", False, stream, chunk), 0.0)
 
+    def reserve_chunk(self) -> Transfer:
+        chunk = Transfer(self.head.key, stream=self.head)
+        self.transfers.reserve([chunk])
+        return chunk
+
     def append(self) -> Transfer:
-        chunk = self.transfers.reserve_chunk(self.head)
-        self.transfers.commit(chunk, HERE, 1, FOREVER)
+        chunk = self.reserve_chunk()
+        self.transfers.commit([(chunk, HERE)], 1, FOREVER)
         return chunk
 
     def commit(self, expires: float = 100.0) -> None:
-        self.transfers.commit(self.head, HERE, 1, expires)
+        self.transfers.commit([(self.head, HERE)], 1, expires)
 
     def failures(self) -> list[tuple[str, str, str]]:
         """Peer, ending and reason of each get that failed since the last call."""
@@ -267,7 +272,7 @@ def test_gets_that_are_not_a_readers_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_chunk_that_is_given_up_is_freed_and_the_stream_goes_on() -> None:
     bench = StreamBench()
     bench.open("a")
-    lost = bench.transfers.reserve_chunk(bench.head)
+    lost = bench.reserve_chunk()
     bench.transfers.abort(lost)
     bench.transfers.abort(lost)
     assert bench.freed == [lost]

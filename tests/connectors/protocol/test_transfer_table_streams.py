@@ -38,7 +38,7 @@ class StreamBench(Bench):
         self.transfers.on_get(peer, Get(number, key, streamed=True), 0.0)
 
     def commit(self, transfer: Transfer, expires: float = 100.0) -> None:
-        self.transfers.commit(transfer, HERE, 99, expires)  # `begin_stream` set the readers
+        self.transfers.commit([(transfer, HERE)], 99, expires)  # `begin_stream` set the readers
 
     def failures(self) -> list[tuple[str, int, str]]:
         return [
@@ -315,7 +315,7 @@ def test_duplicate_key_of_a_stream(bench: StreamBench) -> None:
 def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) -> None:
     transfer = bench.reserve("k")
     bench.transfers.lend(transfer)
-    bench.transfers.commit(transfer, HERE, 1, 100.0)
+    bench.transfers.commit([(transfer, HERE)], 1, 100.0)
     bench.request("a", 1, "k")
     if last == "disconnected":
         bench.transfers.on_disconnect("a")
@@ -341,7 +341,7 @@ def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
     transfer = bench.reserve("k")
     bench.transfers.lend(transfer)
     if end == "expiry":
-        bench.transfers.commit(transfer, HERE, 1, 10.0)
+        bench.transfers.commit([(transfer, HERE)], 1, 10.0)
         bench.transfers.tick(10.0)
     elif end == "fail":
         bench.transfers.fail("k", "why", "aborted", 0.0)
@@ -359,7 +359,7 @@ def test_lent_memory_released_early(bench: StreamBench) -> None:
     bench.transfers.lend(transfer)
     bench.transfers.on_lent_released(transfer)
     assert bench.freed == []
-    bench.transfers.commit(transfer, HERE, 1, 100.0)
+    bench.transfers.commit([(transfer, HERE)], 1, 100.0)
     bench.request("a", 1, "k")
     bench.release("a", 1, transfer)
     assert bench.freed == [transfer]

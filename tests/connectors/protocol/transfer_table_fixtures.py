@@ -22,12 +22,12 @@ class Bench:
 
     def reserve(self, key: str) -> Transfer:
         transfer = Transfer(key)
-        self.transfers.reserve(transfer)
+        self.transfers.reserve([transfer])
         return transfer
 
     def put(self, key: str, readers: int = 1, expires: float = 100.0) -> Transfer:
         transfer = self.reserve(key)
-        self.transfers.commit(transfer, HERE, readers, expires)
+        self.transfers.commit([(transfer, HERE)], readers, expires)
         return transfer
 
     def request(self, peer: str, number: int, key: str, now: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVProducer, Transfer
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.protocol.messages import Message, Offer
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.link import producer as sending
+from omni_kvlink.link import put_operation as sending
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
@@ -173,7 +173,7 @@ def test_a_put_that_is_taken_while_it_is_written(
 ) -> None:
     """Its draft and its layers arrive before its header."""
     producer, reader = ends
-    monkeypatch.setattr(sending, "STEP", MIB)
+    monkeypatch.setattr(sending, "FIRST_STEP_NBYTES", MIB)
     with ThreadPoolExecutor(1) as pool:
         getting = pool.submit(reader.get, "k", timeout=PATIENCE)
         until_requested(producer, 1)

@@ -10,7 +10,8 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.copier import Copier, TorchCopier
-from omni_kvlink.link import producer as sending
+from omni_kvlink.link import put_operation as sending
+from omni_kvlink.link.direct_put import DirectPut
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
@@ -49,7 +50,7 @@ class Halting(TorchCopier):
 def producer(
     request: pytest.FixtureRequest, sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[KVProducer]:
-    monkeypatch.setattr(sending, "STEP", 1024)
+    monkeypatch.setattr(sending, "FIRST_STEP_NBYTES", 1024)
     with KVLink.serve(fresh_url(request.param, sockets), copier="torch") as link:
         yield link
 
@@ -103,20 +104,20 @@ def test_nothing_is_announced_without_a_waiting_get(
 
 def test_steps_cover_every_tensor_once() -> None:
     plan = RECIPE.make().plan(digests=True)
-    steps = list(sending.steps(plan))
+    steps = list(sending.announcement_steps(plan))
     assert [number for step in steps for number in step] == list(range(len(plan.tensors)))
 
 
 def test_a_direct_put_whose_link_is_closed_while_it_computes_digests(
     producer: KVProducer, reader: RemoteLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    announce = sending.PutOperation.announce
+    announce = sending.CopiedPut.announce
 
     def announce_closed(*arguments: Any) -> None:
         producer.close()
         announce(*arguments)
 
-    monkeypatch.setattr(sending.DirectPutOperation, "announce", announce_closed)
+    monkeypatch.setattr(DirectPut, "announce", announce_closed)
     get = reader.submit("get", key="k", timeout=PATIENCE)
     until_requested(producer, 1)
     with pytest.raises(TransferFailed, match="is closed"):

@@ -102,13 +102,13 @@ def test_a_thread_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_last_call_that_meets_the_end_closes_the_descriptor() -> None:
     """Not the collector, which servers switch off: the loop may be part of a reference cycle."""
     loop = EventLoop("t")
-    wake = f"/proc/self/fd/{loop._wake}"
-    loop._writers.append(None)  # a call of another thread, that has read the descriptor's number
+    wake = loop._wake  # as a call of another thread has it, which is about to write
+    assert wake is not None
+    descriptor = f"/proc/self/fd/{wake.fd}"
     loop.close()
-    assert "eventfd" in os.readlink(wake)
-    loop._writers.pop()
-    loop._wake_up()  # as that call goes on
-    assert not os.path.exists(wake)
+    assert "eventfd" in os.readlink(descriptor)
+    del wake
+    assert not os.path.exists(descriptor)
 
 
 def test_call_runs_in_the_loop() -> None:

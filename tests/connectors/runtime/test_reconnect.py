@@ -17,7 +17,7 @@ from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
-from omni_kvlink.connectors.control.consumer import ControlSession
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.messages import Cancel, encode, own_hello
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.lowlevel import begin_get, can_retry
@@ -168,7 +168,7 @@ def test_a_connection_that_is_lost_around_hello(
 ) -> None:
     """The handshake has succeeded, and nobody answers `Hello`: the next connection carries it."""
     scheme, query = ("zmq+tcp", "") if transport == "tcp" else ("ucx", "?trusted_network=1")
-    send_hello, cuts = ControlSession._send_hello, list[int]()
+    send_hello, cuts = ControlSession._send_hello_in_loop, list[int]()
 
     def cut_first(session: ControlSession) -> None:
         def has(event: int) -> bool:
@@ -183,7 +183,7 @@ def test_a_connection_that_is_lost_around_hello(
         if when in ("answered", "connected-again"):
             until(lambda: has(zmq.POLLIN), "the answer came")
         if when == "answered":  # ZMQ drops it just after it reports the end
-            session._on_event(zmq.EVENT_DISCONNECTED, 0)
+            session._on_event_in_loop(zmq.EVENT_DISCONNECTED, 0)
             session._loop.call(cable.cut)
             return
         cable.cut()
@@ -193,7 +193,7 @@ def test_a_connection_that_is_lost_around_hello(
         if when == "before":
             send_hello(session)
 
-    monkeypatch.setattr(ControlSession, "_send_hello", cut_first)
+    monkeypatch.setattr(ControlSession, "_send_hello_in_loop", cut_first)
     with (
         KVLink.serve(f"{scheme}://127.0.0.1:{port}{query}") as producer,
         KVLink.connect(f"{scheme}://127.0.0.1:{cable.port}{query}", timeout=60) as reader,
@@ -233,7 +233,7 @@ def test_a_hello_that_is_read_after_its_connection_ended(
         if order == "unnoticed":
             listener._socket.send = unnoticed_once(listener._socket.send)
         elif order == "last":
-            listener._on_hello = first_last(listener._on_hello)
+            listener._on_hello_in_loop = first_last(listener._on_hello_in_loop)
         with zmq.Context() as context, context.socket(zmq.DEALER) as bare:
             with bare.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
                 bare.connect(path)
@@ -398,7 +398,7 @@ def test_a_cut_off_reader_of_shared_memory(sockets: str) -> None:
         until(lambda: waiting(producer), "the get arrived")
         end: Any = producer._end
         (peer,) = end.listeners[0]._peers
-        end.loop.call(lambda: end.listeners[0]._disconnect(peer))
+        end.loop.call(lambda: end.listeners[0]._disconnect_in_loop(peer))
         until(lambda: reader.stats()["sessions"] == 2, "it came back")
         producer.put(Recipe("k").make()).wait(timeout=60)
         get_id.join(60)

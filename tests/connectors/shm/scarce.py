@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVConsumer, KVLink, KVLinkError, KVProducer
-from omni_kvlink.connectors.shm import transport
+from omni_kvlink.connectors.shm import listener
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until
 
@@ -34,7 +34,7 @@ class Scarce:
         self.held: dict[str, Any] = {}
 
     def serve(self, pause: float) -> None:
-        transport._ACCEPT_PAUSE = pause
+        listener._ACCEPT_PAUSE = pause
         link = KVLink.serve(self.url, directory=self.directory, quota=QUOTA, prefault=QUOTA)
         # The thread that maps memory ahead needs descriptors, too.
         until(lambda: link.stats()["memory"]["prefault"]["mapped"] > 0, "its memory is mapped")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.memory_checks import sized

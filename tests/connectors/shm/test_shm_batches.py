@@ -20,6 +20,7 @@ from omni_kvlink import (
     KVLink,
     KVProducer,
     TensorTransferData,
+    TransferFailed,
 )
 from omni_kvlink.connectors.protocol.messages import (
     INLINE,
@@ -30,8 +31,10 @@ from omni_kvlink.connectors.protocol.messages import (
     Retire,
     encode_all,
 )
-from omni_kvlink.connectors.shm.transport import ShmChannel, ShmSession
-from omni_kvlink.link.producer import TURN
+from omni_kvlink.connectors.shm.channel import ShmChannel
+from omni_kvlink.connectors.shm.consumer import ShmSession
+from omni_kvlink.link.producer import PAYLOADS_PER_TURN
+from omni_kvlink.link.put_operation import CopiedPut
 from omni_kvlink.lowlevel import begin_gets
 from omni_kvlink.payload.layouts import Layout
 from omni_kvlink.testing.caches import Recipe
@@ -325,7 +328,7 @@ def test_readers_are_answered_while_a_batch_is_packed(
         loop = producer._end.loop  # type: ignore[attr-defined]
         monkeypatch.setattr(loop, "give_way", lambda: given.append(None))
         producer.put_many(payloads())
-        assert len(given) == 64 // TURN
+        assert len(given) == 64 // PAYLOADS_PER_TURN
 
 
 def test_a_batch_with_a_key_that_is_taken_puts_nothing(
@@ -339,6 +342,41 @@ def test_a_batch_with_a_key_that_is_taken_puts_nothing(
         producer.put_many(payloads())
     assert producer.stats()["transfers"]["live"] == 1
     assert producer.stats()["memory"]["used"] == used
+
+
+def test_packed_payloads_beside_one_that_cannot_be_copied_keep_no_quota(
+    ends: tuple[KVProducer, KVConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    producer, _ = ends
+    large = TensorTransferData("large", {"hidden": torch.ones(INLINE)})
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiedPut, "fill", fail)
+        with pytest.raises(MemoryError):
+            producer.put_many([*payloads()[:2], large])
+    stats = producer.stats()
+    assert (stats["memory"]["used"], stats["transfers"]["live"]) == (0, 0)
+    producer.put_many([*payloads()[:2], large])
+
+
+def test_payloads_before_an_error_are_free_while_the_error_is_kept(
+    ends: tuple[KVProducer, KVConsumer],
+) -> None:
+    """The error's traceback keeps the frame that received them."""
+    producer, consumer = ends
+    receipts = producer.put_many(payloads()[:2])
+    producer.fail("missing", "it was not computed")
+    with pytest.raises(TransferFailed, match="not computed") as kept:
+        consumer.get_many([*KEYS[:2], "missing"], timeout=60)
+    with consumer.get_many(KEYS[:2], timeout=60) as received:
+        for data, row in zip(received, ROWS[:2], strict=True):
+            assert torch.equal(data.tensors()[0], row)  # type: ignore[arg-type]
+    del received
+    for receipt in receipts:
+        receipt.wait(timeout=60)
+    assert kept.tb is not None
 
 
 def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]) -> None:

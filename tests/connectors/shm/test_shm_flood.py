@@ -26,7 +26,7 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
 )
 from omni_kvlink.connectors.runtime.turns import TURN
-from omni_kvlink.connectors.shm import transport
+from omni_kvlink.connectors.shm import listener as shm_listener
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
@@ -102,7 +102,7 @@ def test_an_honest_get_waits_for_one_turn_of_each_flooder(
 
 def test_a_peer_that_never_pauses_is_paused(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After many turns in a row, until all that it sent is handled."""
-    monkeypatch.setattr(transport, "MANY_TURNS", 2)
+    monkeypatch.setattr(shm_listener, "MANY_TURNS", 2)
     with KVLink.serve("shm://flood", directory=sockets) as producer:
         end: Any = producer._end
         given, defer = list[bool](), end.loop.defer

@@ -22,7 +22,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.connectors.protocol.messages import INLINE, Get, Message, Offer, Release
-from omni_kvlink.connectors.shm.transport import ShmSession
+from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 
@@ -342,13 +342,13 @@ def test_the_loop_sleeps_while_it_may_not_receive(
 ) -> None:
     """It is woken once for a message that another thread is about to receive."""
     session, woken = session_of(consumer), list[int]()
-    on_events = session._on_events
+    on_events = session._on_events_in_loop
 
     def watched(events: int) -> None:
         woken.append(events)
         on_events(events)
 
-    monkeypatch.setattr(session, "_on_events", watched)
+    monkeypatch.setattr(session, "_on_events_in_loop", watched)
     pending = begin_get(consumer, "k", timeout=60)
     until_requested(producer, 1)
     go_round(session)  # its first call watches the channel, which would wake it once more

@@ -20,10 +20,12 @@ from omni_kvlink import (
     KVLink,
     KVProducer,
     PeerLostError,
+    TensorTransferData,
     TransferFailed,
 )
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmListener, ShmSession
+from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.listener import ShmListener
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
@@ -53,7 +55,7 @@ def wait(event: threading.Event) -> None:
     event.wait(60)
 
 
-def disconnect_reader(producer: KVProducer, how: str = "_disconnect") -> None:
+def disconnect_reader(producer: KVProducer, how: str = "_disconnect_in_loop") -> None:
     """Break the connection of the only reader."""
     end = producer._end
     assert isinstance(end, PooledProducer)
@@ -113,9 +115,9 @@ def test_memory_returns_when_its_last_view_is_freed(socket_dir: str, side: str, 
         session = reader._end._session
         assert isinstance(session, ShmSession)
         if side == "reader":
-            session._loop.call(lambda: session._close(CapacityError("out of memory")))
+            session._loop.call(lambda: session._end_gets_in_loop(CapacityError("out of memory")))
         else:
-            disconnect_reader(producer, how="_finish")
+            disconnect_reader(producer, how="_finish_in_loop")
         until(lambda: session.is_closed, "the session ended")
         with KVLink.connect(url, timeout=60) as other:  # nothing is reused for it
             theirs = producer.put(cache("other", 99))
@@ -154,8 +156,9 @@ def test_a_reader_that_did_not_read_releases_what_it_holds(pooled: Field, start:
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     freeze(target.process.pid)
     assert isinstance(producer._end, PooledProducer)
+    plan = TensorTransferData("never", {"h": torch.empty(1)})
     while not producer.stats()["refused"]:
-        producer._end.reserve("never", 1, timeout=60).release()  # tells the reader so
+        producer.allocate(plan).release()  # tells the reader so
     assert producer.stats()["refused"] == {"too slow": 1}
     until(lambda: producer.stats()["transfers"]["pinned"] == 1, "its memory is kept")
     os.kill(target.process.pid, signal.SIGCONT)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.messages import Message, Release
-from omni_kvlink.connectors.shm.transport import ShmConsumer, ShmSession
+from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.testing.memory_checks import sized
 
 if TYPE_CHECKING:

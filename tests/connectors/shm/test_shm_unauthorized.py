@@ -26,7 +26,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     own_hello,
 )
-from omni_kvlink.connectors.shm import transport
+from omni_kvlink.connectors.shm import listener
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -207,7 +207,7 @@ def test_silent_connections_are_bounded(
     producer: KVProducer, sockets: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest without a Hello makes room; readers are not affected."""
-    monkeypatch.setattr(transport, "MAX_GREETING", 3)
+    monkeypatch.setattr(listener, "MAX_GREETING", 3)
     with (
         greeted(path) as reader,
         dialled(path) as oldest,

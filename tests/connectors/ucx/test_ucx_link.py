@@ -27,7 +27,7 @@ from omni_kvlink import (
     WireError,
 )
 from omni_kvlink.connectors import ucx
-from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
+from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.connectors.protocol.messages import (
     FetchRange,
     Get,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from omni_kvlink.connectors.control.peer import PeerConnection
     from omni_kvlink.connectors.protocol.transfer import Transfer
     from omni_kvlink.memory.region import Region
 
@@ -364,7 +365,7 @@ def test_a_reader_that_ucx_tells_of_the_end_does_not_wait(
 
 def test_memory_comes_as_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that a thread maps for a payload arrives behind the connection's end: it is freed."""
-    reserve, close = ArenaPool.reserve, UcxSession._close_connection
+    reserve, close = ArenaPool.reserve, UcxSession._close_connection_in_loop
     maps, ends = threading.Event(), threading.Event()
 
     def reserve_late(pool: ArenaPool, *arguments: Any, **options: Any) -> Any:
@@ -380,7 +381,7 @@ def test_memory_comes_as_the_connection_ends(monkeypatch: pytest.MonkeyPatch) ->
         until(lambda: "kvlink-memory" not in [one.name for one in threads()], "it is mapped")
 
     monkeypatch.setattr(ArenaPool, "reserve", reserve_late)
-    monkeypatch.setattr(UcxSession, "_close_connection", close_first)
+    monkeypatch.setattr(UcxSession, "_close_connection_in_loop", close_first)
     url = f"ucx://127.0.0.1:{free_port()}{TRUSTED}"
     with KVLink.serve(url, quota=QUOTA) as producer:
         reader = connect(url)

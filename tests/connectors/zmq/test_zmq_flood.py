@@ -20,8 +20,8 @@ from test_zmq_raw_bytes import connect, frame, greeting, ready
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, KVProducer, TensorTransferData
-from omni_kvlink.connectors.control import listener as listener_module
-from omni_kvlink.connectors.control.listener import MAX_INBOX_AGAIN, ROUND, SHARE
+from omni_kvlink.connectors.control import peer as control_peer
+from omni_kvlink.connectors.control.peer import MAX_INBOX_AGAIN, ROUND, SHARE
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
     Get,
@@ -140,13 +140,13 @@ def handled(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> Counter[tu
     counts = Counter[tuple[Any, int]]()
     end: Any = producer._end
     (listener,) = end.listeners
-    on_message = listener._on_message
+    on_message = listener._on_message_in_loop
 
     def record(peer: Any, message: Message) -> None:
         counts[peer, listener._socket.rounds] += 1
         on_message(peer, message)
 
-    monkeypatch.setattr(listener, "_on_message", record)
+    monkeypatch.setattr(listener, "_on_message_in_loop", record)
     return counts
 
 
@@ -200,7 +200,7 @@ def test_close_comes_before_a_backlog(
 def test_what_is_kept_of_a_peer_has_a_limit(
     producer: KVProducer, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, limit, 1000)
+    monkeypatch.setattr(control_peer, limit, 1000)
     end: Any = producer._end
     with greeted(producer.url) as flooder, greeted(producer.url) as honest:
         with paused(end.loop):
@@ -215,7 +215,7 @@ def test_what_is_kept_of_a_peer_has_a_limit(
 
 def test_many_flooders_are_found_out(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if no round of reads has a turn of each."""
-    monkeypatch.setattr(listener_module, "MAX_INBOX", 1000)
+    monkeypatch.setattr(control_peer, "MAX_INBOX", 1000)
     end: Any = producer._end
     with contextlib.ExitStack() as stack:
         flooders = [stack.enter_context(greeted(producer.url)) for _ in range(8)]
@@ -229,7 +229,7 @@ def test_many_flooders_are_found_out(producer: KVProducer, monkeypatch: pytest.M
 def test_after_a_flood_less_is_kept_of_its_host(
     producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "MAX_INBOX", 2000)
+    monkeypatch.setattr(control_peer, "MAX_INBOX", 2000)
     end: Any = producer._end
 
     def takes(count: int, source: str = "") -> bool:

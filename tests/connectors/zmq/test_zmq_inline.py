@@ -26,8 +26,8 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.connectors.control.inline_receiver import InlineReceiver
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
+from omni_kvlink.connectors.control.remote_get import InlineReceiver
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import Offer
 from omni_kvlink.connectors.runtime import event_loop
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink import Received
-    from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
+    from omni_kvlink.connectors.control.remote_get import RemoteGet
+    from omni_kvlink.connectors.protocol.answer import LazyEvent
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
 
@@ -73,12 +74,12 @@ class Receipts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.own, self.left = list[int](), list[int]()
         self.waiting = 0
-        receive, pause = InlineReceiver.receive, MonitoredSocket.pause
+        receive, pause = InlineReceiver.receive_until, MonitoredSocket.pause
 
         def watched(
-            receiver: InlineReceiver, socket: MonitoredSocket, get: RemoteGet, deadline: float
+            receiver: InlineReceiver, event: LazyEvent, deadline: float, get: RemoteGet
         ) -> None:
-            receive(receiver, socket, get, deadline)
+            receive(receiver, event, deadline, get)
             found = self.left if get.delivery is None else self.own
             found.append(threading.get_ident())
 
@@ -87,7 +88,7 @@ class Receipts:
             self.waiting += 1
             return paused
 
-        monkeypatch.setattr(InlineReceiver, "receive", watched)
+        monkeypatch.setattr(InlineReceiver, "receive_until", watched)
         monkeypatch.setattr(MonitoredSocket, "pause", counted)
 
 

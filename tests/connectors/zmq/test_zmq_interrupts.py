@@ -14,7 +14,7 @@ from zmq_fixtures import fresh_url
 
 from omni_kvlink import ClosedError, KVLink, PeerLostError, TensorTransferData
 from omni_kvlink.aio import AsyncKVConsumer
-from omni_kvlink.connectors.control.listener import ControlListener, PeerConnection
+from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink import KVConsumer, KVProducer
+    from omni_kvlink.connectors.control.peer import PeerConnection
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -129,7 +130,7 @@ def test_a_stream_is_requested_again_over_a_new_connection(
 
     def cut_and_write() -> None:
         until_requested(producer, 1)
-        session._loop.call(partial(session.disconnect, PeerLostError("it was cut")))
+        session._loop.call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
         with producer.open_stream("s", chunk) as stream:
             stream.append(chunk)
 

@@ -16,9 +16,9 @@ from zmq_fixtures import fresh_url
 
 from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchLimits
-from omni_kvlink.connectors.runtime.remote_consumer import RemoteSession
-from omni_kvlink.connectors.zmq.transport import ZmqSession
+from omni_kvlink.connectors.zmq.consumer import ZmqSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -155,13 +155,13 @@ def test_the_window_is_shared_by_all_payloads(
     window = 2 * CHUNK
     monkeypatch.setattr(ZmqSession, "fetch_limits", FetchLimits(CHUNK, window))
     most = []
-    fetch_more = RemoteSession._fetch_more
+    fetch_more = ControlSession._fetch_more_in_loop
 
-    def watched(session: RemoteSession, inbound: InboundTransfer) -> None:
+    def watched(session: ControlSession, inbound: InboundTransfer) -> None:
         fetch_more(session, inbound)
         most.append(sum(one.plan.pending_nbytes for one in session._inbound_transfers.values()))
 
-    monkeypatch.setattr(RemoteSession, "_fetch_more", watched)
+    monkeypatch.setattr(ControlSession, "_fetch_more_in_loop", watched)
     with KVLink.connect(producer.url, timeout=60, quota=64 * MIB) as reader:
         recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
         pending = [begin_get(reader, recipe.key, timeout=60) for recipe in recipes]

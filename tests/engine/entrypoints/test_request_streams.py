@@ -157,7 +157,7 @@ def test_steps_of_all_images_of_a_prompt() -> None:
 
 
 def test_a_large_preview_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previews, "PREVIEW_SIDE", 16)
+    monkeypatch.setattr(previews, "PREVIEW_SIDE_PIXELS", 16)
     with OmniDiffusion(checkpoint(), DEPLOYMENTS["one stage"], dtype="float32") as omni:
         how = {**PLAN, "modalities": [], "height": 64, "width": 32}
         shown = [one.preview for one in omni.stream("a fox", how) if isinstance(one, StepEvent)]

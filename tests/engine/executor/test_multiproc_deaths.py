@@ -124,7 +124,7 @@ def test_a_rank_that_is_frozen(stage: EngineUnderTest) -> None:
 def test_an_engine_that_is_closed_while_a_rank_is_frozen(
     sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._HANGS", 0.5)
+    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._HANG_SECONDS", 0.5)
     with engine_with_ranks(sockets, 1) as stage:
         future = stage.submit("a", **LONG)
         stage.send("a")
@@ -232,8 +232,8 @@ def test_an_ar_stage_whose_rank_is_frozen(
 ) -> None:
     """Calls that count tokens or return statistics of the link time out."""
     sockets = str(tmp_path_factory.mktemp("s"))  # a killed producer leaves its socket
-    monkeypatch.setattr("omni_kvlink.engine.core.ar_engine._ANSWER", 0.3)
-    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._ANSWER", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.core.ar_engine._ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("omni_kvlink.engine.core.stage_engine._ANSWER_SECONDS", 0.3)
     monkeypatch.setattr("omni_kvlink.engine.executor.distributed.SHUTDOWN_TIMEOUT", 0.5)
     kv = KVConfig(sinks=(url(),), sink_options={"directory": sockets})
     config = OmniARConfig(checkpoint(), kv=kv, distributed_executor_backend="mp", num_threads=1)

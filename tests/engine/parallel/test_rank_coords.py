@@ -33,8 +33,8 @@ def test_a_rank_is_found_by_its_coordinates() -> None:
     assert coords[2] == RankCoords(0, 0, 0, ulysses=1)  # as vLLM-Omni orders them
     assert coords[8] == RankCoords(0, 0, 0, pipeline=1)
     assert [rank for rank, one in enumerate(coords) if one.is_leader] == [0, 32]
-    assert coords[37].along("ring", parallel=parallel) == [33, 37]
-    assert coords[37].along("ulysses", "ring", parallel=parallel) == [33, 35, 37, 39]
+    assert coords[37].ranks_along("ring", parallel=parallel) == [33, 37]
+    assert coords[37].ranks_along("ulysses", "ring", parallel=parallel) == [33, 35, 37, 39]
     assert len({one.kv_rank(parallel) for one in coords}) == parallel.kv_ranks == 4
 
 

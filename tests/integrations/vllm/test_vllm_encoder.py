@@ -320,30 +320,31 @@ def test_a_full_link(engine: Open, sockets: str, caplog: pytest.LogCaptureFixtur
     check_nothing_is_kept(producer, consumer)
 
 
-@pytest.mark.parametrize("verb", ["publish_inline", "publish"])
+@pytest.mark.parametrize("is_packed", [True, False])
 def test_a_flipped_bit(
     engine: Open,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    verb: str,
+    is_packed: bool,
     sockets: str,
 ) -> None:
     """Of an output inside its offer or in the link's memory, after its digest was taken."""
-    options = {"inline": 0} if verb == "publish" else {}
+    options = {} if is_packed else {"inline": 0}
     producer = engine("producer", serve={"directory": sockets, **options})
     consumer = engine("consumer")
     end = producer.worker._sender._link._end
-    publish = getattr(end, verb)
+    publish = end.publish
 
-    def flip(*given: Any, **named: Any) -> Any:
-        first, payload = given[0], bytearray(given[1] if verb == "publish_inline" else b"")
-        view = memoryview(payload) if verb == "publish_inline" else first.region.view()
+    def flip(leases: Any, **named: Any) -> Any:
+        transfer = leases[0].tag
+        payload = bytearray(transfer.inline)
+        view = memoryview(payload) if is_packed else leases[0].region.view()
         plan = Manifest.decode(view, view.nbytes)
         view[plan.header_nbytes + plan.tensors[0].start + 100] ^= 1
-        inline = (bytes(payload),) if verb == "publish_inline" else ()
-        return publish(first, *inline, **named)
+        transfer.inline = bytes(payload)
+        return publish(leases, **named)
 
-    monkeypatch.setattr(end, verb, flip)
+    monkeypatch.setattr(end, "publish", flip)
     consumer.add("r", ["cat"], producer.encode("r", "cat"))
     assert consumer.run("r") == ["length"]
     assert consumer.encodes == ["cat"]

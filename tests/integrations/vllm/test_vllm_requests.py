@@ -1,4 +1,4 @@
-"""What a request says or does is its own affair: no other request, no block and no engine pays."""
+"""A request that is wrong or ends early harms no other request, no block and no engine."""
 
 from __future__ import annotations
 
@@ -291,10 +291,10 @@ def test_the_first_of_two_that_name_one_cache_is_aborted(
     """While its cache is not in its blocks, its read is the other one's then."""
     has_come, may_copy, copy = threading.Event(), threading.Event(), CacheLoad._run
 
-    def copy_later(load: CacheLoad) -> None:
+    def copy_later(load: CacheLoad, delivery: Any) -> None:
         has_come.set()
         assert may_copy.wait(60)
-        copy(load)
+        copy(load, delivery)
 
     monkeypatch.setattr(CacheLoad, "_run", copy_later)
     producer, consumer = engine("producer"), engine("consumer")

@@ -40,7 +40,7 @@ TOKENS = 2 * BLOCK + 1
 
 
 def engine_pools(*, filled: bool) -> dict[str, torch.Tensor]:
-    """As vLLM's CPU backend has them: `[blocks, heads, tokens, K and V]`, one after the other."""
+    """Pools of vLLM's CPU backend: `[blocks, heads, tokens, K and V]`, one after the other."""
     shape = (BLOCKS, HEADS, BLOCK, ROW)
     make = torch.randn if filled else torch.zeros
     return {name: make(shape, dtype=torch.float32) for name in LAYERS}
@@ -76,13 +76,13 @@ class Halves:
         self.saver.commit()
 
     def settled(self) -> set[str]:
-        """What the loader says has ended, when anything has."""
+        """The requests that the loader says have ended, when any has."""
         deadline = time.monotonic() + 10
         while not (ended := self.loader.finished()):
             assert time.monotonic() < deadline
         return ended
 
-    def same(self, layer: str, theirs: list[int], mine: list[int]) -> bool:
+    def is_same(self, layer: str, theirs: list[int], mine: list[int]) -> bool:
         return torch.equal(self.theirs[layer][theirs], self.mine[layer][mine])
 
     def close(self) -> None:
@@ -112,8 +112,8 @@ def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: 
     for number, layer in enumerate(LAYERS):
         halves.saver.layer(number)
         halves.loader._loading["r"].wait_for_layer(number)
-        assert halves.same(layer, [5, 2], [1, 3])
-        assert halves.same(layer, [7], [8]) == is_async, "the part of a block that is computed"
+        assert halves.is_same(layer, [5, 2], [1, 3])
+        assert halves.is_same(layer, [7], [8]) == is_async, "the part of a block that is computed"
         assert not any(self.any() for self in list(halves.mine.values())[number + 1 :])
     assert not halves.loader._loading["r"].done.is_set(), "it is not committed"
     halves.saver.commit()
@@ -148,7 +148,7 @@ def test_blocks_that_are_here_are_not_written(halves: Halves) -> None:
     halves.loader.start([load([1, 3, 8], local=BLOCK)])
     assert halves.settled() == {"r"}
     for layer in LAYERS:
-        assert halves.same(layer, [2, 7], [3, 8])
+        assert halves.is_same(layer, [2, 7], [3, 8])
         assert not halves.mine[layer][1].any()
 
 
@@ -257,12 +257,12 @@ def test_a_wrong_setting(extra: dict[str, Any], word: str) -> None:
 
 
 def test_stats_add_up() -> None:
-    one, two = Meter(), Meter()
-    assert one.take() is None
-    one.count("sent")
-    two.count("sent")
-    two.observe(load_seconds=0.5)
-    first, second = one.take(), two.take()
+    sent, loaded = Meter(), Meter()
+    assert sent.take() is None
+    sent.count("sent")
+    loaded.count("sent")
+    loaded.observe(load_seconds=0.5)
+    first, second = sent.take(), loaded.take()
     assert first is not None
     assert second is not None
     total = KVLinkStats(first.aggregate(second).to_dict()).reduce()
@@ -273,15 +273,15 @@ def test_stats_add_up() -> None:
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_prompt_that_fills_its_last_block(halves: Halves, is_async: bool) -> None:
     """In step with a pass its last block is the engine's to compute, and not written."""
-    whole = {"tokens": 3 * BLOCK}
-    halves.send(PromptCache(**{**vars(CACHE), **whole}))
-    halves.loader.start([load([1, 3, 8], is_async=is_async, **whole)])
+    size = {"tokens": 3 * BLOCK}
+    halves.send(PromptCache(**{**vars(CACHE), **size}))
+    halves.loader.start([load([1, 3, 8], is_async=is_async, **size)])
     halves.loader.wait_for_layer(len(LAYERS) - 1)
     if is_async:
         assert halves.settled() == {"r"}
     assert halves.loader.finished() == set()
     for layer in LAYERS:
-        assert halves.same(layer, [5, 2], [1, 3])
+        assert halves.is_same(layer, [5, 2], [1, 3])
         assert halves.mine[layer][8].any() == is_async
 
 
@@ -322,7 +322,7 @@ def test_a_returned_read_is_another_requests(halves: Halves) -> None:
     halves.send(CACHE)
     assert halves.settled() == {"s"}
     assert halves.loader.take_invalid_blocks() == set()
-    assert halves.same("a", [5, 2, 7], [4, 6, 9])
+    assert halves.is_same("a", [5, 2, 7], [4, 6, 9])
 
 
 def test_a_copy_that_is_cancelled_returns_its_read(halves: Halves) -> None:
@@ -341,7 +341,7 @@ def test_a_copy_that_is_cancelled_returns_its_read(halves: Halves) -> None:
         ended |= halves.settled()
     assert halves.loader.take_invalid_blocks() == set()
     for layer in LAYERS:
-        assert halves.same(layer, [5, 2, 7], [4, 6, 9])
+        assert halves.is_same(layer, [5, 2, 7], [4, 6, 9])
     assert not halves.mine["c"][[1, 3, 8]].any()
 
 
@@ -379,7 +379,7 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
 
 
 def is_requested(halves: Halves, name: str) -> bool:
-    return halves.loader._decliner._reads[name, name]._pending is not None
+    return halves.loader._decliner._reads[name, name].get.is_requested
 
 
 @pytest.mark.parametrize("in_pass", [False, True])

@@ -16,13 +16,13 @@ from omni_kvlink.payload.manifest import Manifest
 
 def serve(address: str, options: Options) -> Any:
     producer = shm.BACKEND.serve(address, options)
-    begin_stream, announce = producer.begin_stream, producer.announce
+    begin, announce = producer.begin, producer.announce
     plans: dict[str, Manifest] = {}
 
-    def begin_it(lease: Any, draft: bytes, *, readers: int) -> None:
+    def begin_it(lease: Any, draft: bytes, **options: Any) -> None:
         plan = Manifest.decode(draft, lease.region.nbytes)
         plans[str(id(lease))] = plan
-        begin_stream(lease, draft, readers=readers)
+        begin(lease, draft, **options)
 
     def flip_it(lease: Any, first: int, digests: tuple[bytes, ...]) -> None:
         plan = plans[str(id(lease))]
@@ -30,7 +30,7 @@ def serve(address: str, options: Options) -> Any:
             lease.region.view()[plan.header_nbytes + plan.tensors[first].start + 100] ^= 1
         announce(lease, first, digests)
 
-    producer.begin_stream, producer.announce = begin_it, flip_it  # type: ignore[method-assign]
+    producer.begin, producer.announce = begin_it, flip_it  # type: ignore[method-assign]
     return producer
 
 

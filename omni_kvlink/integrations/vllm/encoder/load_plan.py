@@ -89,30 +89,30 @@ class LoadPlan:
         """A request has ended: forget what only it names, and free what it has not read."""
         self._named_by(request)  # also if it was never considered
         for item, named in self._named.pop(request.request_id).items():
-            others = self._others(item)
-            if not named.is_used and all(other.source != named.source for other in others):
+            sources = self._sources(item)
+            if not named.is_used and all(other.source != named.source for other in sources):
                 self._loader.decline(named.source)
-            load = None if others else self._loads.pop(item, None)
-            if load is not None and load.cancel():
+            load = None if sources else self._loads.pop(item, None)
+            if load is not None and load.get.cancel():
                 self._loader.decline(load.source)
         self._ended.discard(request.request_id)
 
-    def _others(self, item: str) -> list[NamedSource]:
-        """What live requests name for an item."""
+    def _sources(self, item: str) -> list[NamedSource]:
+        """The sources that live requests name for an item."""
         return [named[item] for named in self._named.values() if item in named]
 
     def _named_by(self, request: Request) -> dict[str, NamedSource]:
         name, params = request.request_id, request.ec_transfer_params
         if name not in self._named:
-            items = {each.identifier for each in request.mm_features}
+            items = {feature.identifier for feature in request.mm_features}
             sources = read_sources(params, items)
             self._named[name] = {item: NamedSource(source) for item, source in sources.items()}
-            if others := other_items(params, items):
+            if unknown := other_items(params, items):
                 log.warning(
                     "request %.200r names encoder outputs of %s; its own items are %s: is `model` "
                     "the same text in both engines?",
                     name,
-                    others,
+                    unknown,
                     sorted(items),
                 )
         return self._named[name]
@@ -134,7 +134,7 @@ class LoadPlan:
         name = request.request_id
         log.error("encoder output %.200r of %.200r was not loaded: %s", item, name, load.error)
         del self._loads[item]
-        for other in self._others(item):
+        for other in self._sources(item):
             if other.source == load.source:
                 other.is_used, other.error = True, load.error
         return self._is_item_ready(request, index, named)  # whose source may be another one

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout, format_seconds
+from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput, check_output
 from omni_kvlink.integrations.vllm.peers import Peers
-from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
+from omni_kvlink.lowlevel import BackgroundGet, begin_get, open_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from omni_kvlink import KVConsumer
     from omni_kvlink.integrations.vllm.encoder.params import Source
     from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
+    from omni_kvlink.lowlevel import Delivery
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -38,91 +38,45 @@ class OutputLoad:
         self.source, self.expected = source, expected
         self.tensor: torch.Tensor | None = None
         self.error = ""
-        self._loader, self._deadline = loader, time.monotonic() + loader.timeout
-        self._done, self._lock = threading.Event(), threading.Lock()
-        self._link: KVConsumer | None = None
-        self._pending: PendingGet | None = None
-        self._is_claimed = False
+        self._loader = loader
+        self.get = BackgroundGet(
+            source.key,
+            partial(loader.peers.link, source.url),
+            begin_get,
+            loader.timeout,
+            url=loader.url_of(source),
+            submit=partial(loader.submit, source),
+            copy=self._copy,
+            fail=self.fail,
+        )
 
     def is_done(self) -> bool:
         """Whether it has ended; does not block. Ends it if its deadline has passed."""
-        if self._left() <= 0 and not self._done.is_set():
-            self._expire()
-        return self._done.is_set()
-
-    def cancel(self) -> bool:
-        """Withdraw the request; False if the output was copied, or is being copied."""
-        is_first = self._claim()
-        if is_first and self._pending is not None:
-            self._pending.cancel()
-        return is_first
+        if not (self.error or self.tensor is not None):
+            self.get.expire()
+        return bool(self.error) or self.tensor is not None
 
     def fail(self, error: Exception) -> None:
-        """End the load without an output."""
+        """End the load without an output; one that was requested will not be loaded again."""
         if not isinstance(error, KVLinkError):
             log.error("encoder output %.200r", self.expected.item, exc_info=error)
         self.error = f"{type(error).__name__}: {error}"
-        self._done.set()
+        if self.get.is_requested:
+            self._loader.decline(self.source)
 
-    def request(self) -> None:
-        """Request the output; blocks while it connects."""
+    def _copy(self, delivery: Delivery) -> None:
+        """Copy the output, which is there."""
+        link, started = self.get.link, time.perf_counter()
         try:
-            link = self._loader.peers.link(self.source.url, timeout=self._left())
-            pending = begin_get(link, self.source.key, timeout=self._left())
-        except Exception as error:
-            if self._claim():
-                self.fail(error)
-            return
-        with self._lock:
-            self._link, self._pending = link, pending
-            is_cancelled = self._is_claimed
-        if is_cancelled:
-            pending.cancel()
-        else:
-            pending.future.add_done_callback(lambda _: self._begin_copy())
-
-    def _expire(self) -> None:
-        with self._lock:
-            is_connecting = self._pending is None and not self._is_claimed
-            self._is_claimed = self._is_claimed or is_connecting
-        if is_connecting:  # `request` finds the claim, and cancels its get
-            url, waited = self.source.url or self._loader.default_url, self._loader.timeout
-            text = f"the producer {url} was not reached within {format_seconds(waited)}"
-            self.fail(TransferTimeout(text, key=self.source.key, waited=waited))
-        else:
-            self._begin_copy()
-
-    def _begin_copy(self) -> None:
-        if self._pending is not None and self._claim():
-            self._loader.submit(self.source, self._copy)
-
-    def _claim(self) -> bool:
-        """Whether the caller is the first, and so the one, to end the request."""
-        with self._lock:
-            first, self._is_claimed = not self._is_claimed, True
-        return first
-
-    def _left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
-
-    def _copy(self) -> None:
-        """Copy the output, which is there, or the deadline has passed."""
-        assert self._pending is not None
-        assert self._link is not None
-        try:
-            delivery, started = self._pending.wait(timeout=0.0), time.perf_counter()
-            received = open_delivery(self._link, delivery, started=started)
+            received = open_delivery(link, delivery, started=started)
             with received as data:
-                identity, peer = self._loader.identity, self._link.url
-                found = check_output(data, self.expected, identity, peer=peer)
-                tensor = torch.empty(found.shape, dtype=found.dtype)
+                output = check_output(data, self.expected, self._loader.identity, peer=link.url)
+                tensor = torch.empty(output.shape, dtype=output.dtype)
                 received.scatter([tensor])  # the same pass checks each byte against its digest
         except Exception as error:
             self.fail(error)
-            self._loader.decline(self.source)  # it will not be loaded again
-            return
-        self.tensor = tensor
-        self._done.set()
+        else:
+            self.tensor = tensor
 
 
 class EncoderLoader:
@@ -131,7 +85,7 @@ class EncoderLoader:
     def __init__(self, settings: EncoderSettings, identity: Mapping[str, str]):
         self.peers = Peers(settings.peers, settings.connect)
         self.identity, self.timeout = identity, settings.timeout
-        self.default_url = settings.peers[0]
+        self._default_url = settings.peers[0]
         self._pools = {url: ThreadPoolExecutor(THREADS, "kvlink-ec") for url in settings.peers}
 
     def load(self, source: Source, expected: ExpectedOutput, error: str = "") -> OutputLoad:
@@ -139,26 +93,30 @@ class EncoderLoader:
 
         With an `error`, a reason not to attempt it, it has ended.
         """
-        load, url = OutputLoad(self, source, expected), source.url or self.default_url
+        load, url = OutputLoad(self, source, expected), self.url_of(source)
         error = error or source.error
         if not error and url not in self._pools:
-            known = ", ".join(self._pools)
-            error = f"url is {url!r:.200}, which is not one of this engine's peers: {known}"
+            peers = ", ".join(self._pools)
+            error = f"url is {url!r:.200}, which is not one of this engine's peers: {peers}"
         if error:
             load.fail(SchemaError(error))
         else:
-            self.submit(source, load.request)
+            self.submit(source, load.get.request)
         return load
 
     def decline(self, source: Source) -> None:
         """Free an output that is not needed, if it has no other reader; does not block."""
-        is_valid = not source.error and (source.url or self.default_url) in self._pools
+        is_valid = not source.error and self.url_of(source) in self._pools
         if is_valid and source.readers == 1:
-            self.submit(source, lambda: self._abort(source))
+            self.submit(source, partial(self._abort, source))
 
     def submit(self, source: Source, call: Callable[[], None]) -> None:
         """Run a call in a thread of the source's producer."""
-        self._pools[source.url or self.default_url].submit(call)
+        self._pools[self.url_of(source)].submit(call)
+
+    def url_of(self, source: Source) -> str:
+        """The URL of a source's producer."""
+        return source.url or self._default_url
 
     def close(self) -> None:
         """End all loads with an error, and close the links."""

@@ -6,30 +6,22 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.allowed_peers import PeerEntry, PeerPattern
-from omni_kvlink.lowlevel import ConnectOptions, LinkUrl, ServeOptions
-from omni_kvlink.settings import ListOf, MapOf, Seconds, Settings, SomeOf, Text
+from omni_kvlink.integrations.vllm.allowed_peers import PeerPattern
+from omni_kvlink.integrations.vllm.settings import EngineSettings
+from omni_kvlink.lowlevel import ConnectOptions, ServeOptions
+from omni_kvlink.settings import Seconds, SomeOf
 
 EXTRA = "ec_connector_extra_config: "
 """The prefix of a setting's name in errors."""
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderSettings(Settings):
-    """The settings of one engine; docs/vllm_encoder.md describes each."""
+class EncoderSettings(EngineSettings):
+    """The settings of one engine, whose `peers` are no patterns; see docs/vllm_encoder.md."""
 
-    url: Annotated[str, LinkUrl()] = ""  # what a producer serves, such as shm://encoder-0
-    # URLs that a consumer may read from; the first is the default
-    peers: Annotated[tuple[str, ...], ListOf(PeerEntry())] = ()
-    # what becomes of a request whose load failed
+    # for a request whose load failed
     load_failure_policy: Literal["encode", "fail"] = "encode"
-    model: str = ""  # a name of the weights, equal on both sides; the engine's `model` if empty
-    # identities of adapters by their names; see AdapterIdentities
-    adapters: Annotated[dict[str, str], MapOf(Text("sql-v3", filled=True))] = dataclasses.field(
-        default_factory=dict
-    )
     timeout: Annotated[float, Seconds(above=0)] = 10.0  # within which an output must be loaded
-    ttl: Annotated[float, Seconds(above=0)] = 60.0  # for which one stays available to its readers
     serve: Annotated[dict[str, Any], SomeOf(ServeOptions)] = dataclasses.field(default_factory=dict)
     connect: Annotated[dict[str, Any], SomeOf(ConnectOptions)] = dataclasses.field(
         default_factory=dict

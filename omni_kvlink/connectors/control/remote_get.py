@@ -1,26 +1,29 @@
-"""`InlineReceiver`: receives a get's small payload in the get's own thread, not in the loop's."""
+"""A get over the control channel; its thread may receive a small payload itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.get_table import Delivery, GetLease
+from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, check_timeout
+from omni_kvlink.connectors.protocol.delivery import Delivery
+from omni_kvlink.connectors.protocol.get_table import GetLease
 from omni_kvlink.connectors.protocol.messages import Offer, Status, decode
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.errors import ClosedError, VersionError, WireError
-from omni_kvlink.memory.ownership import CallAtEnd, closer
+from omni_kvlink.connectors.runtime.consumer import SessionGet
+from omni_kvlink.connectors.runtime.event_loop import LeadingReceiver, Wake
+from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+from omni_kvlink.errors import ClosedError, KVLinkError, VersionError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.digests import verify
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Sized
 
     import zmq
 
@@ -28,33 +31,80 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
     from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
     from omni_kvlink.connectors.protocol.messages import Message
+    from omni_kvlink.connectors.runtime.consumer import Session
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-    from omni_kvlink.connectors.runtime.remote_consumer import RemoteGet
     from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest
 
-_MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
+
+class RemoteGet(SessionGet):
+    """A pending get; it is done when the payload has arrived, or with the error."""
+
+    delivery: Delivery | None = None  # that the receiver has taken, for `wait`
+
+    def __init__(self, session: Session, get_state: GetState, receiver: InlineReceiver):
+        self.session, self._get_table, self._receiver = session, session.get_table, receiver
+        assert get_state.ready is not None
+        self.get_state = self._get_state = get_state
+        self._done, self._pid = get_state.ready, os.getpid()
+
+    def wait(self, *, timeout: float) -> Delivery:
+        """Block until the payload has arrived; see `PendingGet`."""
+        timeout = check_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        if timeout and not self._get_state.answer.is_set() and os.getpid() == self._pid:
+            self._receiver.receive(self, deadline)
+            timeout = max(0.0, deadline - time.monotonic())
+        if self.delivery is not None:
+            delivery, self.delivery = self.delivery, None
+            return delivery
+        self._get_table.wait(self._get_state, timeout)
+        inbound = self._inbound
+        try:
+            if not inbound.ready.wait(max(0.0, deadline - time.monotonic())):
+                self._get_state.phase = inbound.phase
+                if inbound.cancel():
+                    raise self._get_state.timeout_error()
+                inbound.ready.wait(MAX_TIMEOUT)  # it is being set
+            inbound.ready.result()
+        except KVLinkError:
+            self._get_state.settle()
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+        delivery = inbound.deliver()
+        self._get_state.settle()
+        return delivery
+
+    def cancel(self) -> None:
+        """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
+        get_state, self.delivery = self._get_state, None
+        if get_state.is_settled:
+            return
+        if self._get_table.cancel(get_state):
+            return
+        get_state.answer.wait(MAX_TIMEOUT)  # it is being set
+        if get_state.answer.error is not None:
+            return
+        if get_state.inbound is None:  # an interrupt ended `InlineReceiver.receive`
+            self._get_table.drop(get_state)
+            return
+        inbound = self._inbound
+        if not inbound.cancel():
+            inbound.ready.wait(MAX_TIMEOUT)  # it is being set
+            if inbound.ready.error is None:
+                inbound.release_unread()
+        get_state.settle()
+
+    @property
+    def _inbound(self) -> InboundTransfer:
+        assert isinstance(self._get_state.inbound, InboundTransfer)
+        return self._get_state.inbound
 
 
-class Wake:
-    """A descriptor that is readable after `set`; closed when nobody has this object any more."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        CallAtEnd.of(self, closer(self.fd))
-
-    def set(self) -> None:
-        """Make the descriptor readable."""
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """Undo `set`."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-
-class InlineReceiver:
+class InlineReceiver(LeadingReceiver):
     """Receives a payload that comes inside its offer in the thread whose get waits for it.
 
     It takes that payload only, and only if it is as committed. Any other message stays in the
@@ -64,6 +114,9 @@ class InlineReceiver:
     A payload is charged to the quota of `receive_pool` until its `Release`.
     """
 
+    socket: MonitoredSocket
+    """The session's, from the end of the handshake on."""
+
     def __init__(
         self,
         loop: EventLoop,
@@ -71,61 +124,47 @@ class InlineReceiver:
         receive_pool: ReceivePool,
         layouts: LayoutCache,
         counters: Counter[str],
+        fetching: Sized,
     ):
+        super().__init__()
         self._loop, self._get_table, self._receive_pool = loop, get_table, receive_pool
-        self._layouts, self._counters = layouts, counters
-        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
-        self._receiving = threading.RLock()
-        self._receiver = 0  # the thread that has it
-        self._wake: Wake | None = None  # set when another thread has answered the get
+        self._layouts, self._counters, self._fetching = layouts, counters, fetching
 
-    def receive(self, socket: MonitoredSocket, get: RemoteGet, deadline: float) -> None:
+    def receive(self, get: RemoteGet, deadline: float) -> None:
         """Block until `get.delivery` is there or the get has ended, to the `deadline` at most.
 
         It may return earlier, and leave the get to the loop.
         """
-        try:
-            if self._receiving.acquire(blocking=False):
-                self._receiver = threading.get_ident()
-                self._receive(socket, get, deadline)
-        finally:
-            try:
-                self._stop(socket)
-            except BaseException:  # an interrupt: without this nobody would receive
-                self._stop(socket)
-                socket.resume()
-                raise
+        if self._get_table.waiting == 1 and not self._fetching:
+            self.receive_until(get.get_state.answer, deadline, get)
+        # Else what comes is mostly for others, so that the loop would be woken, too.
 
     def close(self) -> None:
         """Free the descriptor once no thread uses it; called when the socket is closed."""
         self._wake = None
 
-    def _receive(self, socket: MonitoredSocket, get: RemoteGet, deadline: float) -> None:
+    def _begin_leading(self, get: RemoteGet) -> int:
         with contextlib.suppress(OSError):  # no descriptor is left
             self._wake = self._wake or Wake()
-        wake, answer = self._wake, get.get_state.answer
-        if wake is None or not socket.pause():
+        wake = self._wake
+        if wake is None or not self.socket.pause():
             self._wake = None
-            return
-        poll = select.poll()
-        poll.register(socket.fd, select.POLLIN)
-        poll.register(wake.fd, select.POLLIN)
-        answer.add_done_callback(partial(self._on_answer, wake))
+            return -1
+        get.get_state.answer.add_done_callback(partial(self._on_answer, wake))
         if get.inline_target is not None and get.session.has_inline:
             get.inline_target.open()
-        while not answer.is_set() and self._take_next(socket, get):
-            left = deadline - time.monotonic()
-            if left <= 0 or not (ready := poll.poll(min(1e3 * left + 1, _MAX_POLL))):
-                return
-            if (wake.fd, select.POLLIN) in ready:
-                wake.clear()
+        return self.socket.fd if self._receive_next(get) else -1
 
-    def _take_next(self, socket: MonitoredSocket, get: RemoteGet) -> bool:
+    def _watch_channel(self) -> None:
+        self.socket.resume()
+
+    def _receive_next(self, get: RemoteGet) -> bool:
         """Take the payload if it has come; return whether to wait on, since no message has.
 
         An interrupt at any line loses nothing: a message is taken away at last, and to handle it
         twice changes nothing.
         """
+        socket = self.socket
         with socket.lock:
             frames = socket.peek()
             message = _decoded(frames)
@@ -145,7 +184,7 @@ class InlineReceiver:
             if get.delivery is not None:
                 socket.skip()
         if get.delivery is not None:
-            get.future.set_result(None)
+            get._done.set_result(None)
             get.get_state.settle()
         return not frames
 
@@ -176,28 +215,17 @@ class InlineReceiver:
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self._get_table, offer.get_id, offer.epoch)
         get.delivery = Delivery(
-            get.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
+            get_state.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
         )
 
     def _on_answer(self, wake: Wake, answer: object) -> None:
-        """Wake the thread that receives: another one has ended its get."""
-        if self._receiver not in (0, threading.get_ident()):
+        """Wake the leader: another thread has ended its get, if only by the end of the session."""
+        if self._leader not in (0, threading.get_ident()):
             wake.set()
-
-    def _stop(self, socket: MonitoredSocket) -> None:
-        """Leave the socket to the loop, if this thread receives."""
-        if self._receiver == threading.get_ident():
-            self._receiver = 0
-        is_released = False
-        with contextlib.suppress(RuntimeError):  # another thread receives
-            self._receiving.release()
-            is_released = True
-        if is_released:
-            socket.resume()
 
 
 def _decoded(frames: Sequence[zmq.Frame]) -> Message | None:
-    """The message of these frames; None if there is none, or it is damaged."""
+    """Return the message of these frames; None if there is none, or it is damaged."""
     message: Message | None = None
     with contextlib.suppress(WireError, IndexError):
         message = decode(frames[0].bytes)
@@ -214,7 +242,7 @@ def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get_state: GetState) ->
 def _open(
     payload: memoryview, get_state: GetState, target: InlineTarget | None, layouts: LayoutCache
 ) -> tuple[Region, Manifest | None, bool] | None:
-    """Memory with the payload, its manifest if it was decoded, and whether each byte was compared.
+    """Return memory with the payload, its manifest if decoded, and whether each byte was compared.
 
     None if it is not as committed.
     """

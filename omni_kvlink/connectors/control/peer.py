@@ -1,0 +1,178 @@
+"""A peer of the control channel: the sender of its bytes, and the limits of what it sends."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
+from omni_kvlink.connectors.runtime.producer import Listener, PeerHandle
+from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
+
+if TYPE_CHECKING:
+    from omni_kvlink.connectors.protocol.transfer import Transfer
+
+MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
+"""Messages of one peer, and their bytes, that may be read and not handled; then it is disconnected.
+
+The socket itself has no limit: ZMQ would stop reading from a peer, see `MonitoredSocket`.
+"""
+MAX_INBOX_AGAIN = 256
+"""The same, in the minute after a peer of the same process or host had too many."""
+ROUND, SHARE = 2 * TURN, 8
+"""Messages that one round of reads handles; and those of each peer that it handles nevertheless."""
+_CREDENTIALS = struct.calcsize("3i")
+_UNREAD_WAIT_MS = 10
+"""Time for which a closed connection is checked for unread data; a frozen peer costs this once."""
+
+
+class RangeSender(ABC):
+    """Sends the bytes that the peers of a `ControlListener` fetch, by one transport.
+
+    `connect`, `send_range` and `on_peer_lost` are called in the producer's loop, or with the
+    listener's lock held.
+    """
+
+    transport: str  # "zmq" or "ucx"
+    max_in_flight: int
+    """Bytes that may be on their way to one peer; as many more may be queued."""
+    needs_address = False
+    """Whether a peer must send `TransportAddress` before it can use this sender."""
+
+    @abstractmethod
+    def direct_refusal(self, device: str) -> str:
+        """Return why this sender cannot send tensors of a device; "" if it can."""
+
+    @abstractmethod
+    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
+        """Start sending the bytes of one request; never blocks. WireError if there are none."""
+
+    def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
+        """Connect to the address that a peer sent; return the address of this side."""
+        unexpected(address)
+
+    def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
+        """Disconnect from a peer whose control connection is gone."""
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the sender's own thread."""
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        """Return state and counters, as JSON values."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Free the sender's resources; in the producer's loop, or before it has peers."""
+
+
+class PeerConnection(PeerHandle):
+    """A consumer that has completed the handshake, by its identity on the ROUTER socket.
+
+    `duplicate`, a duplicate of its connection's descriptor, stays open after ZMQ has closed the
+    connection, so that the reason can be determined; it is None if the process had no descriptor
+    left. `sender` sends the consumer's bytes; it is None until the consumer has sent the address
+    that the sender needs. `inbox` has its messages that are read and not handled.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        identity: bytes,
+        descriptor: int,
+        duplicate: socket.socket | None,
+        sender: RangeSender | None,
+    ):
+        super().__init__(listener)
+        self.identity, self.descriptor, self.duplicate = identity, descriptor, duplicate
+        self.name = _address_of(duplicate)
+        self.inbox: deque[bytes] = deque()
+        self.inbox_nbytes = 0
+        self.round, self.handled = -1, 0  # of reads, the last; messages that were handled in it
+        self.turns = 0  # in a row after which the inbox was not empty
+        self.sender = sender
+        self.pending: deque[FetchRange] = deque()
+        self.in_flight = 0  # bytes handed to the sender that have not left yet
+
+    @property
+    def host(self) -> str:
+        """The host of the peer, or its process over a Unix socket."""
+        return self.name.rpartition(":")[0] or self.name
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of the requests that are queued."""
+        return sum(fetch.stop - fetch.start for fetch in self.pending)
+
+    def take_kept(self) -> bytes:
+        """Return the oldest message that is read and not handled; it counts as handled."""
+        data = self.inbox.popleft()
+        self.inbox_nbytes -= len(data)
+        return data
+
+    def has_unread_data(self) -> bool:
+        """Return whether ZMQ closed the connection at a frame that is too long.
+
+        The rest of such a frame is there to be read, or arrives within 10 ms; a peer that closed
+        the connection itself has sent an end of file.
+        """
+        if self.duplicate is None:
+            return False
+        poll = select.poll()  # `select` is limited to descriptors below 1024
+        poll.register(self.duplicate, select.POLLIN)
+        poll.poll(_UNREAD_WAIT_MS)
+        try:
+            return bool(self.duplicate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+
+def _address_of(connection: socket.socket | None) -> str:
+    """Return the address of a connection's other end, or its process over a Unix socket."""
+    try:
+        if connection is None:
+            return "unknown"
+        if connection.family == socket.AF_UNIX:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
+            return f"pid {struct.unpack('3i', credentials)[0]}"
+        host, port = connection.getpeername()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    except OSError:  # it has ended
+        return "unknown"
+
+
+class Inboxes:
+    """Decides how many messages of a peer one round of reads handles, and how many are kept."""
+
+    def __init__(self) -> None:
+        self._floods = RecentNames()  # hosts
+        self._round, self._handled = -1, 0  # the last round; messages that were handled in it
+
+    def has_turn(self, peer: PeerConnection, round_number: int) -> bool:
+        """Count a message of a peer; return whether this round of reads handles it."""
+        if self._round != round_number:
+            self._round, self._handled = round_number, 0
+        if peer.round != self._round:
+            peer.round, peer.handled = self._round, 0
+        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
+            return False
+        peer.handled += 1
+        self._handled += 1
+        return True
+
+    def keep(self, peer: PeerConnection, data: bytes) -> bool:
+        """Keep a message until a turn of its peer; False if it is to be disconnected."""
+        peer.inbox.append(data)
+        peer.inbox_nbytes += len(data)
+        count = len(peer.inbox)
+        if count > MAX_INBOX_AGAIN and peer.host in self._floods:
+            count += MAX_INBOX
+        if count > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
+            self._floods.add(peer.host)
+            return False
+        return True

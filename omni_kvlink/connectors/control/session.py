@@ -1,0 +1,428 @@
+"""One connection over the control channel, by a DEALER; it fetches payloads into own memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter, deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import zmq
+
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
+from omni_kvlink.connectors.control.remote_get import InlineReceiver, RemoteGet
+from omni_kvlink.connectors.protocol.answer import Answer
+from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    Cancel,
+    Chunk,
+    Committed,
+    Failed,
+    FetchRange,
+    Layer,
+    Message,
+    Offer,
+    Refused,
+    Release,
+    decode,
+    encode,
+    own_hello,
+    unexpected,
+)
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.connectors.runtime.consumer import Session, check_hello, closed_here
+from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+from omni_kvlink.errors import (
+    ConnectorError,
+    KVLinkError,
+    PeerLostError,
+    TransferTimeout,
+    WireError,
+    format_seconds,
+)
+from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.system.failures import translate_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.control.security import Credentials
+    from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+    from omni_kvlink.connectors.protocol.get_table import ChunkOf
+    from omni_kvlink.connectors.runtime.event_loop import EventLoop
+    from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
+    from omni_kvlink.payload.layouts import LayoutCache
+
+
+class SessionResources(NamedTuple):
+    """The address of a consumer, and the parts that all of its sessions share."""
+
+    address: ControlAddress
+    credentials: Credentials | None
+    context: zmq.Context[Any]
+    loop: EventLoop
+    receive_pool: ReceivePool
+    layouts: LayoutCache
+    counters: Counter[str]
+
+
+class ControlSession(Session):
+    """One connection to one incarnation of a producer; subclasses say how bytes are fetched.
+
+    It connects again and again until a producer serves, and ends when that producer disconnects.
+    Methods whose names end in `_in_loop` are for the loop's thread, the others for any.
+    """
+
+    max_frame_nbytes = MAX_MESSAGE
+    """The longest frame that the producer may send."""
+
+    def __init__(self, resources: SessionResources):
+        self._address, self._credentials, self._context, self._loop = resources[:4]
+        self._receive_pool, self._layouts, self._counters = resources[4:]
+        self._url = self._address.url
+        self._inbound_transfers: dict[int, InboundTransfer] = {}
+        self._fetching: deque[InboundTransfer] = deque()
+        self._outbox: deque[Message] = deque()
+        self.get_table = GetTable(self.send, self._post_release, self.send_all)
+        self._inline_receiver = InlineReceiver(
+            self._loop,
+            self.get_table,
+            self._receive_pool,
+            self._layouts,
+            self._counters,
+            self._fetching,
+        )
+        self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
+        self._socket: MonitoredSocket | None = None
+        self._hello = own_hello()
+        self.no_wait = False  # fail if no producer serves, instead of trying again
+        self.transports = tuple[str, ...]()  # by which the producer can send bytes
+        self._is_greeted = self._was_connected = self._is_handshaken = self._is_lost = False
+        self._handshake_error = ""
+
+    @property
+    @abstractmethod
+    def fetch_limits(self) -> FetchLimits:
+        """Bytes to request at a time, and bytes that may be requested and not yet received."""
+
+    def request(
+        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
+    ) -> PendingGet:
+        """Ask for a payload; see `Session`."""
+        get_state = self.get_table.request(
+            key, streamed=streamed, incremental=True, verify=verify, ready=Answer(), chunk=chunk
+        )
+        return RemoteGet(self, get_state, self._inline_receiver)
+
+    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
+        """Ask for several payloads at once; see `Session`."""
+        receiver = self._inline_receiver
+        get_states = self.get_table.request_all(keys, incremental=True, verify=verify, ready=Answer)
+        return [RemoteGet(self, get_state, receiver) for get_state in get_states]
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the producer; never blocks."""
+        self._outbox.append(message)
+        if not self._loop.is_own_thread or len(self._outbox) == 1:
+            self._loop.call(self.flush_in_loop)
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Queue several messages for the producer; never blocks."""
+        self._outbox.extend(messages)
+        self._loop.call(self.flush_in_loop)
+
+    def fail(self, key: str, error: KVLinkError) -> None:
+        """Fail all gets of a key, also those whose bytes are arriving."""
+        super().fail(key, error)
+        self._loop.call(partial(self._fail_inbound_in_loop, error, key))
+
+    def close(self) -> None:
+        """Fail all gets; the connection stays until the last payload that is in use is released."""
+        self._loop.call(partial(self._end_gets_in_loop, closed_here(self._url)))
+
+    def health(self) -> dict[str, Any]:
+        """Return how often the producer was throttled."""
+        return {"throttled": 0 if self._socket is None else self._socket.throttled}
+
+    def set_ready(self, error: KVLinkError | None = None) -> None:
+        """Set `ready`; later calls change nothing."""
+        if self.ready.is_set():
+            return
+        if error is None:
+            assert self._socket is not None
+            self._inline_receiver.socket = self._socket
+            self.ready.set_result(None)
+        else:
+            self.ready.set_error(error)
+
+    def connect_timeout(self, waited: float) -> TransferTimeout:
+        """Return the error of a `connect` that waited so many seconds, with the likely reason."""
+        phase = "handshake" if self._was_connected else "connecting"
+        reason = "nobody serves it; start the producer, or give a longer timeout"
+        if self._handshake_error:
+            cure = "the producer may have keys, this side has none"
+            if self._credentials is not None:
+                cure = self._credentials.cure
+            reason = f"handshakes fail ({self._handshake_error}): {cure}"
+        elif self._was_connected:
+            reason = "the producer does not answer"
+        else:
+            reason = self._address.unknown_host() or reason
+        message = f"{self._url} after {format_seconds(waited)}: {reason}"
+        return TransferTimeout(message, waited=waited, phase=phase)
+
+    def connect_in_loop(self) -> None:
+        """Start connecting; `ready` tells the outcome."""
+        if self.ready.is_set() or self.is_closed:
+            return
+        callbacks = self._on_frames_in_loop, self._on_event_in_loop, self._on_idle_in_loop
+        size = self.max_frame_nbytes
+        try:
+            with translate_errors(self._url, self._address.other):
+                self._socket = MonitoredSocket(
+                    self._context, zmq.DEALER, self._loop, *callbacks, max_frame=size
+                )
+                if self._credentials is not None:
+                    self._credentials.secure_client(self._socket.socket)
+                self._socket.socket.setsockopt(zmq.IPV6, int(self._address.is_ipv6))
+                self._socket.socket.connect(self._address.zmq_endpoint)
+                self._socket.watch()
+        except KVLinkError as error:
+            self.set_ready(error)
+
+    def _transmit_in_loop(self, message: Message) -> None:
+        assert self._socket is not None
+        try:
+            with self._socket.lock:  # a get may receive in its own thread
+                self._socket.send([encode(message)])
+        except zmq.ZMQError:
+            if not self.ready.is_set():
+                return  # the connection is lost, and ZMQ makes another: `Hello` is sent again
+            self._outbox.clear()
+            self.disconnect_in_loop(
+                PeerLostError(f"{self._url}: the producer takes no more messages")
+            )
+
+    def _close_connection_in_loop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._inline_receiver.close()
+
+    def _on_event_in_loop(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            self._was_connected, self._is_handshaken = True, False
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._handshake_error, self._is_handshaken = "", True
+            self._send_hello_in_loop()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.set_ready(
+                ConnectorError(
+                    f"{self._url} refused this side's key: its public key must be in the "
+                    "producer's peers= directory"
+                )
+            )
+        elif event == zmq.EVENT_CONNECT_RETRIED and self.no_wait:
+            self.set_ready(PeerLostError(f"{self._url}: nobody serves it"))
+        elif event & BROKEN or (event == zmq.EVENT_DISCONNECTED and not self._is_handshaken):
+            self._handshake_error = "another protocol, or the wrong key"
+        elif event == zmq.EVENT_DISCONNECTED and self.ready.is_set():
+            self._is_lost = True
+        elif event == zmq.EVENT_DISCONNECTED:  # ZMQ connects again
+            self._forget_connection_in_loop()
+
+    def _send_hello_in_loop(self) -> None:
+        if self._socket is not None and not self.ready.is_set():
+            _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
+            self._transmit_in_loop(self._hello)
+
+    def _forget_connection_in_loop(self) -> None:
+        """Undo what was done since the handshake, of a connection that was lost before `ready`."""
+        self._is_greeted = self._is_handshaken = False
+
+    def _on_idle_in_loop(self) -> None:
+        """Handle a disconnect after the producer's last messages were read."""
+        if self._is_lost:
+            self.disconnect_in_loop(PeerLostError(f"{self._url}: the producer is gone"))
+
+    def _on_frames_in_loop(self, frames: Sequence[zmq.Frame]) -> None:
+        if not self._is_handshaken and not self.ready.is_set():
+            return  # from a connection that was lost
+        try:
+            if not frames:
+                raise PeerLostError(f"{self._url}: a signal handler's exception cut a message")
+            if not len(frames[0]):
+                return  # the producer was interrupted within it, and sends it again
+            message = decode(frames[0].bytes)
+            if not self._is_greeted:
+                self._on_hello_in_loop(message)
+            elif isinstance(message, Chunk) and len(frames) == 2:
+                self.on_chunk_in_loop(message, frames[1].buffer)
+            elif isinstance(message, Refused):
+                raise PeerLostError(f"{self._url} ended the connection: {message.reason}")
+            elif isinstance(message, Offer) and len(frames) == 2:
+                if len(frames[1]):  # else the producer was interrupted, too
+                    self.on_message_in_loop(message, frames[1].bytes)
+            elif isinstance(message, Chunk) or len(frames) != 1:
+                unexpected(message)
+            else:
+                self.on_message_in_loop(message)
+        except KVLinkError as error:
+            self.set_ready(error)
+            self.disconnect_in_loop(error)
+
+    def _on_hello_in_loop(self, message: Message) -> None:
+        hello = check_hello(self._url, message)
+        if hello.incarnation == self._hello.incarnation:
+            # The kernel chose the port that we connect to as our own port, so that TCP connected
+            # the socket with itself.
+            self._close_connection_in_loop()
+            self.connect_in_loop()
+            return
+        self._is_greeted = True
+        self.incarnation, self.transports = hello.incarnation, hello.transports
+        self._on_greeted_in_loop()
+
+    def _on_greeted_in_loop(self) -> None:
+        """Continue after the exchange of `Hello`."""
+        self.set_ready()
+
+    def _end_gets_in_loop(self, error: KVLinkError) -> None:
+        for get_state in self.get_table.close(error):
+            self.send(Cancel(get_state.get_id))
+        self._fail_inbound_in_loop(error)
+
+    def disconnect_in_loop(self, error: KVLinkError) -> None:
+        """Close the connection, and fail all payloads that have not arrived completely."""
+        if self.is_closed:
+            return
+        self.flush_in_loop()
+        if self.is_closed:  # `flush` met the end of the connection
+            return
+        self.is_closed = True
+        self._outbox.clear()
+        self._close_connection_in_loop()
+        self.get_table.close(error)
+        self._fail_inbound_in_loop(error)
+        self._fetching.clear()
+
+    def on_message_in_loop(self, message: Message, inline_bytes: bytes = b"") -> None:
+        """Handle a message of the producer; WireError if a producer may not send it.
+
+        `inline_bytes` are those of a small payload or stream's draft that travelled with its offer.
+        """
+        if isinstance(message, Offer):
+            self._on_offer_in_loop(message, inline_bytes)
+            return
+        if isinstance(message, (Layer, Committed)):
+            if message.get_id in self._inbound_transfers:
+                self._inbound_transfers[message.get_id].on_message(message)
+            return
+        if isinstance(message, Failed) and message.get_id in self._inbound_transfers:
+            inbound = self._inbound_transfers[message.get_id]
+            self._fail_one_in_loop(inbound, get_error(inbound.key, message))
+        self.get_table.on_message(message)
+
+    def on_chunk_in_loop(self, chunk: Chunk, payload: memoryview) -> None:
+        """Store bytes that arrived, unless their payload was released; may raise WireError."""
+        inbound = self._inbound_transfers.get(chunk.get_id)
+        if inbound is not None:
+            inbound.on_chunk(chunk, payload)
+
+    def _on_offer_in_loop(self, offer: Offer, inline_bytes: bytes) -> None:
+        start, stop = offer.first
+        if inline_bytes and len(inline_bytes) != stop - start:
+            raise WireError(f"{self._url} sent another payload than it offered")
+        if offer.draft > 8 + MAX_HEADER:
+            raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
+        get_state = self.get_table.find(offer.get_id)
+        if get_state is None or offer.get_id in self._inbound_transfers:
+            self.get_table.on_message(offer)  # cancelled, or a repeated offer
+            return
+        self.has_inline = bool(inline_bytes)
+        lease = GetLease(self.get_table, offer.get_id, offer.epoch)
+        chunk = self.fetch_limits.chunk
+        get_state.inbound = inbound = InboundTransfer(
+            get_state,
+            offer,
+            self._receive_pool,
+            lease,
+            self._fetch_more_in_loop,
+            inline_bytes,
+            chunk,
+            self._counters,
+            self._layouts,
+        )
+        self._inbound_transfers[offer.get_id] = inbound
+        if fault_points.enabled:
+            fault_points.point("get.offered")
+        # First, because `allocate` may complete `ready`: whoever it wakes finds the get answered.
+        self.get_table.on_message(offer)
+        self._receive_pool.allocate(inbound.plan.nbytes, inbound)
+
+    def _fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
+        """Request what the window allows, of all payloads in turn: small ones overtake large."""
+        if self.is_closed:
+            return  # memory that was mapped meanwhile arrives behind the end; it will be released
+        if inbound not in self._fetching and inbound.plan.is_active:
+            self._fetching.append(inbound)
+        window = self.fetch_limits.window - sum(i.plan.pending_nbytes for i in self._fetching)
+        idle = 0
+        while idle < len(self._fetching):
+            first = self._fetching[0]
+            span = first.plan.next_range(window)
+            if span is None:
+                idle += 1
+            else:
+                idle = 0
+                window -= span[1] - span[0]
+                self._fetch_range_in_loop(first, *span)
+            self._fetching.rotate(-1)
+        for inactive in [i for i in self._fetching if not i.plan.is_active]:
+            self._fetching.remove(inactive)
+
+    def _fail_inbound_in_loop(self, error: KVLinkError, key: str | None = None) -> None:
+        for inbound in [*self._inbound_transfers.values()]:
+            if key in (None, inbound.key):
+                self._fail_one_in_loop(inbound, error)
+
+    def _fail_one_in_loop(self, inbound: InboundTransfer, error: KVLinkError) -> None:
+        """Release a payload that was not delivered; a delivered one stays with its consumer."""
+        if inbound.fail(error):
+            inbound.release_unread()
+        elif inbound in self._fetching:
+            self._fetching.remove(inbound)
+
+    def _post_release(self, message: Message) -> None:
+        """For finalizers: takes no lock."""
+        handle = self._on_release_in_loop if isinstance(message, Release) else self.send
+        self._loop.call(partial(handle, message))
+
+    def _on_release_in_loop(self, message: Message) -> None:
+        """Notify the producer, then free the memory: a closed link ends with its last block."""
+        assert isinstance(message, Release)
+        inbound = self._inbound_transfers.pop(message.get_id, None)
+        self.send(message)
+        if inbound is not None and inbound in self._fetching:
+            self._fetching.remove(inbound)
+        # Not `flush`: it also reads, and an offer would find the memory still in use.
+        self._send_queued_in_loop()
+        if inbound is not None:
+            inbound.close()
+        self._receive_pool.free_share((self.get_table, message.get_id))
+
+    def flush_in_loop(self) -> None:
+        """Send queued messages in their order, and read what the send may have hidden."""
+        self._send_queued_in_loop()
+        if self._socket is not None:
+            self._socket.drain()
+
+    def _send_queued_in_loop(self) -> None:
+        while self._outbox and not self.is_closed:
+            self._transmit_in_loop(self._outbox.popleft())
+
+    def _fetch_range_in_loop(self, inbound: InboundTransfer, start: int, stop: int) -> None:
+        """Request bytes of a payload."""
+        self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))

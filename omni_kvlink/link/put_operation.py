@@ -1,0 +1,343 @@
+"""`PutOperation`: puts payloads together; each is packed, or copied into memory of the link."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from omni_kvlink.connectors.protocol.transfer import Ledger
+from omni_kvlink.connectors.runtime import fault_points
+from omni_kvlink.copier import CurrentStreams
+from omni_kvlink.errors import CapacityError
+from omni_kvlink.link.in_place import gather_into
+from omni_kvlink.payload.layouts import Layout
+from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.system.threads import start_detached
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.connectors.base import Producer
+    from omni_kvlink.connectors.protocol.transfer import Receipt
+    from omni_kvlink.copier import Copier, GatherHandle, StreamEvents
+    from omni_kvlink.link.allocation import Allocation
+    from omni_kvlink.memory.region import Lease
+    from omni_kvlink.payload.bundle import Payload
+    from omni_kvlink.payload.views import TensorView
+    from omni_kvlink.system.deadline import Deadline
+
+MAX_DIGITS = 80_000
+"""Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
+FIRST_STEP_NBYTES = 8 << 20
+"""Bytes of tensors that are copied before the first announcement to a waiting remote reader."""
+
+
+class PayloadPut:
+    """One payload of a `PutOperation`: the `PutRequest` of its memory, and what it costs.
+
+    This one is packed: its bytes travel inside its offers. A `CopiedPut` copies them to its lease.
+
+    Attributes:
+        header: what the payload begins with, once it is complete.
+        allocation: the memory that was allocated for the payload before, if there is any.
+    """
+
+    draft = 0
+    allocation: Allocation | None = None
+
+    def __init__(
+        self,
+        key: str,
+        nbytes: int,
+        ledger: Ledger,
+        stream: Lease | None = None,
+        packed: bytes = b"",
+        header: bytes = b"",
+    ):
+        self.key, self.nbytes, self.ledger, self.stream = key, nbytes, ledger, stream
+        self.packed, self.header = packed, header
+
+    def fill(self, lease: Lease) -> None:
+        """Write the payload into its memory, unless it is packed."""
+
+
+class CopiedPut(PayloadPut):
+    """A payload whose tensors are copied into its lease, all by `fill` or layer by layer."""
+
+    def __init__(
+        self,
+        operation: PutOperation,
+        plan: Manifest,
+        views: Sequence[TensorView],
+        ledger: Ledger,
+        *,
+        allocation: Allocation | None = None,
+        stream: Lease | None = None,
+    ):
+        super().__init__(plan.request_id, plan.nbytes, ledger, stream=stream)
+        self.operation, self.plan, self.views = operation, plan, views
+        self.allocation = allocation
+
+    @property
+    def can_announce(self) -> bool:
+        """Whether the digest of each tensor fits into a message."""
+        return all(len(spec.digest) <= MAX_DIGITS for spec in self.plan.tensors)
+
+    @property
+    def has_waiting_reader(self) -> bool:
+        """Whether a remote reader could fetch the first tensors while the last are being copied."""
+        if self.nbytes <= 2 * FIRST_STEP_NBYTES or not self.can_announce:
+            return False
+        return self.operation.producer.has_waiting_reader(self.key)
+
+    def fill(self, lease: Lease) -> None:
+        """Copy the tensors that are not in place yet, and write the header.
+
+        With a `draft` each step is announced, so that remote readers fetch it meanwhile.
+        """
+        if self.allocation is not None:
+            self.allocation.data.close()
+        with self.ledger.phase("copy"):
+            gather = self._gather_in_steps if self.draft else self._gather
+            digests, is_copied = gather(lease)
+            self.ledger.copies = int(is_copied)
+        self.write_header(lease, digests)
+
+    def begin(self, lease: Lease) -> None:
+        """Announce the payload before it is written."""
+        producer, readers = self.operation.producer, self.operation.readers
+        producer.begin(lease, self.plan.encode(), readers=readers)
+
+    def announce(self, lease: Lease, first: int, digests: Sequence[str]) -> None:
+        """Announce that the tensors from number `first` on are written; one digest for each."""
+        producer = self.operation.producer
+        if sum(map(len, digests)) <= MAX_DIGITS:
+            producer.announce(lease, first, tuple(map(bytes.fromhex, digests)))
+            return
+        for tensor, digest in enumerate(digests, first):
+            producer.announce(lease, tensor, (bytes.fromhex(digest),))
+
+    def copy_layer(
+        self, lease: Lease, views: Sequence[TensorView], part: Manifest, after: StreamEvents | None
+    ) -> GatherHandle | list[str]:
+        """Copy a part of the payload; return the digests, or the copy that runs on a device."""
+        copier = self.operation.copier
+        if any(map(is_on_device, views)):
+            self.ledger.copies = 1
+            return copier.begin_gather(views, part, lease.region, after=after)
+        digests, is_copied = gather_into(copier, views, part, lease)
+        self.ledger.copies |= is_copied
+        return digests
+
+    def write_header(self, lease: Lease, digests: Sequence[str]) -> None:
+        """Write the header, which has the digests of the tensors."""
+        self.header = self.plan.encode(digests)
+        lease.region.write(0, self.header)
+        self.ledger.nbytes = self.plan.nbytes
+
+    def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
+        """Write the header and commit a payload whose tensors were copied one by one."""
+        self.write_header(lease, digests)
+        return self.operation.publish([self], [lease])[0]
+
+    def _gather(self, lease: Lease) -> tuple[list[str], bool]:
+        """Copy the tensors that are not in place; return digests, and whether there were any."""
+        copier, deadline, plan = self.operation.copier, self.operation.deadline, self.plan
+        with deadline.naming(self.key):
+            if self.allocation is not None:
+                return gather_into(copier, self.views, plan, lease, deadline.work)
+            digests = copier.gather(self.views, plan, lease.region, deadline=deadline.work)
+            return digests, self.nbytes > plan.header_nbytes
+
+    def _gather_in_steps(self, lease: Lease) -> tuple[list[str], bool]:
+        """Gather, and announce each step to the readers."""
+        copier, deadline = self.operation.copier, self.operation.deadline
+        self.begin(lease)
+        digests, is_copied = list[str](), False
+        for step in announcement_steps(self.plan):
+            views, part = self.views[step.start : step.stop], self.plan.part(step)
+            with deadline.naming(self.key):
+                new, is_step_copied = gather_into(copier, views, part, lease, deadline.work)
+            self.announce(lease, step.start, new)
+            digests += new
+            is_copied |= is_step_copied
+        return digests, is_copied
+
+
+class PutOperation:
+    """Puts payloads together: all are reserved, then filled, then published; on an error none.
+
+    `deadline` is for all of it, `readers` and `ttl` are for each payload.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        copier: Copier,
+        deadline: Deadline,
+        readers: int,
+        ttl: float,
+        digests: bool,
+    ):
+        self.producer, self.copier, self.deadline = producer, copier, deadline
+        self.readers, self.ttl, self.digests = readers, ttl, digests
+
+    def for_chunks(self, deadline: Deadline) -> PutOperation:
+        """Return the operation that puts a chunk of the append stream whose head this one puts."""
+        producer, copier = self.producer, self.copier
+        digests, ttl = self.digests, float("inf")
+        return PutOperation(producer, copier, deadline, 1, ttl, digests)
+
+    def prepare(self, data: Payload, *, stream: Lease | None = None) -> PayloadPut:
+        """Pack a payload, or plan its copy; `stream` if it is a chunk of that append stream."""
+        started, producer, key = time.perf_counter(), self.producer, data.request_id
+        limit, views = producer.inline_limit, data.tensors()
+        layout = data.layout_or_plan(producer.layouts, digests=self.digests)
+        planned, packed = time.perf_counter(), None
+        if isinstance(layout, Layout) and layout.data_nbytes < limit:
+            packed = self.copier.pack_known(views, layout, key)
+        if packed is None or len(packed) > limit:
+            plan = layout.plan(key) if isinstance(layout, Layout) else layout
+            planned = time.perf_counter()
+            if plan.nbytes > limit or any(map(is_on_device, views)):
+                return self._copied(data, plan, planned - started, stream=stream)
+            packed = self.copier.pack(views, plan)
+        ledger = self.ledger(data, planned - started)
+        ledger.nbytes, ledger.copies = len(packed), int(layout.data_nbytes > 0)
+        ledger.seconds["copy"] = time.perf_counter() - planned
+        header = b"" if stream is None else packed[: len(packed) - layout.data_nbytes]
+        return PayloadPut(key, len(packed), ledger, stream, packed, header)
+
+    def prepare_allocated(self, data: Payload, allocation: Allocation) -> CopiedPut:
+        """Plan the copy of what does not lie in the allocated memory yet."""
+        started = time.perf_counter()
+        plan = data.plan(digests=self.digests, capacity=allocation.capacity)
+        return self._copied(data, plan, time.perf_counter() - started, allocation=allocation)
+
+    def prepare_stream(
+        self, data: Payload | Manifest, allocation: Allocation | None = None
+    ) -> CopiedPut:
+        """Plan a payload that is announced before it is written."""
+        started = time.perf_counter()
+        if isinstance(data, Manifest):
+            plan = data
+        elif allocation is None:
+            plan = data.cached_plan(self.producer.layouts, digests=self.digests)
+        else:
+            plan = data.plan(digests=self.digests, capacity=allocation.capacity)
+        ledger = self.ledger(data, time.perf_counter() - started)
+        ledger.digests = "crc32c" if plan.has_digests else "off"
+        put = CopiedPut(self, plan, (), ledger, allocation=allocation)
+        put.draft = plan.header_nbytes
+        return put
+
+    def _copied(
+        self,
+        data: Payload,
+        plan: Manifest,
+        plan_seconds: float,
+        *,
+        allocation: Allocation | None = None,
+        stream: Lease | None = None,
+    ) -> CopiedPut:
+        ledger = self.ledger(data, plan_seconds)
+        put = CopiedPut(self, plan, data.tensors(), ledger, allocation=allocation, stream=stream)
+        if put.has_waiting_reader:
+            put.draft = plan.header_nbytes
+        return put
+
+    def run(self, puts: Sequence[PayloadPut]) -> list[Receipt]:
+        """Reserve, fill and publish the payloads; blocks while there is no memory for them."""
+        leases: list[Lease] = []
+        try:
+            self.reserve(puts, leases)
+            if fault_points.enabled:
+                fault_points.point("put.reserved")
+            for put, lease in zip(puts, leases, strict=True):
+                put.fill(lease)
+            if fault_points.enabled:
+                fault_points.point("put.copied")
+            return self.publish(puts, leases)
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+
+    def run_in_thread(self, put: CopiedPut) -> Receipt:
+        """Do the same in a thread; the receipt reports a failure."""
+        leases: list[Lease] = []
+        self.reserve([put], leases)
+        receipt = self.producer.receipt(leases[0], put.ledger)
+        run = partial(CurrentStreams().call, partial(self._run_or_fail, put, leases[0]))
+        try:
+            start_detached(run)
+        except CapacityError:
+            leases[0].release()  # not after an interrupt: the thread may write to its memory
+            raise
+        return receipt
+
+    def reserve(self, puts: Sequence[PayloadPut], leases: list[Lease]) -> None:
+        """Append the lease of each payload; after an error the caller releases them."""
+        started = time.perf_counter()
+        unallocated = [put for put in puts if put.allocation is None]
+        self.producer.reserve(unallocated, deadline=self.deadline, leases=leases)
+        for number, put in enumerate(puts):
+            if put.allocation is not None:
+                leases.insert(number, put.allocation.take())
+                leases[number].shrink(put.nbytes)
+        seconds = time.perf_counter() - started
+        for put in puts:
+            put.ledger.seconds["reserve"] = seconds
+
+    def publish(self, puts: Sequence[PayloadPut], leases: Sequence[Lease]) -> list[Receipt]:
+        """Commit the payloads, which are complete; blocks only for readers of direct ones."""
+        if fault_points.enabled:
+            fault_points.point("put.encoded")
+        started, ledgers = time.perf_counter(), [put.ledger for put in puts]
+        receipts = self.producer.publish(
+            leases,
+            readers=self.readers,
+            ttl=self.ttl,
+            ledgers=ledgers,
+            deadline=self.deadline.at,
+        )
+        seconds = time.perf_counter() - started
+        for ledger in ledgers:
+            ledger.seconds["publish"] = seconds
+        return receipts
+
+    def _run_or_fail(self, put: CopiedPut, lease: Lease) -> None:
+        """Run in the thread; a payload that cannot be committed is failed, then its lease ends."""
+        with lease:
+            try:
+                put.fill(lease)
+                self.publish([put], [lease])
+            except Exception as error:
+                self.producer.abort(lease, f"it could not be committed: {error!r}")
+
+    def ledger(self, data: Payload | Manifest, plan_seconds: float) -> Ledger:
+        """Return a new ledger with what is known of a put before it begins."""
+        copier, digests = self.copier, "crc32c" if self.digests else "off"
+        reused_nbytes = 0 if isinstance(data, Manifest) else data.reused_nbytes
+        seconds = {"plan": plan_seconds, "reserve": 0.0}
+        return Ledger(0, 0, reused_nbytes, copier.name, copier.features, digests, seconds)
+
+
+def announcement_steps(plan: Manifest) -> Iterator[range]:
+    """Divide the tensors into steps for announcements, each twice as long: a message has a cost."""
+    step_nbytes, first, nbytes = FIRST_STEP_NBYTES, 0, 0
+    for number, spec in enumerate(plan.tensors):
+        nbytes += spec.nbytes
+        if nbytes >= step_nbytes:
+            yield range(first, number + 1)
+            step_nbytes, first, nbytes = 2 * step_nbytes, number + 1, 0
+    if first < len(plan.tensors):
+        yield range(first, len(plan.tensors))
+
+
+def is_on_device(view: TensorView) -> bool:
+    """Whether a copy of this tensor runs by itself, on its device."""
+    memory = view.pool if isinstance(view, PagedTensor) else view
+    return not memory.is_cpu
