@@ -193,8 +193,8 @@ class PutOperation:
     def prepare(self, data: Payload, *, stream: Lease | None = None) -> PayloadPut:
         """Pack a payload, or plan its copy; `stream` if it is a chunk of that append stream."""
         started, producer, key = time.perf_counter(), self.producer, data.request_id
-        limit, views = producer.inline_limit, data.tensors()
         layout = data.layout_or_plan(producer.layouts, digests=self.digests)
+        limit, views = producer.inline_limit, data.tensors()
         planned, packed = time.perf_counter(), None
         if isinstance(layout, Layout) and layout.data_nbytes < limit:
             packed = self.copier.pack_known(views, layout, key)
