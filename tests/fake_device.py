@@ -21,7 +21,7 @@ import torch
 
 from omni_kvlink._native import cuda, cuda_context
 from omni_kvlink.copier import device_payload, native, pinned, streams
-from omni_kvlink.link import producer
+from omni_kvlink.link import put_operation
 from omni_kvlink.payload import views
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
     for module in (pinned, streams):
         monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
-    monkeypatch.setattr(producer, "is_on_device", lambda view: device.holds(view))
+    monkeypatch.setattr(put_operation, "is_on_device", lambda view: device.holds(view))
 
     def host_addresses(sources: Sequence[TensorView], specs: Sequence[TensorSpec]) -> Any:
         on_device = any(map(device.holds, sources))

@@ -84,6 +84,7 @@ ONLY = {
         "_native",
         "payload.digests",
         "payload.format",
+        "payload.layouts",
         "payload.manifest",
         "connectors",
     },
@@ -252,6 +253,43 @@ def source_errors(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} has a bare except"
 
 
+def loop_errors(module: Module) -> Iterator[str]:
+    """Names that only a `for` loop binds, read after it: a loop over nothing leaves them unbound.
+
+    A loop with an `else` says what happens then.
+    """
+    for scope in ast.walk(ast.parse(module.source)):
+        if not isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        nodes = list(_nodes_of(scope))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        stored = [name for name in names if not isinstance(name.ctx, ast.Load)]
+        arguments = {node.arg for node in ast.walk(scope) if isinstance(node, ast.arg)}
+        for loop in nodes:
+            if not isinstance(loop, (ast.For, ast.AsyncFor)) or loop.orelse:
+                continue
+            lines = range(loop.lineno, (loop.end_lineno or 0) + 1)
+            inside = {name.id for name in stored if name.lineno in lines}
+            outside = {name.id for name in stored if name.lineno not in lines} | arguments
+            for name in names:
+                if name.lineno >= lines.stop and name.id in inside - outside:
+                    yield f"{module.name}:{name.lineno} reads {name.id} after its loop"
+
+
+def _nodes_of(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope, without those of functions in it, and variables of comprehensions."""
+    functions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, functions):
+            continue
+        inner, private = list(_nodes_of(node)), set[str]()
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            targets = (part for loop in node.generators for part in ast.walk(loop.target))
+            private = {part.id for part in targets if isinstance(part, ast.Name)}
+        yield node
+        yield from (part for part in inner if getattr(part, "id", "") not in private)
+
+
 def cycle_errors(files: Iterable[Module]) -> Iterator[str]:
     """Import cycles, imports inside functions and under TYPE_CHECKING included."""
     known = {module.name: module for module in files}
@@ -337,12 +375,17 @@ def _sources_of_files(files: list[Module]) -> Iterator[str]:
     return (error for module in files for error in source_errors(module))
 
 
+def _loops_of_files(files: list[Module]) -> Iterator[str]:
+    return (error for module in files for error in loop_errors(module))
+
+
 RULES: dict[str, Callable[[], list[str]]] = {
     "imports point down": _of_files(_imports_of_files),
     "no import cycle, lazy imports included": _of_files(cycle_errors),
     "few modules directly in a folder": _of_files(count_errors),
     "no class name defined twice": _of_files(class_errors),
     "no forbidden call": _of_files(_sources_of_files),
+    "no loop variable after its loop": _of_files(_loops_of_files),
     "no retired name": lambda: list(vocabulary_errors()),
 }
 """Every rule; called, it returns what breaks it."""

@@ -28,7 +28,7 @@ from omni_kvlink.integrations.vllm.settings import (
 )
 from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
 from omni_kvlink.link import ConnectOptions, ServeOptions
-from omni_kvlink.settings import Settings, SomeOf, rules
+from omni_kvlink.settings import FilePath, Flag, Settings, Size, SomeOf, rules
 
 ROOT = Path(omni_kvlink.__file__).parent
 KINDS: dict[type[Settings], dict[str, Any]] = {
@@ -83,7 +83,18 @@ def _below(kind: type[Settings]) -> set[type[Settings]]:
 
 
 def test_keywords_are_the_options() -> None:
-    assert set(LinkOptions.__annotations__) == set(rules(Options))
+    """And a type checker allows of each what its rule allows."""
+    types = {Flag: "bool", Size: "int | str", FilePath: "str | os.PathLike[str]"}
+    options = {name: types.get(type(rule), "str") for name, rule in rules(Options).items()}
+    options["prefault"] += " | Payload"
+    hints = LinkOptions.__annotations__.items()
+    assert {name: hint.__forward_arg__ for name, hint in hints} == options
+
+
+def test_each_option_is_described_once() -> None:
+    described = re.findall(r"^        (\w+): ", Options.__doc__ or "", re.MULTILINE)
+    assert described == list(rules(Options))
+    assert not re.search(r"^\s+\w+: ", LinkOptions.__doc__ or "", re.MULTILINE)
 
 
 TEXTS = ["", "false", "true", "0", "1", "no", "yes", "auto", "8GB", "cuda:0", "shm://x", "pooled"]

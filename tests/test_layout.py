@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import layout
@@ -125,6 +126,25 @@ def test_a_call_is_allowed_where_it_belongs() -> None:
 def test_a_cycle_is_found(back: str) -> None:
     files = [Module("omni_kvlink.x", "import omni_kvlink.y"), Module("omni_kvlink.y", back)]
     assert any("omni_kvlink.x" in error for error in layout.cycle_errors(files))
+
+
+@pytest.mark.parametrize(
+    ("body", "is_wrong"),
+    [
+        ("for x in y:\n  z = x\nreturn x", True),
+        ("for x in y:\n  z = x\nreturn z", True),
+        ("async for x in y:\n  pass\nif y:\n  return x", True),
+        ("for x in y:\n  for z in x:\n    pass\n  print(z)", True),
+        ("z = None\nfor x in y:\n  z = x\nreturn z", False),
+        ("for x in y:\n  y = x\nreturn y", False),
+        ("for x in y:\n  break\nelse:\n  return None\nreturn x", False),
+        ("for x in y:\n  print(x)\nreturn [x for x in y]", False),
+        ("for x in y:\n  print(x)\nfor x in y:\n  print(x)", False),
+    ],
+)
+def test_a_loop_variable_after_its_loop_is_found(body: str, is_wrong: bool) -> None:
+    source = "async def f(y):\n" + textwrap.indent(body, "  ")
+    assert bool(list(layout.loop_errors(Module("omni_kvlink.x", source)))) is is_wrong
 
 
 def test_a_crowded_folder_is_found() -> None:

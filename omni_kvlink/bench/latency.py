@@ -171,10 +171,12 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
             baseline.name: BaselineSender(baseline, pair.peer, nbytes)
             for baseline in baselines_of(setup.connector, nbytes)
         }
-        rounds, faults = list[dict[str, float]](), {"producer": list[int](), "reader": list[int]()}
+        rounds, ledgers = list[dict[str, float]](), list[Ledger]()
+        faults: dict[str, list[int]] = {"producer": [], "reader": []}
         for _ in range(setup.warmup + setup.rounds):
             timings, pages, ledger = _round(pair, data, setup, plain, senders)
             rounds.append(timings)
+            ledgers.append(ledger)
             for side, count in pages.items():
                 faults[side].append(count)
             step()
@@ -184,7 +186,7 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> LatencyResult
     cold = rounds[0]["total"] if setup.warmup else None
     seconds = {name: [timings[name] for timings in rounds[setup.warmup :]] for name in rounds[0]}
     faults = {side: counts[setup.warmup :] for side, counts in faults.items()}
-    return LatencyResult(seconds, setup, faults, cold, ledger, plain.text, idle)
+    return LatencyResult(seconds, setup, faults, cold, ledgers[-1], plain.text, idle)
 
 
 def _round(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.bench.setups import (
@@ -15,7 +15,9 @@ from omni_kvlink.bench.setups import (
     FirstSetup,
     GrowingSetup,
     LatencySetup,
+    LinkSetup,
     ManySetup,
+    SmallSetup,
     StreamSetup,
     VerifySetup,
 )
@@ -36,20 +38,30 @@ from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.format import MAX_BRANCHES, MAX_LAYERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
 COPIERS = ("auto", "native", "pinned", "torch")
 
 
+class Option(NamedTuple):
+    """An option for a field of a setup, which has its default: a number, a choice or a flag."""
+
+    group: str
+    name: str
+    text: str
+    kind: NumberArgument | tuple[str, ...] | None = POSITIVE
+
+
 class Command(NamedTuple):
-    """A subcommand: its module, which has `measure`, its setup's type, and its options."""
+    """A subcommand: its module, which has `measure`, its setup's type, and its own options."""
 
     module: str
     setup: type[Any]
     about: str
     example: str
-    add_options: Callable[[Parser], None]
+    options: tuple[Option, ...]
+    presets: tuple[str, ...] = tuple(PRESETS)
 
 
 def make_parser() -> Parser:
@@ -71,11 +83,41 @@ def make_parser() -> Parser:
             epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {command.example}"),
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
-        command.add_options(subparser)
-        _add_output(subparser)
+        _add_options(subparser, command)
     keygen = commands.add_parser("keygen", add_help=False)  # until 0.3
     keygen.add_argument("arguments", nargs="*")
     return parser
+
+
+def _add_options(parser: Parser, command: Command) -> None:
+    """Add the options of a command, in the order in which `--help` lists them."""
+    setup, names = command.setup, [field.name for field in fields(command.setup)]
+    if "shape" in names:
+        _add_payload(parser, command.presets)
+    for is_payload in (True, False):
+        for option in command.options:
+            if is_payload is (option.group not in ("link", "measurement")):
+                _add_option(parser, option, getattr(setup, option.name))
+        if is_payload and issubclass(setup, LinkSetup):
+            _add_link(parser)
+            if issubclass(setup, SmallSetup):
+                _add_inline(parser)
+    if "corrupt" in names:
+        number = NumberArgument("a whole number", -1)
+        parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
+    about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
+    parser.group("output").add_argument("--json", default="", metavar="FILE", help=about)
+
+
+def _add_option(parser: Parser, option: Option, default: Any) -> None:
+    add, name = parser.group(option.group).add_argument, f"--{option.name}"
+    if option.kind is None:
+        add(name, action="store_true", help=option.text)
+    elif isinstance(option.kind, tuple):
+        add(name, choices=option.kind, default=default, help=option.text)
+    else:
+        text = f"{option.text} (default: {default:g})" if default else option.text
+        add(name, type=option.kind, default=default, metavar=option.kind.metavar, help=text)
 
 
 def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
@@ -116,130 +158,6 @@ def _add_inline(parser: Parser) -> None:
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
 
 
-def _add_rounds(parser: Parser, usual: int, about: str) -> None:
-    add, text = parser.group("measurement").add_argument, f"{about} (default: {usual})"
-    add("--rounds", type=POSITIVE, default=usual, metavar="N", help=text)
-
-
-def _add_corrupt(parser: Parser) -> None:
-    number = NumberArgument("a whole number", -1)
-    parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
-
-
-def _add_output(parser: Parser) -> None:
-    add = parser.group("output").add_argument
-    about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
-    add("--json", default="", metavar="FILE", help=about)
-
-
-def _add_transfers(parser: Parser, paged: str, usual: type[LatencySetup | StreamSetup]) -> None:
-    _add_payload(parser, tuple(PRESETS))
-    parser.group("payload").add_argument("--paged", action="store_true", help=paged)
-    _add_link(parser)
-    _add_rounds(parser, usual.rounds, "rounds that are counted")
-    add, warm = parser.group("measurement").add_argument, f"rounds before (default: {usual.warmup})"
-    add("--warmup", type=COUNT, default=usual.warmup, metavar="N", help=warm)
-
-
-def _add_latency(parser: Parser) -> None:
-    paged = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
-    _add_transfers(parser, paged, LatencySetup)
-    add, count = (
-        parser.group("payload").add_argument,
-        NumberArgument("a whole number", 1, MAX_BRANCHES),
-    )
-    bundle = "send a bundle of N: one branch with bytes, the others in turn half of it and the same"
-    add("--branches", type=count, default=0, metavar="N", help=bundle)
-    _add_inline(parser)
-    add = parser.group("link").add_argument
-    add("--direct", action="store_true", help="put(direct=True): nothing is copied (zmq, ucx)")
-    digests = (
-        "which the reader checks: full: all; auto: of bytes from a socket (default); off: none"
-    )
-    add("--verify", default="auto", choices=("auto", "full", "off"), help=f"digests {digests}")
-    add = parser.group("measurement").add_argument
-    busy = "put others just before: the producer's code is in the processor's caches"
-    add("--busy", action="store_true", help=busy)
-    threads = "threads of torch, at both ends (default: 1)"
-    add("--threads", type=THREADS, default=1, metavar="N", help=threads)
-    idle = "measure the CPU of the waiting link, too, for so long"
-    add("--idle", type=SECONDS, default=0.0, metavar="SECONDS", help=idle)
-
-
-def _add_stream(parser: Parser) -> None:
-    paged = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
-    _add_transfers(parser, paged, StreamSetup)
-
-
-def _add_first(parser: Parser) -> None:
-    usual = FirstSetup
-    _add_payload(parser, tuple(PRESETS))
-    _add_link(parser)
-    _add_rounds(parser, usual.rounds, "links of each kind")
-    add = parser.group("measurement").add_argument
-    opened = f"between a link's opening and its first transfer (default: {usual.wait:g})"
-    add("--wait", type=SECONDS, default=usual.wait, metavar="SECONDS", help=opened)
-
-
-def _add_copy(parser: Parser) -> None:
-    _add_payload(parser, ("small", "bagel", "bagel36"))
-    _add_rounds(parser, CopySetup.rounds, "times that each method is timed")
-    add = parser.group("measurement").add_argument
-    add("--threads", type=THREADS, default=1, metavar="N", help="threads of torch (default: 1)")
-
-
-def _add_growing(parser: Parser) -> None:
-    usual, add = GrowingSetup, parser.group("chunks").add_argument
-    streams = f"streams that grow at the same time (default: {usual.streams})"
-    add("--streams", type=POSITIVE, default=usual.streams, metavar="N", help=streams)
-    rate = f"chunks a second of each stream (default: {usual.rate:g})"
-    add("--rate", type=PER_SECOND, default=usual.rate, metavar="N", help=rate)
-    tokens = f"tokens of a chunk (default: {usual.tokens})"
-    add("--tokens", type=POSITIVE, default=usual.tokens, metavar="N", help=tokens)
-    hidden = f"elements of a token (default: {usual.hidden})"
-    add("--hidden", type=POSITIVE, default=usual.hidden, metavar="N", help=hidden)
-    together = "the chunks of all streams are due at the same moment, as after a batched step"
-    add("--together", action="store_true", help=together)
-    _add_link(parser)
-    _add_inline(parser)
-    _add_rounds(parser, usual.rounds, "rounds of link and pipe, in turn")
-    add = parser.group("measurement").add_argument
-    seconds = f"for the link, and for the pipe, all rounds together (default: {usual.seconds:g})"
-    positive = dataclasses.replace(SECONDS, least=0.01)
-    add("--seconds", type=positive, default=usual.seconds, metavar="SECONDS", help=seconds)
-    waits = (
-        f"how the reader's one thread waits for all streams (default: {usual.reader}); steps: one "
-        "stream carries them, each chunk of it what is due together (append_requests)"
-    )
-    add("--reader", choices=READERS, default=usual.reader, help=waits)
-    _add_corrupt(parser)
-
-
-def _add_many(parser: Parser) -> None:
-    usual, add = ManySetup, parser.group("payloads").add_argument
-    payload = f"bytes of a payload, an even number (default: {usual.bytes})"
-    add("--bytes", type=EVEN, default=usual.bytes, metavar="BYTES", help=payload)
-    transfers = f"payloads of a run (default: {usual.transfers})"
-    add("--transfers", type=POSITIVE, default=usual.transfers, metavar="N", help=transfers)
-    outstanding = f"gets requested, and payloads not yet released (default: {usual.outstanding})"
-    add("--outstanding", type=POSITIVE, default=usual.outstanding, metavar="N", help=outstanding)
-    batch = f"payloads of one put_many, and of one get_many (default: {usual.batch})"
-    add("--batch", type=POSITIVE, default=usual.batch, metavar="N", help=batch)
-    live = f"payloads that nobody reads, live meanwhile; compared with 10 (default: {usual.live})"
-    add("--live", type=POSITIVE, default=usual.live, metavar="N", help=live)
-    _add_link(parser)
-    _add_inline(parser)
-    _add_rounds(parser, usual.rounds, "rounds, each with a run of every kind")
-    _add_corrupt(parser)
-
-
-def _add_verify(parser: Parser) -> None:
-    _add_link(parser)
-    add = parser.group("measurement").add_argument
-    add("--quick", action="store_true", help="send a sixth of the cases, small ones")
-    _add_corrupt(parser)
-
-
 @functools.cache
 def _schemes() -> list[str]:
     """The connectors' schemes; to find them, the metadata of every installed package is read."""
@@ -258,54 +176,104 @@ def _link_url(text: str) -> str:
     return text
 
 
+_POOLS = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
+_BLOCKS = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
+_BRANCHES = "send a bundle of N: one branch with bytes, the others in turn half of it and the same"
+_DIGESTS = "which the reader checks: full: all; auto: of bytes from a socket (default); off: none"
+_BUSY = "put others just before: the producer's code is in the processor's caches"
+_IDLE = "measure the CPU of the waiting link, too, for so long"
+_TOGETHER = "the chunks of all streams are due at the same moment, as after a batched step"
+_SECONDS = "for the link, and for the pipe, all rounds together"
+_READER = (
+    f"how the reader's one thread waits for all streams (default: {GrowingSetup.reader}); steps: "
+    "one stream carries them, each chunk of it what is due together (append_requests)"
+)
+_LIVE = "payloads that nobody reads, live meanwhile; compared with 10"
+_WAIT = "between a link's opening and its first transfer"
+_ROUNDS = Option("measurement", "rounds", "rounds that are counted")
+_WARMUP = Option("measurement", "warmup", "rounds before", COUNT)
+
 COMMANDS = {
     "latency": Command(
         "latency",
         LatencySetup,
         "how long it takes from put until the reader has the views, phase by phase",
         "--preset small --rounds 100 --json latency.json",
-        _add_latency,
+        (
+            Option("payload", "paged", _POOLS, None),
+            Option("payload", "branches", _BRANCHES, replace(POSITIVE, most=MAX_BRANCHES)),
+            Option("link", "direct", "put(direct=True): nothing is copied (zmq, ucx)", None),
+            Option("link", "verify", f"digests {_DIGESTS}", ("auto", "full", "off")),
+            _ROUNDS,
+            _WARMUP,
+            Option("measurement", "busy", _BUSY, None),
+            Option("measurement", "threads", "threads of torch, at both ends", THREADS),
+            Option("measurement", "idle", _IDLE, SECONDS),
+        ),
     ),
     "stream": Command(
         "streaming",
         StreamSetup,
         "how long it takes until the reader has copied all out: as a whole, and layer by layer",
         "--paged",
-        _add_stream,
+        (Option("payload", "paged", _BLOCKS, None), _ROUNDS, _WARMUP),
     ),
     "growing": Command(
         "growing",
         GrowingSetup,
         "how long a chunk of a growing stream is on its way, many streams at once, beside a pipe",
         "--together --reader asyncio",
-        _add_growing,
+        (
+            Option("chunks", "streams", "streams that grow at the same time"),
+            Option("chunks", "rate", "chunks a second of each stream", PER_SECOND),
+            Option("chunks", "tokens", "tokens of a chunk"),
+            Option("chunks", "hidden", "elements of a token"),
+            Option("chunks", "together", _TOGETHER, None),
+            Option("measurement", "rounds", "rounds of link and pipe, in turn"),
+            Option("measurement", "seconds", _SECONDS, replace(SECONDS, least=0.01)),
+            Option("measurement", "reader", _READER, READERS),
+        ),
     ),
     "many": Command(
         "many",
         ManySetup,
         "how many small payloads pass in a second, singly and in batches, beside a pipe",
         "--inline 0 --batch 8",
-        _add_many,
+        (
+            Option("payloads", "bytes", "bytes of a payload, an even number", EVEN),
+            Option("payloads", "transfers", "payloads of a run"),
+            Option("payloads", "outstanding", "gets requested, and payloads not yet released"),
+            Option("payloads", "batch", "payloads of one put_many, and of one get_many"),
+            Option("payloads", "live", _LIVE),
+            Option("measurement", "rounds", "rounds, each with a run of every kind"),
+        ),
     ),
     "first": Command(
         "first",
         FirstSetup,
         "how much longer the first transfer of a link takes than its tenth, prefaulted and not",
         "--connector zmq+tcp",
-        _add_first,
+        (
+            Option("measurement", "rounds", "links of each kind"),
+            Option("measurement", "wait", _WAIT, SECONDS),
+        ),
     ),
     "copy": Command(
         "membench",
         CopySetup,
         "what this machine's memory allows: methods to copy as many bytes, timed in turn",
         "--preset small --rounds 100",
-        _add_copy,
+        (
+            Option("measurement", "rounds", "times that each method is timed"),
+            Option("measurement", "threads", "threads of torch", THREADS),
+        ),
+        ("small", "bagel", "bagel36"),
     ),
     "verify": Command(
         "verify",
         VerifySetup,
         "whether every payload arrives bit for bit, by digests that the library has no part in",
         "--quick --connector zmq+tcp",
-        _add_verify,
+        (Option("measurement", "quick", "send a sixth of the cases, small ones", None),),
     ),
 }

@@ -87,46 +87,53 @@ class Paced(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LatencySetup:
-    """The setup of `latency`."""
+class LinkSetup:
+    """The link that a command measures."""
 
     connector: str
-    shape: Shape
     url: str = ""
+    copier: str = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallSetup(LinkSetup):
+    """A link for payloads that may travel inside their offers."""
+
+    mode: str = "pooled"
+    digests: bool = True
+    inline: int = DEFAULT_INLINE
+
+
+@dataclasses.dataclass(frozen=True)
+class LatencySetup(SmallSetup):
+    """The setup of `latency`."""
+
+    shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = False
     branches: int = 0
     rounds: int = 20
     warmup: int = 3
-    mode: str = "pooled"
-    digests: bool = True
-    copier: str = "auto"
     verify: str = "auto"
     threads: int = 1
     idle: float = 0.0
     direct: bool = False
     busy: bool = False
-    inline: int = DEFAULT_INLINE
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamSetup:
+class StreamSetup(LinkSetup):
     """The setup of `stream`."""
 
-    connector: str
-    shape: Shape
-    url: str = ""
+    shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = False
     rounds: int = 20
     warmup: int = 3
-    copier: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
-class GrowingSetup:
+class GrowingSetup(SmallSetup):
     """The setup of `growing`: `seconds` of each kind, in `rounds` rounds that alternate."""
 
-    connector: str
-    url: str = ""
     streams: int = 64
     rate: float = 50.0
     seconds: float = 4.0
@@ -135,10 +142,6 @@ class GrowingSetup:
     hidden: int = 2048
     together: bool = False
     reader: str = "callbacks"
-    mode: str = "pooled"
-    copier: str = "auto"
-    digests: bool = True
-    inline: int = DEFAULT_INLINE
     corrupt: int = -1
 
     @property
@@ -159,33 +162,24 @@ class GrowingSetup:
 
 
 @dataclasses.dataclass(frozen=True)
-class ManySetup:
+class ManySetup(SmallSetup):
     """The setup of `many`: `rounds`, each with a run of `transfers` payloads of each kind."""
 
-    connector: str
-    url: str = ""
     bytes: int = 4096
     transfers: int = 2000
     outstanding: int = 256
     batch: int = 64
     live: int = 10000
     rounds: int = 6
-    mode: str = "pooled"
-    copier: str = "auto"
-    digests: bool = True
-    inline: int = DEFAULT_INLINE
     corrupt: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstSetup:
+class FirstSetup(LinkSetup):
     """The setup of `first`: `rounds` links of each kind, in turn."""
 
-    connector: str
-    shape: Shape
-    url: str = ""
+    shape: Shape = dataclasses.field(kw_only=True)
     rounds: int = 5
-    copier: str = "auto"
     wait: float = 2.0
 
 
@@ -199,12 +193,9 @@ class CopySetup:
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifySetup:
+class VerifySetup(LinkSetup):
     """The setup of `verify`; a bit of the case of the number `corrupt` is flipped on the way."""
 
-    connector: str
-    url: str = ""
     mode: str = "pooled"
-    copier: str = "auto"
     quick: bool = False
     corrupt: int = -1

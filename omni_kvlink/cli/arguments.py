@@ -84,6 +84,7 @@ class NumberArgument:
     kind: type[int] | type[float] = int
     step: float = 0
     """It must be a multiple of this, unless it is 0."""
+    metavar: str = "N"
 
     def __call__(self, text: str) -> Any:
         """The number that a text says."""
@@ -104,9 +105,9 @@ class NumberArgument:
 
 
 POSITIVE, COUNT = NumberArgument("a whole number", 1), NumberArgument("a whole number", 0)
-EVEN = NumberArgument("an even number", 2, step=2)
+EVEN = NumberArgument("an even number", 2, step=2, metavar="BYTES")
 THREADS = NumberArgument("a number of threads", 1, 1024)
-SECONDS = NumberArgument("a number of seconds", 0, 86_400, float)
+SECONDS = NumberArgument("a number of seconds", 0, 86_400, float, metavar="SECONDS")
 PER_SECOND = NumberArgument("a number a second", 0.001, 1_000_000, float)
 
 

@@ -18,6 +18,7 @@ from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLO
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
 
 if TYPE_CHECKING:
@@ -55,24 +56,28 @@ class Device(Text):
 
 @dataclasses.dataclass(frozen=True)
 class Options(Settings):
-    """The settings of a link; a connector uses those that concern it.
+    """The options of a link's end; a connector uses those that concern it.
 
-    Sizes are whole numbers of bytes, or texts such as "8GB" and "512MiB". SchemaError if a value
-    is of another type or range.
+    Keywords of `KVLink.serve` and `KVLink.connect`; they may stand in the URL, too. Sizes are whole
+    numbers of bytes, or texts: "8GB" is 8 × 10⁹ bytes, "512MiB" is 512 × 2²⁰. Flags are True or
+    False, and in a URL true, false, 1 or 0. SchemaError if a value is of another type or range.
 
     Args:
         quota: bytes of memory that all payloads not yet released may take together.
         mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
-            memory file of its own, so that a peer can read nothing but what it was offered.
+            memory file of its own, so that a peer sees nothing but what it was offered.
         prefault: bytes of payloads for which memory is mapped and touched in a thread from the
-            moment the link opens, so that the first transfer is as fast as the later ones. `put`
-            and `get` that need it earlier wait for it.
-        inline: bytes of the largest payload that is sent inside the message that offers it, and not
-            from the link's memory; 0: none is.
-        directory: of the shared-memory sockets; by default one that is private to the user.
+            moment the link opens, so that the first transfer is as fast as the later ones; or a
+            payload as large as the largest one, such as `KVCacheTransferData.blank` returns. Of a
+            `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
+            `stats()["memory"]["prefault"]` says when it is mapped.
+        inline: bytes of the largest payload of host tensors that a producer sends inside the
+            message that offers it, at most 32,768 (default 16,384): its reader gets a copy of its
+            own, sooner. Larger ones, and with 0 all, are sent from the link's memory.
+        directory: where the shared-memory sockets lie; by default a directory of this user.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.
-        peers: of an encrypted link, the keys of the other side: for a producer the directory with
+        peers: of an encrypted link, who the other side may be: for a producer the directory with
             its readers' public keys, for a consumer the producer's public key file.
         insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
             the address can then read, forge and abort payloads. At both ends.
@@ -80,11 +85,13 @@ class Options(Settings):
             every user of the machine, can write into this process's memory, read payloads, and end
             the process.
         ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
-        ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Loopback
-            alone if empty; required where the link goes to other machines.
+        ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
+            loopback if empty; name them for a link to other machines.
         tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
-        device: the CUDA device whose memory this end's payloads lie in, such as "cuda:0", where
-            UCX reaches it; elsewhere, and if empty, they lie in the host's.
+        device: the CUDA device, such as "cuda:0", in whose memory this end's payloads are to lie:
+            those of `put` are copied there, those of `get` are tensors there. Memory for the whole
+            `quota` is allocated at once. It takes a `ucx://` link with a CUDA transport in
+            `ucx_tls`; elsewhere they lie in the host's, and `stats()` says why.
     """
 
     quota: Annotated[int, Size(least=1)] = 4 << 30
@@ -129,6 +136,7 @@ class Connector(ABC):
         device: the device whose memory its payloads lie in, such as "cuda:0"; "" for the host's.
         host_reason: why that is the host's although `Options.device` names a device, with the cure;
             "" if the connector always uses the host's.
+        layouts: those of the payloads that went over this end.
     """
 
     device: str = ""
@@ -136,6 +144,7 @@ class Connector(ABC):
 
     def __init__(self, label: str):
         self._label, self._pid, self._closed = label, os.getpid(), False
+        self.layouts = LayoutCache()
 
     @abstractmethod
     def health(self) -> dict[str, Any]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
+    from omni_kvlink.payload.layouts import Layout
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 
 _SMALL = 1 << 20
@@ -98,7 +99,7 @@ class NativeCopier(Copier):
 
     def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
         """Put dense tensors together in one call of the library."""
-        packed, request_id = manifest.template.packed, manifest.request_id
+        packed, request_id = manifest.packed, manifest.request_id
         if packed is None:
             return super().pack(sources, manifest)
         sizes = manifest.nbytes, manifest.header_nbytes
@@ -114,10 +115,10 @@ class NativeCopier(Copier):
         self, sources: Sequence[TensorView], layout: Layout, request_id: str
     ) -> bytes | None:
         """Put dense tensors together in one call of the library."""
-        packed = layout.packed
+        packed = layout.template.packed
         if packed is None:
             return None
-        header_nbytes = layout.header_nbytes(len(request_id) + SIMPLE_QUOTES)
+        header_nbytes = layout.template.header_nbytes(len(request_id) + SIMPLE_QUOTES)
         nbytes = header_nbytes + layout.data_nbytes
         payload = self._pack_plain(packed, nbytes, header_nbytes, request_id, sources)
         if payload is not None:
@@ -126,7 +127,7 @@ class NativeCopier(Copier):
         if addresses is None:
             return None
         quoted_id = quote_id(request_id)
-        header_nbytes = layout.header_nbytes(len(quoted_id))
+        header_nbytes = layout.template.header_nbytes(len(quoted_id))
         return packed.pack(header_nbytes + layout.data_nbytes, header_nbytes, quoted_id, addresses)
 
     def _pack_plain(

@@ -7,8 +7,6 @@ import warnings
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from omni_kvlink._native import cuda, host
 from omni_kvlink.copier import device_payload
 from omni_kvlink.copier.base import GatherHandle
@@ -420,8 +418,7 @@ def _follow(views: Sequence[TensorView], after: StreamEvents | None) -> None:
 
 
 def _part(manifest: Manifest, numbers: Sequence[int]) -> Manifest:
-    tensors = tuple(manifest.tensors[number] for number in numbers)
-    return msgspec.structs.replace(manifest, tensors=tensors)
+    return manifest.only(manifest.tensors[number] for number in numbers)
 
 
 def _parts(manifest: Manifest) -> Iterator[range]:

@@ -23,7 +23,7 @@ from omni_kvlink.payload.growing import (
     read_end,
     read_head,
 )
-from omni_kvlink.payload.manifest import Manifest, header_bytes, repeated_layout
+from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 
 if TYPE_CHECKING:
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.layouts import LayoutCache
 
 AHEAD = 4
 """Chunks that a reader has requested: each is on its way as soon as it is appended."""
 
 
 class OpenedChunk(Protocol):
-    """What the stream needs of a `ReceivedChunk`."""
+    """The part of a `ReceivedChunk` that the stream needs."""
 
     _delivery: Delivery
 
@@ -81,6 +82,7 @@ class ChunkStream(ReadBlock, Generic[C]):
             C,
         ],
         copier: Copier,
+        layouts: LayoutCache,
         *,
         start: int,
         timeout: float,
@@ -88,14 +90,14 @@ class ChunkStream(ReadBlock, Generic[C]):
         self.request_id, self.timeout = delivery.key, timeout
         self.count: int | None = None
         self._head, self._delivery = head, delivery
-        self._open_chunk, self._copier = open_chunk, copier
+        self._open_chunk, self._copier, self._layouts = open_chunk, copier, layouts
         self._position = StreamPosition(start, None) if start else StreamPosition()
         self._requested: dict[int, PendingGet] = {}
         self._last: C | None = None
         self._are_read = True  # all chunks before the last one
         try:
             region = self._region()
-            manifest = delivery.open_manifest(region)
+            manifest = delivery.open_manifest(region, layouts)
             self.dim, self.metadata, self._spec = read_head(manifest, region)
         except BaseException as error:
             delivery.end_after(error)
@@ -131,7 +133,7 @@ class ChunkStream(ReadBlock, Generic[C]):
         if self._last is not None or len(self._requested) < AHEAD:
             self._delivery.coalesce(self._release_and_request)
         delivery, pending = None, self._requested.pop(self.position)
-        layout = None if pending.is_done else repeated_layout(INLINE)
+        layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected: ExpectedPayload | None = None
         if layout is not None and layout.names == PLAIN_CHUNK:
             expected = ExpectedPayload(layout, self.request_id, open_plain_chunk)
@@ -218,7 +220,7 @@ class ChunkStream(ReadBlock, Generic[C]):
             raise copy.copy(error)
         region = self._region()
         try:
-            manifest = Manifest.decode(header_bytes(region), region.nbytes)
+            manifest = self._layouts.decode(header_bytes(region), region.nbytes)
             if manifest.has_digests:
                 self._copier.verify(manifest, region)
             count = read_end(manifest, region, self._position)

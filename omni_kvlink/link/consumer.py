@@ -29,8 +29,9 @@ from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.growing import check_chunk, open_chunk, tensors_of_chunk
-from omni_kvlink.payload.manifest import KnownHeader, repeated_layout
-from omni_kvlink.payload.schema import check_reason, check_request_id
+from omni_kvlink.payload.kv_checks import check_reason
+from omni_kvlink.payload.layouts import KnownHeader
+from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.targets import targets_of
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Choice, Integer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import RequestSizes
     from omni_kvlink.payload.growing import StreamPosition
+    from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest
     from omni_kvlink.payload.views import TensorView
 
@@ -82,12 +84,13 @@ class KVConsumer(LinkEnd):
         started = time.perf_counter()
         deadline = Deadline(check_timeout(timeout))
         pending = begin_get(self, request_id, timeout=deadline.seconds_left(), verify=verify)
-        layout = None if pending.is_done else repeated_layout(INLINE)
+        layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
         repeat = partial(begin_get, self, request_id, verify=verify)
         delivery = self._await(pending, deadline, repeat)[1]
-        return Received(delivery, self._copier, started=started, verify=verify, expected=expected)
+        parts = delivery, self._copier, self._layouts
+        return Received(*parts, started=started, verify=verify, expected=expected)
 
     def get_many(
         self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
@@ -131,7 +134,7 @@ class KVConsumer(LinkEnd):
         started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
         begin = partial(begin_get, self, request_id, streamed=True)
         _, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
-        return ReceivedStream(delivery, self._copier, timeout=timeout, started=started)
+        return open_stream(self, delivery, started=started, timeout=timeout)
 
     def read_stream(
         self, request_id: str, *, timeout: float, start: int = 0, verify: Verify = "auto"
@@ -235,7 +238,8 @@ def open_delivery(
     that raises IntegrityError, VersionError or WireError is rejected at its producer.
     """
     check_verify(verify)
-    return Received(delivery, consumer._copier, started=started, verify=verify)
+    copier, layouts = consumer._copier, consumer._layouts
+    return Received(delivery, copier, layouts, started=started, verify=verify)
 
 
 def verify_first(received: Received) -> None:
@@ -254,7 +258,8 @@ def open_stream(
     consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
 ) -> ReceivedStream:
     """`open_delivery` for `begin_get(…, streamed=True)`; `timeout` seconds for each layer."""
-    return ReceivedStream(delivery, consumer._copier, timeout=timeout, started=started)
+    copier, layouts = consumer._copier, consumer._layouts
+    return ReceivedStream(delivery, copier, layouts, timeout=timeout, started=started)
 
 
 def begin_chunks(
@@ -278,9 +283,9 @@ def open_chunks(
     verify: Verify,
 ) -> ChunkStream[ReceivedChunk]:
     """Open what `begin_chunks` has requested and its `wait` returned; `timeout` for each chunk."""
-    copier = consumer._copier
-    open_chunk = partial(ReceivedChunk, copier=copier, verify=verify)
-    return ChunkStream(head, delivery, open_chunk, copier, start=start, timeout=timeout)
+    copier, layouts = consumer._copier, consumer._layouts
+    open_chunk = partial(ReceivedChunk, copier=copier, layouts=layouts, verify=verify)
+    return ChunkStream(head, delivery, open_chunk, copier, layouts, start=start, timeout=timeout)
 
 
 class Received(ReadBlock):
@@ -299,6 +304,7 @@ class Received(ReadBlock):
         self,
         delivery: Delivery,
         copier: Copier,
+        layouts: LayoutCache,
         *,
         started: float,
         verify: Verify,
@@ -311,7 +317,7 @@ class Received(ReadBlock):
             if expected is not None and expected.header is not None:
                 self._header, self._data = expected.header, expected.data
             else:
-                self._header = delivery.open_header(region)
+                self._header = delivery.open_header(region, layouts)
                 self._data = self._open(region)
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
@@ -471,7 +477,7 @@ class PendingBatch:
         or the batch was cancelled.
         """
         consumer, verify = self._consumer, self._verify
-        copier, started = consumer._copier, self._started
+        opened = partial(open_delivery, consumer, started=self._started, verify=verify)
         deadline = Deadline(check_timeout(timeout))
         pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
@@ -481,7 +487,7 @@ class PendingBatch:
             for request_id, get in zip(self._request_ids, pending, strict=True):
                 repeat = partial(begin_get, consumer, request_id, verify=verify)
                 delivery = consumer._await(get, deadline, repeat)[1]
-                received.append(Received(delivery, copier, started=started, verify=verify))
+                received.append(opened(delivery))
             return ReceivedBatch(received)
         except BaseException:
             for payload in received:
@@ -518,11 +524,13 @@ class ReceivedChunk(Received):
         expected: ExpectedPayload | None = None,
         *,
         copier: Copier,
+        layouts: LayoutCache,
         verify: Verify,
     ):
         self.number, started = position.number, time.perf_counter()
         try:
-            super().__init__(delivery, copier, started=started, verify=verify, expected=expected)
+            parts = delivery, copier, layouts
+            super().__init__(*parts, started=started, verify=verify, expected=expected)
             plan = expected.plan if expected and expected.header else self._whole_manifest()
             following = check_chunk(plan, delivery.open_region(), position)
             accept(self, following)

@@ -33,7 +33,7 @@ class LinkEnd:
         self.url = url
         self._host_reason = host_reason
         self._end = end
-        self._copier = copier
+        self._copier, self._layouts = copier, end.layouts
         self._closed, self._pid = False, os.getpid()
         self._dropped = CallAtEnd.of(self, partial(_close_dropped, url, end, self._pid))
         _open_ends.add(self)

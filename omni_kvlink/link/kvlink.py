@@ -15,7 +15,7 @@ from omni_kvlink.copier import COPIER, Copier, named_copier
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
-from omni_kvlink.payload.bundle import PAYLOAD_KINDS
+from omni_kvlink.payload.bundle import PAYLOAD_TYPES
 from omni_kvlink.settings import Flag, Text, shown, there_are
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import uninterrupted
@@ -30,42 +30,7 @@ if TYPE_CHECKING:
 
 
 class LinkOptions(TypedDict, total=False):
-    """Options of both ends; a connector uses those that concern it. They may stand in the URL, too.
-
-    Sizes are whole numbers of bytes, or texts: "8GB" is 8 × 10⁹ bytes, "512MiB" is 512 × 2²⁰. Flags
-    are True or False, and in a URL true, false, 1 or 0. SchemaError if a value is something else.
-
-    Attributes:
-        quota: bytes of memory that all payloads not yet released may take together.
-        mode: "pooled" reuses arenas that every peer maps whole; "sealed" gives each payload a
-            memory file of its own, so that a peer sees nothing but what it was offered.
-        prefault: bytes of payloads for which memory is mapped and touched in a thread from the
-            moment the link opens, so that the first transfer is as fast as the later ones; or a
-            payload as large as the largest one, such as `KVCacheTransferData.blank` returns. Of a
-            `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
-            `stats()["memory"]["prefault"]` says when it is mapped.
-        inline: bytes of the largest payload of host tensors that a producer sends inside the
-            message that offers it, at most 32,768 (default 16,384): its reader gets a copy of its
-            own, sooner. Larger ones, and with 0 all, are sent from the link's memory.
-        directory: where the shared-memory sockets lie; by default a directory of this user.
-        keys: of an encrypted link, the file with this side's secret key; without it, both ends on
-            loopback use a key of their user.
-        peers: of an encrypted link, who the other side may be: for a producer the directory with
-            its readers' public keys, for a consumer the producer's public key file.
-        insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
-            the address can then read, forge and abort payloads. At both ends.
-        trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
-            every user of the machine, can write into this process's memory, read payloads, and end
-            the process.
-        ucx_tls: the transports that UCX may use, as in UCX_TLS: "rc,tcp".
-        ucx_devices: the network devices that UCX may use, as in UCX_NET_DEVICES: "eth0". Only
-            loopback if empty; name them for a link to other machines.
-        tcp: of `auto://`, the `host:port` for readers that share no memory with the producer.
-        device: the CUDA device, such as "cuda:0", in whose memory this end's payloads are to lie:
-            those of `put` are copied there, those of `get` are tensors there. Memory for the whole
-            `quota` is allocated at once. It takes a `ucx://` link with a CUDA transport in
-            `ucx_tls`; elsewhere they lie in the host's, and `stats()` says why.
-    """
+    """The options of both ends as keywords; `omni_kvlink.lowlevel.Options` describes each."""
 
     quota: int | str
     mode: str
@@ -109,9 +74,9 @@ class LinkUrl(Text):
         except SchemaError as error:
             raise SchemaError(f"{name}: {error}") from None
         if not is_known(scheme):
-            known = schemes()
+            existing = schemes()
             raise SchemaError(
-                f"{name}={shown(text)}: no connector {scheme}{there_are(scheme, known)}"
+                f"{name}={shown(text)}: no connector {scheme}{there_are(scheme, existing)}"
             )
         return text
 
@@ -146,16 +111,16 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             SchemaError: the URL, an option or the copier's name is not valid.
         """
         Flag().read(digests, "digests")
-        scheme, address, given = _parse(url, dict(options))
-        found = named_copier(copier)
-        parsed, refusal = _without_device(given, found)
+        scheme, address, requested = _parse(url, dict(options))
+        copier = named_copier(copier)
+        parsed, refusal = _without_device(requested, copier)
         connector = _loaded(url, scheme)
 
         def open_end() -> KVProducer:
             with translate_errors(url):
                 end = connector.serve(address, parsed)
-            bound, reason = url.replace(*end.bound_url, 1), _host_reason(scheme, given, end)
-            return KVProducer(bound, end, found, digests=digests, host_reason=refusal or reason)
+            bound, reason = url.replace(*end.bound_url, 1), _host_reason(scheme, requested, end)
+            return KVProducer(bound, end, copier, digests=digests, host_reason=refusal or reason)
 
         return uninterrupted(open_end, undo=KVProducer.close)
 
@@ -180,16 +145,16 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             SchemaError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
-        scheme, address, given = _parse(url, dict(options))
-        found = named_copier(copier)
-        parsed, refusal = _without_device(given, found)
+        scheme, address, requested = _parse(url, dict(options))
+        copier = named_copier(copier)
+        parsed, refusal = _without_device(requested, copier)
         connector = _loaded(url, scheme)
 
         def open_end() -> KVConsumer:
             with translate_errors(url):
                 end = connector.connect(address, parsed, limit)
-            reason = refusal or _host_reason(scheme, given, end)
-            return KVConsumer(url, end, found, host_reason=reason)
+            reason = refusal or _host_reason(scheme, requested, end)
+            return KVConsumer(url, end, copier, host_reason=reason)
 
         return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
 
@@ -222,9 +187,9 @@ def _host_reason(scheme: str, options: Options, end: Connector) -> str:
 
 def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
     """Split a URL into scheme, address and options; keyword options take precedence."""
-    scheme, rest = split_url(url)
-    address, _, query = rest.partition("?")
+    scheme, location = split_url(url)
+    address, _, query = location.partition("?")
     values = Options.parse(parse_qsl(query, keep_blank_values=True)) | options
-    if isinstance(values.get("prefault"), tuple(PAYLOAD_KINDS.values())):
+    if isinstance(values.get("prefault"), tuple(PAYLOAD_TYPES)):
         values["prefault"] = values["prefault"].plan(digests=True).nbytes
     return scheme, address, Options.read(values)

@@ -11,7 +11,8 @@ from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
 from omni_kvlink.errors import CapacityError
 from omni_kvlink.link.in_place import gather_into
-from omni_kvlink.payload.manifest import Layout, Manifest
+from omni_kvlink.payload.layouts import Layout
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.system.threads import start_detached
 
@@ -193,8 +194,9 @@ class PutOperation:
 
     def prepare(self, data: Payload, *, stream: Lease | None = None) -> PayloadPut:
         """Pack a payload, or plan its copy; `stream` if it is a chunk of that append stream."""
-        started, limit, key = time.perf_counter(), self.producer.inline_limit, data.request_id
-        layout, views = data.layout_or_plan(digests=self.digests), data.tensors()
+        started, producer, key = time.perf_counter(), self.producer, data.request_id
+        layout = data.layout_or_plan(producer.layouts, digests=self.digests)
+        limit, views = producer.inline_limit, data.tensors()
         planned, packed = time.perf_counter(), None
         if isinstance(layout, Layout) and layout.data_nbytes < limit:
             packed = self.copier.pack_known(views, layout, key)
@@ -221,10 +223,12 @@ class PutOperation:
     ) -> CopiedPut:
         """Plan a payload that is announced before it is written."""
         started = time.perf_counter()
-        capacity = None if allocation is None else allocation.capacity
-        plan = data
-        if not isinstance(plan, Manifest):
-            plan = plan.plan(digests=self.digests, capacity=capacity)
+        if isinstance(data, Manifest):
+            plan = data
+        elif allocation is None:
+            plan = data.cached_plan(self.producer.layouts, digests=self.digests)
+        else:
+            plan = data.plan(digests=self.digests, capacity=allocation.capacity)
         ledger = self.ledger(data, time.perf_counter() - started)
         ledger.digests = "crc32c" if plan.has_digests else "off"
         put = CopiedPut(self, plan, (), ledger, allocation=allocation)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest
 
 LayerKey: TypeAlias = tuple[str, int]
@@ -98,12 +99,20 @@ class ReceivedStream(ReadBlock):
 
     WHOLE: ClassVar[str] = "its commit"
 
-    def __init__(self, delivery: Delivery, copier: Copier, *, timeout: float, started: float):
+    def __init__(
+        self,
+        delivery: Delivery,
+        copier: Copier,
+        layouts: LayoutCache,
+        *,
+        timeout: float,
+        started: float,
+    ):
         self.delivery, self.ledger = delivery, Ledger()
         self._copier, self.timeout = copier, check_timeout(timeout)
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
-            self.manifest = delivery.open_manifest(delivery.open_region())
+            self.manifest = delivery.open_manifest(delivery.open_region(), layouts)
             self.ledger.nbytes, self.ledger.copies = self.manifest.nbytes, delivery.copies
             self.ledger.digests = "crc32c" if self.manifest.has_digests else "off"
             layers = self.manifest.layers()
@@ -146,16 +155,16 @@ class ReceivedStream(ReadBlock):
         self._wait(self.whole(), self.WHOLE, timeout)
         progress = self.delivery.progress
         if progress is not None:  # all tensors must have been announced; take their digests over
-            everything = range(len(self.manifest.tensors))
-            self.check(progress.when(everything), self.WHOLE, 0.0)
-            self.manifest = self._with_digests(self.manifest, everything)
+            numbers = range(len(self.manifest.tensors))
+            self.check(progress.when(numbers), self.WHOLE, 0.0)
+            self.manifest = self._with_digests(self.manifest, numbers)
         payload = open_payload(self.manifest, self.delivery.open_region())
         self._mark_taken()
         return payload
 
     def __repr__(self) -> str:
-        left, key = self._untaken or (), self.delivery.key
-        return f"<ReceivedStream {key!r}: {len(self) - len(left)} of {len(self)} layers taken>"
+        untaken, key = self._untaken or (), self.delivery.key
+        return f"<ReceivedStream {key!r}: {len(self) - len(untaken)} of {len(self)} layers taken>"
 
     def release(self) -> None:
         """Release the payload as read; tensors that are kept elsewhere keep its memory.
@@ -222,19 +231,19 @@ class ReceivedStream(ReadBlock):
                 self._mark_taken()
         return layer
 
-    def check(self, future: Future[None], what: str, waited: float) -> None:
+    def check(self, future: Future[None], subject: str, waited: float) -> None:
         """Raise the error that a future ended with, or TransferTimeout if it did not end."""
         if not future.done():
             raise TransferTimeout(
-                f"payload {self.delivery.key!r}: {what} did not come "
+                f"payload {self.delivery.key!r}: {subject} did not come "
                 f"within {format_seconds(waited)}",
                 key=self.delivery.key,
                 waited=waited,
-                phase=f"announced; the producer is still writing {what}",
+                phase=f"announced; the producer is still writing {subject}",
             )
         error = future.exception()
         if isinstance(error, KVLinkError):
-            raise self._copy_of(error, what)
+            raise self._copy_of(error, subject)
 
     def cancel_wait(self, future: Future[None]) -> None:
         """Cancel a wait for this future; it may be ended already."""
@@ -269,16 +278,16 @@ class ReceivedStream(ReadBlock):
 
         return scatter_delivery(copier, self.delivery, self.ledger, begin)
 
-    def _copy_of(self, error: KVLinkError, what: str) -> KVLinkError:
+    def _copy_of(self, error: KVLinkError, subject: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""
-        text = f"{error}; {what} was awaited"
+        text = f"{error}; {subject} was awaited"
         if isinstance(error, WireError):
             self.delivery.reject(text)
         if isinstance(error, TransferFailed):
             return TransferFailed(text, key=self.delivery.key, reason=error.reason)
         return type(error)(text)
 
-    def _wait(self, future: Future[None], what: str, timeout: float | None) -> None:
+    def _wait(self, future: Future[None], subject: str, timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         started = time.perf_counter()
         try:
@@ -287,7 +296,7 @@ class ReceivedStream(ReadBlock):
             pass  # `check` raises
         finally:
             self.cancel_wait(future)
-        self.check(future, what, seconds)
+        self.check(future, subject, seconds)
         spent = self.ledger.seconds.get("layers", 0.0)
         self.ledger.seconds["layers"] = spent + time.perf_counter() - started
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.schema import json_copy
+from omni_kvlink.payload.kv_checks import json_copy
 
 Namespace: TypeAlias = str | bytes | Mapping[str, Any]
 """All that a prompt's cache depends on besides its tokens; the mapping has JSON values."""

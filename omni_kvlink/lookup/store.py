@@ -22,8 +22,9 @@ from omni_kvlink.errors import (
 from omni_kvlink.link import check_timeout
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import PrefixIndex, TokenIds, count, encode
+from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata, check_reason
+from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.settings import Flag
 
 if TYPE_CHECKING:

@@ -105,8 +105,8 @@ class KVCacheBundle(PayloadBase):
         return source.first_tokens(metadata.seq_len, metadata)
 
     def __iter__(self) -> Iterator[str]:
-        others = self.tensor_data
-        return (name for name in self.branches if name not in others)
+        tensor_data = self.tensor_data
+        return (name for name in self.branches if name not in tensor_data)
 
     def __len__(self) -> int:
         return len(self.branches) - len(self.tensor_data)
@@ -115,7 +115,7 @@ class KVCacheBundle(PayloadBase):
     def tensor_data(self) -> dict[str, TensorTransferData]:
         """The branches that are a `TensorTransferData`, by name."""
         branches = self.branches.items()
-        return {name: each for name, each in branches if isinstance(each, TensorTransferData)}
+        return {name: data for name, data in branches if isinstance(data, TensorTransferData)}
 
     def tensors(self) -> list[TensorView]:
         """The tensors that are sent, in the order of the wire."""
@@ -142,18 +142,18 @@ class KVCacheBundle(PayloadBase):
         cls, manifest: Manifest, branches: Sequence[Branch], region: Region
     ) -> KVCacheBundle:
         """The branches of a validated payload; those that reuse another one have no tensors."""
-        found: dict[str, BundleBranch] = {}
+        opened: dict[str, BundleBranch] = {}
         for branch in branches:
             reuse = branch.reuse
             if reuse is None:
                 kind = KVCacheTransferData if branch.tree is None else TensorTransferData
-                found[branch.name] = kind.views_of(manifest, [branch], region)
+                opened[branch.name] = kind.views_of(manifest, [branch], region)
             elif reuse.tokens is None:
-                found[branch.name] = SameAs(reuse.of, KVMetadata.from_branch(branch))
+                opened[branch.name] = SameAs(reuse.of, KVMetadata.from_branch(branch))
             else:
                 metadata = KVMetadata.from_branch(branch)
-                found[branch.name] = PrefixOf(reuse.of, reuse.tokens, metadata)
-        return cls(manifest.request_id, found)
+                opened[branch.name] = PrefixOf(reuse.of, reuse.tokens, metadata)
+        return cls(manifest.request_id, opened)
 
     def difference(self, other: KVCacheBundle) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
@@ -164,11 +164,11 @@ class KVCacheBundle(PayloadBase):
             if type(mine) is not type(theirs) or self._reuse(name) != other._reuse(name):
                 return f"branch {name!r}: {mine!r:.200} here, {theirs!r:.200} there"
             if isinstance(mine, TensorTransferData) and isinstance(theirs, TensorTransferData):
-                found = mine.difference(theirs)
+                difference = mine.difference(theirs)
             else:
-                found = self[name].difference(other[name])
-            if found:
-                return f"branch {name!r}, {found}"
+                difference = self[name].difference(other[name])
+            if difference:
+                return f"branch {name!r}, {difference}"
         return ""
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class KVCacheBundle(PayloadBase):
         return Reuse(branch.branch) if isinstance(branch, SameAs) else None
 
     def _shapes(self) -> tuple[Any, ...]:
-        return tuple([each._shapes() for each in self.tensor_data.values()])
+        return tuple([data._shapes() for data in self.tensor_data.values()])
 
     def _branches(self) -> list[Branch]:
         return [
@@ -222,17 +222,17 @@ KVPayload: TypeAlias = KVCacheTransferData | KVCacheBundle
 """The payloads that an engine reads KV caches from."""
 
 Payload: TypeAlias = KVPayload | TensorTransferData
-"""What one transfer carries."""
+"""The content of one transfer."""
 
 PAYLOAD_KINDS: dict[str, type[Payload]] = {
     kind.__name__: kind for kind in (KVCacheTransferData, TensorTransferData, KVCacheBundle)
 }
-_KINDS = frozenset(PAYLOAD_KINDS.values())
+PAYLOAD_TYPES = frozenset(PAYLOAD_KINDS.values())
 
 
 def check_payload(data: object, call: str) -> None:
     """Raise SchemaError, which says what `call` takes, unless `data` is a payload."""
-    if type(data) in _KINDS or isinstance(data, PayloadBase):  # the first costs a third
+    if isinstance(data, PayloadBase):
         return
     cure = "wrap tensors as TensorTransferData(request_id, {name: tensor}), K and V of layers as "
     raise SchemaError(
@@ -245,12 +245,12 @@ def payload_list(payloads: Iterable[Payload], call: str) -> list[Payload]:
     if isinstance(payloads, (PayloadBase, torch.Tensor, str)) or not isinstance(payloads, Iterable):
         text = f"{call} takes a list of payloads, this is a {type(payloads).__name__}"
         raise SchemaError(text)
-    found = list(payloads)
-    for number, data in enumerate(found):
+    listed = list(payloads)
+    for number, data in enumerate(listed):
         check_payload(data, f"{call}, payload {number},")
-    return found
+    return listed
 
 
 def open_payload(manifest: Manifest, region: Region) -> Payload:
-    """What was put, as views of the payload; nothing is copied."""
+    """The data that were put, as views of the payload; nothing is copied."""
     return PAYLOAD_KINDS[manifest.kind].views_of(manifest, manifest.branches, region)

@@ -11,13 +11,14 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.digests import verify as verify_digests
 from omni_kvlink.payload.header_template import is_simple, quote_id
-from omni_kvlink.payload.manifest import KnownHeader
+from omni_kvlink.payload.layouts import KnownHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.manifest import Layout, Manifest
+    from omni_kvlink.payload.layouts import Layout
+    from omni_kvlink.payload.manifest import Manifest
 
 
 class ExpectedPayload:
@@ -56,7 +57,7 @@ class ExpectedPayload:
         self.plan = self._layout.plan(self._request_id)
         self.is_covered = self.plan.is_covered
         region = self._region = Region.private(self.plan.nbytes)
-        packed, sizes = self._layout.packed, (self.plan.nbytes, self.plan.header_nbytes)
+        packed, sizes = self._layout.template.packed, (self.plan.nbytes, self.plan.header_nbytes)
         if packed is not None:
             quoted_id = quote_id(self._request_id)
             self._is_packed = partial(packed.is_packed, region.address, *sizes, quoted_id)
@@ -86,7 +87,7 @@ class ExpectedPayload:
         self.header = None
 
     def _is_as_expected(self, *, digests: bool) -> bool:
-        """What `_is_packed` tells, without the native library."""
+        """Whether the payload is as expected, as `_is_packed` tells, without the native library."""
         region = self._region
         text = region.read(8, self.plan.header_nbytes)
         if int.from_bytes(region.read(0, 8), "little") != len(text):

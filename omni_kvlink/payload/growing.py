@@ -1,4 +1,4 @@
-"""What a stream that grows sends: a head with its spec, the chunks, and an end.
+"""The payloads of a stream that grows: a head with its spec, the chunks, and an end.
 
 Head and chunks are a `TensorTransferData` each. A chunk has beside its tensors its number and a
 running digest of all chunks before it, and the sizes of its requests if it is of many. The end, a
@@ -24,6 +24,7 @@ from omni_kvlink.payload.views import check_view, payload_views
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import PackedRequests, RequestSizes
+    from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
@@ -88,10 +89,10 @@ class _PlannedChunk(TensorTransferData):
     def tensors(self) -> list[TensorView]:
         return list(self._views)
 
-    def layout_or_plan(self, *, digests: bool) -> Manifest:
+    def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
         plan = self._plans.get(digests)
         if plan is None:
-            plan = self._plans[digests] = self._lay_out(digests, None)
+            plan = self._plans[digests] = self.plan(digests=digests)
         return plan
 
 
@@ -132,7 +133,7 @@ class StreamSpec:
         self,
         tensors: Mapping[str, Any],
         metadata: Mapping[str, Any] | None,
-        at: StreamPosition,
+        position: StreamPosition,
         requests: PackedRequests | None = None,
     ) -> TensorTransferData:
         """Return the payload of a chunk, which is valid until the next call.
@@ -141,7 +142,7 @@ class StreamSpec:
         """
         if not isinstance(tensors, Mapping):
             raise SchemaError(f"tensors: a {type(tensors).__name__}, wanted a dict of tensors")
-        _POSITION.pack_into(self._packed, 0, at.number, at.digest)
+        _POSITION.pack_into(self._packed, 0, position.number, position.digest)
         name, beside = self._data.request_id, {"position": self._position}
         if requests is not None:
             beside = {"requests": requests.packed, **beside}
@@ -154,7 +155,7 @@ class StreamSpec:
         if requests is not None and not wrong:
             wrong = requests.sizes.difference([view.shape for _, view in leaves])
         if wrong:
-            raise SchemaError(f"chunk {at.number}: {wrong}")
+            raise SchemaError(f"chunk {position.number}: {wrong}")
         if not metadata:
             self._remember(tensors, requests)
         return payload
@@ -163,8 +164,8 @@ class StreamSpec:
         """Whether these are plain tensors as of the last chunk; SchemaError as of `check_view`."""
         if not self._like or len(tensors) != len(self._like):
             return False
-        for (name, view), (known, dtype, shape) in zip(tensors.items(), self._like, strict=True):
-            if name != known or type(view) is not torch.Tensor:
+        for (name, view), (expected, dtype, shape) in zip(tensors.items(), self._like, strict=True):
+            if name != expected or type(view) is not torch.Tensor:
                 return False
             if view.dtype is not dtype or view.shape != shape:
                 return False
@@ -190,7 +191,7 @@ class StreamSpec:
 
 
 class StreamHead(NamedTuple):
-    """What a reader knows of a stream before its first chunk: `spec` has its tensors, empty."""
+    """A stream as its reader knows it before its first chunk: `spec` has its tensors, empty."""
 
     dim: int
     metadata: dict[str, Any]
@@ -286,10 +287,10 @@ def _read_requests(manifest: Manifest, region: Region, tree: Mapping[str, Any]) 
         digest = ChunkDigest(memoryview(packed))
         digest.advance(len(packed))
         compare(spec, digest.values())
-    found = read_sizes(packed)
-    if wrong := found.difference([each.shape for each in _chunk_specs(manifest)]):
+    sizes = read_sizes(packed)
+    if wrong := sizes.difference([tensor.shape for tensor in _chunk_specs(manifest)]):
         raise WireError(f"the requests of a chunk: {wrong}")
-    return found
+    return sizes
 
 
 def _check(manifest: Manifest, *names: str) -> None:
@@ -302,11 +303,11 @@ def _check(manifest: Manifest, *names: str) -> None:
         raise WireError(f"payload {manifest.request_id!r}: {names[-1]} is no position")
 
 
-def _difference(found: list[Row], spec: list[Row]) -> str:
-    for here, there in zip(found, spec, strict=False):
-        if here != there:
-            return f"{_text(here)}; the spec has {_text(there)}"
-    return f"{len(found)} tensors; the spec has {len(spec)}"
+def _difference(rows: list[Row], spec: list[Row]) -> str:
+    for row, expected in zip(rows, spec, strict=False):
+        if row != expected:
+            return f"{_text(row)}; the spec has {_text(expected)}"
+    return f"{len(rows)} tensors; the spec has {len(spec)}"
 
 
 def _text(row: Row) -> str:

@@ -10,31 +10,19 @@ touched. docs/wire.md describes the format; a change here is a change of the for
 from __future__ import annotations
 
 import math
+import operator
 import platform
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import SchemaError, WireError
-from omni_kvlink.payload.branches import (
-    PART_WORDS,
-    Branch,
-    check_branches,
-    is_nested,
-    leaves,
-    tensor_names,
-)
+from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, leaves, tensor_names
 from omni_kvlink.payload.dtypes import ITEMSIZE
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
 from omni_kvlink.payload.header import Header, HeaderEntry, excess
-from omni_kvlink.payload.header_template import (
-    MAX_ID,
-    MAX_SMALL,
-    HeaderTemplate,
-    is_simple,
-    quote_id,
-)
+from omni_kvlink.payload.header_template import MAX_ID, HeaderTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,8 +34,6 @@ SLACK = 4096
 """Bytes of a header that `Manifest.as_capacity` keeps for metadata that is not known yet."""
 _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
-_MAX_LAYOUTS = 256
-_MAX_RECEIVED = 16
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -67,7 +53,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
     def rows(self, rows: range) -> TensorSpec:
-        """These rows of the tensor, without a digest, which is of the whole tensor.
+        """Some rows of the tensor, without a digest, which is of the whole tensor.
 
         Raises:
             SchemaError: the tensor does not have them, or they are not consecutive.
@@ -80,7 +66,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return TensorSpec(self.name, self.dtype, (len(rows), *self.shape[1:]), start, stop)
 
     def where(self) -> str:
-        """How errors name the tensor: by branch, layer, K or V, or by branch and path."""
+        """The name of the tensor in errors: by branch, layer, K or V, or by branch and path."""
         branch, is_path, path = self.name.partition("/")
         if is_path:
             return f"branch {branch!r}, tensor {path[:80]!r}"
@@ -88,7 +74,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return f"branch {branch!r}, layer {layer}, {PART_WORDS[part]}"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """All that is known of a payload before its first byte is copied.
 
     Made by `Manifest.lay_out` on the producer, by `Manifest.decode` on the consumer; both are
@@ -102,6 +88,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     header_nbytes: int
     nbytes: int
     producer: dict[str, str]
+    template: HeaderTemplate | None = None
+    """The header of its layout, if it is known; two manifests may be equal without it."""
+    is_plan: bool = False
+    """Whether `template` says the same of the branches; those of a received one may be modified."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and _content(self) == _content(other)
 
     @property
     def data_nbytes(self) -> int:
@@ -143,17 +136,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         when they become known. Offsets and header length of a `capacity` (made by `as_capacity`)
         are kept. SchemaError if there is too much for it, or for a header.
         """
-        specs, at = [], 0
+        specs, offset = [], 0
         allocated = {} if capacity is None else {spec.name: spec for spec in capacity.tensors}
         for name, dtype, shape in tensors:
             size = math.prod(shape) * ITEMSIZE[dtype]
             if capacity is None:
-                at = -(-at // ALIGN) * ALIGN
+                offset = -(-offset // ALIGN) * ALIGN
             else:
-                at = _allocated_start(allocated, name, size, at)
+                offset = _allocated_start(allocated, name, size, offset)
             blank = "0" * 8 * -(-size // DIGEST_CHUNK) if digests else ""
-            specs.append(TensorSpec(name, dtype, shape, at, at + size, blank))
-            at += size
+            specs.append(TensorSpec(name, dtype, shape, offset, offset + size, blank))
+            offset += size
         draft = cls(
             request_id=request_id,
             bundle=bundle,
@@ -163,7 +156,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             nbytes=0,
             producer={"library": __version__, "host": _host()},
         )
-        header = draft.encode()
+        template = draft.make_template()
+        header = template.render(request_id, draft.digests, draft.header_nbytes)
         if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or excess(header):
             raise SchemaError(
                 f"{len(specs)} tensors and a header of {len(header)} bytes; the limits are "
@@ -174,10 +168,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 f"a header of {len(header)} bytes, allocated were {capacity.header_nbytes}: "
                 "give the plan the extra, or the block_ids, that the payload will have"
             )
-        nbytes = len(header) + at
-        plan = msgspec.structs.replace(draft, header_nbytes=len(header), nbytes=nbytes)
-        plan.__dict__["template"] = draft.template
-        return plan
+        sizes = {"header_nbytes": len(header), "nbytes": len(header) + offset}
+        return msgspec.structs.replace(draft, **sizes, template=template, is_plan=True)
 
     def as_capacity(self) -> Manifest:
         """The plan of a payload whose tensors may turn out smaller, its metadata other numbers."""
@@ -188,11 +180,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def with_digests(self, digests: Sequence[str]) -> Manifest:
         """The same layout with the digests that the copier computed, one string a tensor."""
-        tensors = tuple(
-            msgspec.structs.replace(spec, digest=digest)
-            for spec, digest in zip(self.tensors, digests, strict=True)
-        )
-        return msgspec.structs.replace(self, tensors=tensors)
+        pairs = zip(self.tensors, digests, strict=True)
+        return self.only(msgspec.structs.replace(spec, digest=digest) for spec, digest in pairs)
 
     def tensors_of(self, branch: Branch) -> tuple[TensorSpec, ...]:
         """The tensors that one branch carries, in the order of the wire."""
@@ -219,7 +208,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def only(self, tensors: Iterable[TensorSpec]) -> Manifest:
         """The same payload, restricted to these tensors."""
-        return msgspec.structs.replace(self, tensors=tuple(tensors))
+        parts = {"tensors": tuple(tensors), "template": None, "is_plan": False}
+        return msgspec.structs.replace(self, **parts)
 
     def _numbers(self) -> Iterator[tuple[Branch, range]]:
         """Each branch, and the numbers of its tensors."""
@@ -232,26 +222,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             yield branch, range(start, start + count)
             start += count
 
+    def make_template(self) -> HeaderTemplate:
+        """The header as `encode` writes it, for any request id and digests."""
+        return HeaderTemplate(
+            bundle=self.bundle,
+            branches=self.branches,
+            producer=self.producer,
+            entries=_entries(self.tensors),
+            tensors=[(spec.start, spec.stop, spec.dtype, spec.shape) for spec in self.tensors],
+            digests=self.digests,
+        )
+
     @property
-    def template(self) -> HeaderTemplate:
-        """The header as `encode` writes it, for any request id and digests; made once."""
-        template: HeaderTemplate | None = self.__dict__.get("template")
-        if template is None:
-            template = self.__dict__["template"] = HeaderTemplate(
-                bundle=self.bundle,
-                branches=self.branches,
-                producer=self.producer,
-                entries=_entries(self.tensors),
-                tensors=[(one.start, one.stop, one.dtype, one.shape) for one in self.tensors],
-                digests=[spec.digest for spec in self.tensors],
-            )
-        return template
+    def digests(self) -> list[str]:
+        """The digest of each tensor."""
+        return [spec.digest for spec in self.tensors]
 
     @property
     def packed(self) -> PackedLayout | None:
         """The layout as the native library takes it; None if it is not known, or has no library."""
-        template: HeaderTemplate | None = self.__dict__.get("known", self.__dict__.get("template"))
-        return None if template is None else template.packed
+        return None if self.template is None else self.template.packed
 
     def encode(self, digests: Sequence[str] | None = None) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces.
@@ -259,9 +249,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         With `digests`, one string a tensor, the same as `with_digests(digests).encode()`, but
         SchemaError if one is not as long as the layout says.
         """
+        template = self.template if self.is_plan else None
         if digests is None:
-            digests = [spec.digest for spec in self.tensors]
-        return self.template.render(self.request_id, digests, self.header_nbytes)
+            digests = self.digests
+        template = template or self.make_template()
+        return template.render(self.request_id, digests, self.header_nbytes)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
@@ -272,236 +264,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             IntegrityError: the header's own digest does not match.
             WireError: anything else that is not a payload of this library.
         """
-        header = read_header(buffer, nbytes)
-        return header.manifest() if isinstance(header, KnownHeader) else header
+        total = len(buffer) if nbytes is None else nbytes
+        return decode_header(header_text(buffer, total), total)
 
 
-class Layout:
-    """What payloads have in common that differ in request id and digests only.
+_content = operator.attrgetter(*Manifest.__struct_fields__[:-2])  # all but template and is_plan
 
-    Made from any manifest of the layout. It shares no dict with the manifests that it returns, so
-    that a caller may modify the metadata in them.
 
-    Attributes:
-        data_nbytes: bytes behind the header.
-        tensors: the tensors, the digits of their digests zero.
-        is_plain: whether the payloads are a `TensorTransferData` without metadata or nesting.
-        names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
+def decode_header(text: bytes, total: int) -> Manifest:
+    """The manifest of a header with this JSON, in a payload of `total` bytes.
+
+    It has a template if that writes the same bytes.
     """
-
-    def __init__(self, manifest: Manifest):
-        tensors = manifest.tensors
-        self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
-        self._branches = _copied(manifest.branches)
-        self._has_dicts = any(branch.extra or branch.tree for branch in manifest.branches)
-        first = manifest.branches[0]
-        self.is_plain = len(manifest.branches) == 1 and not (
-            first.extra or first.tree is None or is_nested(first.tree)
-        )
-        self.data_nbytes = manifest.data_nbytes
-        self.names = () if manifest.bundle else tuple(first.tree or ())
-        self._template = manifest.template
-        rows = [(each.name, each.dtype, each.shape, each.start, each.stop) for each in tensors]
-        self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
-        self.tensors = tuple(map(TensorSpec, *self._columns, self._template.blank_digests))
-
-    def plan(self, request_id: str) -> Manifest:
-        """What `Manifest.lay_out` returns for a payload of this layout."""
-        header_nbytes = self._template.header_nbytes(len(quote_id(request_id)))
-        manifest = self._manifest(request_id, self.tensors, header_nbytes)
-        manifest.__dict__["template"] = self._template
-        return manifest
-
-    def header_nbytes(self, quoted_nbytes: int) -> int:
-        """Bytes of a header whose request id has `quoted_nbytes` bytes after `quote_id`."""
-        return self._template.header_nbytes(quoted_nbytes)
-
-    def header(self, request_id: str, digests: Sequence[str]) -> bytes:
-        """What `plan(request_id).with_digests(digests).encode()` returns."""
-        return self._template.render(request_id, digests)
-
-    @property
-    def packed(self) -> PackedLayout | None:
-        """The layout as the native library takes it; None if there is no library."""
-        return self._template.packed
-
-    def match(self, text: bytes, total: int) -> str:
-        """The request id in a header's JSON; "" if it is not of this layout.
-
-        `total` are the bytes of the payload.
-        """
-        if 8 + len(text) + self.data_nbytes != total:
-            return ""
-        return self._template.match(text)
-
-    def manifest(self, request_id: str, text: bytes) -> Manifest:
-        """The manifest of a header with this JSON, of which `match` has returned the request id."""
-        digests = self._template.digests(request_id, text)
-        tensors = tuple(map(TensorSpec, *self._columns, digests))
-        return self._manifest(request_id, tensors, 8 + len(text))
-
-    def _manifest(
-        self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int
-    ) -> Manifest:
-        branches = self._branches
-        if self.is_plain:  # what `_copied` returns of it costs a small payload more
-            (branch,) = branches
-            assert branch.tree is not None
-            branches = (msgspec.structs.replace(branch, extra={}, tree=branch.tree.copy()),)
-        elif self._has_dicts:
-            branches = _copied(branches)
-        manifest = Manifest(
-            request_id=request_id,
-            bundle=self._bundle,
-            branches=branches,
-            tensors=tensors,
-            header_nbytes=header_nbytes,
-            nbytes=header_nbytes + self.data_nbytes,
-            producer=self._producer.copy(),
-        )
-        # Not as its template: a caller may modify the metadata, and encode it.
-        manifest.__dict__["known"] = self._template
-        return manifest
-
-
-class KnownHeader(msgspec.Struct, frozen=True, gc=False):
-    """A valid header that differs from an earlier one in request id and digests only."""
-
-    request_id: str
-    layout: Layout
-    text: bytes
-    """Its JSON."""
-
-    @property
-    def header_nbytes(self) -> int:
-        """Bytes of the header."""
-        return 8 + len(self.text)
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """The tensors, the digits of their digests zero."""
-        return self.layout.tensors
-
-    @property
-    def packed(self) -> PackedLayout | None:
-        """The layout as the native library takes it; None if there is no library."""
-        return self.layout.packed
-
-    def manifest(self) -> Manifest:
-        """The manifest of this header."""
-        return self.layout.manifest(self.request_id, self.text)
-
-
-class _Layouts:
-    """The layouts of the payloads that were planned last, at most `_MAX_LAYOUTS`.
-
-    Without a lock, which a fork could leave locked: two dicts, of which a full one replaces the
-    older one. Threads that add at the same time lose a layout at worst.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[Any, ...], Layout] = {}
-        self._older: dict[tuple[Any, ...], Layout] = {}
-
-    def __len__(self) -> int:
-        return len(self._recent) + len(self._older)
-
-    def get(self, key: tuple[Any, ...]) -> Layout | None:
-        layout = self._recent.get(key)
-        if layout is None and (layout := self._older.get(key)) is not None:
-            self.put(key, layout)
-        return layout
-
-    def put(self, key: tuple[Any, ...], layout: Layout) -> None:
-        if len(self._recent) >= _MAX_LAYOUTS // 2:
-            self._recent, self._older = {}, self._recent
-        self._recent[key] = layout
-
-
-_planned = _Layouts()
-_received: tuple[Layout, ...] = ()
-"""The layouts of the headers that were decoded last; replaced as a whole, since threads read it."""
-_repeated: Layout | None = None
-
-
-def find_layout(key: tuple[Any, ...]) -> Layout | None:
-    """The layout of an earlier payload that had the same key; None if none is remembered.
-
-    The key tells all that `Manifest.lay_out` takes but the request id.
-    """
-    return _planned.get(key)
-
-
-def remember_plan(key: tuple[Any, ...], plan: Manifest) -> None:
-    """Remember what `Manifest.lay_out` returned, for later payloads with this key."""
-    if plan.template.is_small:
-        _planned.put(key, Layout(plan))
-
-
-def read_header(buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest | KnownHeader:
-    """Read and completely validate a header; arguments and errors as of `Manifest.decode`.
-
-    One that differs from one of the last ones in request id and digests only is compared with it,
-    byte for byte, instead of being decoded.
-    """
-    total = len(buffer) if nbytes is None else nbytes
-    text = _header_text(buffer, total)
-    if len(text) <= MAX_SMALL:
-        for layout in _received:
-            request_id = layout.match(text, total)
-            if request_id:
-                _remember(layout)
-                return KnownHeader(request_id, layout, text)
-    return _decoded(text, total)
-
-
-def _remember(layout: Layout) -> None:
-    """Make a layout the first that `Manifest.decode` compares."""
-    global _received, _repeated
-    known = _received
-    is_repeated = bool(known) and known[0] is layout
-    _repeated = layout if is_repeated else None
-    if not is_repeated:
-        others = [each for each in known if each is not layout]
-        _received = (layout, *others[: _MAX_RECEIVED - 1])
-
-
-def repeated_layout(most: int) -> Layout | None:
-    """The layout of the last two headers that were decoded, if it was the same one.
-
-    None also if its payloads have more than `most` bytes behind the header.
-    """
-    layout = _repeated
-    return layout if layout is not None and layout.data_nbytes <= most else None
-
-
-def _copied(branches: Sequence[Branch]) -> tuple[Branch, ...]:
-    """The same branches with dicts of their own."""
-    return tuple(
-        [
-            msgspec.structs.replace(
-                branch,
-                extra=_copy(branch.extra) if branch.extra else {},
-                tree=_copy(branch.tree) if branch.tree else branch.tree,
-            )
-            for branch in branches
-        ]
-    )
-
-
-def _copy(value: Any) -> Any:
-    """A copy of nested dicts and lists."""
-    if isinstance(value, dict):
-        copied = value.copy()
-        for key, each in value.items():
-            if isinstance(each, (dict, list)):
-                copied[key] = _copy(each)
-        return copied
-    return [_copy(each) if isinstance(each, (dict, list)) else each for each in value]
-
-
-def _decoded(text: bytes, total: int) -> Manifest:
-    """The manifest of a header with this JSON, in a payload of `total` bytes."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -525,10 +299,11 @@ def _decoded(text: bytes, total: int) -> Manifest:
     _check_completeness(manifest)
     # A header that encodes back to the same bytes has no key twice. One that does not is of a later
     # minor version, or of another writer.
-    if manifest.encode()[8:] != text:
-        header.refuse_duplicates()
-    elif is_simple(manifest.request_id) and manifest.template.is_small:
-        _remember(Layout(manifest))
+    template = manifest.make_template()
+    written = template.render(note.request_id, manifest.digests, manifest.header_nbytes)
+    if written[8:] == text:
+        return msgspec.structs.replace(manifest, template=template)
+    header.refuse_duplicates()
     return manifest
 
 
@@ -544,19 +319,19 @@ def header_bytes(region: Region, start: int = 0, stop: int | None = None) -> byt
     return region.read(start, min(limit, start + 8 + min(length, MAX_HEADER)))
 
 
-def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, at: int) -> int:
-    """The offset of a tensor in memory that was allocated for it."""
+def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, end: int) -> int:
+    """The offset of a tensor in the memory for it, which is not before `end` of the last one."""
     spec = allocated.get(name)
     if spec is None:
         raise SchemaError(f"nothing was allocated for tensor {name!r}")
     if nbytes > spec.nbytes:
         raise SchemaError(f"{spec.where()}: {nbytes} bytes, allocated were {spec.nbytes}")
-    if spec.start < at:
+    if spec.start < end:
         raise SchemaError(f"{spec.where()}: the branches were allocated in another order")
     return spec.start
 
 
-def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
+def header_text(buffer: bytes | memoryview, total: int) -> bytes:
     """The JSON as a private copy: a peer that can still write must not change what was checked."""
     if len(buffer) < 8:
         raise WireError(f"a payload has at least 8 bytes; this one has {len(buffer)}")
@@ -576,20 +351,20 @@ def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
 def _entries(tensors: Sequence[TensorSpec]) -> dict[str, HeaderEntry]:
     """The tensors as the header lists them, with padding between: the format allows no holes."""
     entries: dict[str, HeaderEntry] = {}
-    at = pads = 0
+    offset = pads = 0
     for spec in tensors:
-        if spec.start > at:
-            entries[f"pad.{pads}"] = HeaderEntry("U8", (spec.start - at,), (at, spec.start))
+        if spec.start > offset:
+            entries[f"pad.{pads}"] = HeaderEntry("U8", (spec.start - offset,), (offset, spec.start))
             pads += 1
         entries[spec.name] = HeaderEntry(spec.dtype, spec.shape, (spec.start, spec.stop))
-        at = spec.stop
+        offset = spec.stop
     return entries
 
 
 def _tensor_specs(header: Header, data: int, total: int) -> tuple[TensorSpec, ...]:
     """Spans contiguous from 0 to the payload's end, each exactly as long as its shape says."""
     specs: list[TensorSpec] = []
-    at = 0
+    offset = 0
     digests = header.note.digests
     for name, entry in header.entries.items():
         dtype, span = entry.dtype, entry.data_offsets
@@ -600,21 +375,21 @@ def _tensor_specs(header: Header, data: int, total: int) -> tuple[TensorSpec, ..
         if len(entry.shape) > MAX_RANK:
             _refuse(name, f"has rank {len(entry.shape)}; the limit is {MAX_RANK}")
         size = math.prod(entry.shape) * ITEMSIZE[dtype]
-        if span[0] != at or span[1] - span[0] != size:
-            _refuse(name, f"spans {list(span)}; its shape needs [{at}, {at + size}]")
+        if span[0] != offset or span[1] - span[0] != size:
+            _refuse(name, f"spans {list(span)}; its shape needs [{offset}, {offset + size}]")
         if name.startswith("pad."):
-            if dtype != "U8" or len(entry.shape) != 1 or (at + size) % ALIGN or not size:
+            if dtype != "U8" or len(entry.shape) != 1 or (offset + size) % ALIGN or not size:
                 _refuse(name, f"is no padding: U8, one dimension, up to a multiple of {ALIGN}")
         else:
-            if at % ALIGN:
-                _refuse(name, f"starts at {at}, not on a multiple of {ALIGN}")
+            if offset % ALIGN:
+                _refuse(name, f"starts at {offset}, not on a multiple of {ALIGN}")
             digest = digests[len(specs)] if len(specs) < len(digests) else ""
-            specs.append(TensorSpec(name, dtype, entry.shape, at, at + size, digest))
-        at += size
-    if specs and specs[-1].stop != at:
+            specs.append(TensorSpec(name, dtype, entry.shape, offset, offset + size, digest))
+        offset += size
+    if specs and specs[-1].stop != offset:
         raise WireError("padding behind the last tensor")
-    if data + at != total:
-        raise WireError(f"header and tensors end at byte {data + at}, the payload at {total}")
+    if data + offset != total:
+        raise WireError(f"header and tensors end at byte {data + offset}, the payload at {total}")
     if len(specs) > MAX_TENSORS:
         raise WireError(f"{len(specs)} tensors; the limit is {MAX_TENSORS}")
     if len(specs) != len(digests):

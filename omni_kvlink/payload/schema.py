@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
@@ -24,21 +23,23 @@ from omni_kvlink.payload.branches import (
     Shard,
     as_int,
     check_branches,
-    length_complaints,
     tensor_names,
 )
-from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.manifest import Layout, Manifest, find_layout, remember_plan
+from omni_kvlink.payload.kv_checks import (
+    CACHES,
+    LayerBlocks,
+    check_names,
+    checked_metadata,
+    complete_layers,
+    described,
+    fitting_dtype,
+    json_copy,
+    through_json,
+)
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
-from omni_kvlink.payload.views import (
-    TensorView,
-    branch_views,
-    check_view,
-    dtype_name,
-    first_tokens,
-    same_bytes,
-)
+from omni_kvlink.payload.views import TensorView, branch_views, first_tokens, same_bytes
 
 if TYPE_CHECKING:
     import os
@@ -46,10 +47,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.layouts import Layout, LayoutCache
 
-T = TypeVar("T")
-
-LayerBlocks = Mapping[str, Sequence[TensorView | None]]
 Reserve = tuple[str, str, tuple[int, ...]]
 """Name, dtype code and shape of a tensor that a payload is to have."""
 
@@ -62,9 +61,6 @@ _MAX_BLOCK_IDS = 64
 
 SINGLE = "kv"
 """The branch name of a payload that is one cache and no bundle."""
-
-CACHES = {"key": "key_cache", "value": "value_cache", "latent": "latent_cache"}
-"""The RFC's names of `layer_blocks`, by the wire's name of the part."""
 
 _REQUEST_ID = re.compile("[^\ud800-\udfff]{1,1024}", re.DOTALL)
 
@@ -104,45 +100,19 @@ class KVMetadata:
     shard: Shard | None = None
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # the class is frozen
-        try:
-            for name in ("kv_lens", "ropes"):
-                values = getattr(self, name)
-                if not isinstance(values, Iterable):
-                    raise SchemaError(
-                        f"metadata: {name}: one integer a sequence, as in [{_described(values)}]"
-                    )
-                put(self, name, tuple(map(as_int, values)))
-            for name in ("num_layers", "seq_len", "block_size"):
-                put(self, name, as_int(getattr(self, name)))
-            put(self, "extra", json_copy(self.extra, "metadata: extra"))
-            if self.image_shape is not None:
-                put(self, "image_shape", tuple(map(as_int, self.image_shape)))
-            if isinstance(self.shard, Shard):
-                shard = {name: as_int(getattr(self.shard, name)) for name in ("rank", "world")}
-                heads = [as_int(head) for head in self.shard.heads]
-                put(self, "shard", _converted({**shard, "heads": heads}, Shard))
-            if self.seq_len == -1:
-                put(self, "seq_len", sum(self.kv_lens))
-            branch = _converted({**vars(self), "name": "metadata"}, Branch)
-        except TypeError as error:
-            raise SchemaError(f"metadata: {error}") from None
-        for complaint in length_complaints(branch):
-            raise SchemaError(f"metadata: {complaint}")
+        for name, value in checked_metadata(vars(self)).items():
+            object.__setattr__(self, name, value)  # the class is frozen
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVMetadata:
         """Read the RFC's dict; keys for which this class has no field go into `extra`."""
         names = {field.name for field in dataclasses.fields(cls)}
-        required = ("kv_lens", "ropes", "num_layers")
-        _check_names("metadata", required, values)
-        known = {name: value for name, value in values.items() if name in names}
-        known["extra"] = json_copy(known.get("extra", {}), "metadata: extra") | {
+        check_names("metadata", ("kv_lens", "ropes", "num_layers"), values)
+        fields = {name: value for name, value in values.items() if name in names}
+        fields["extra"] = json_copy(fields.get("extra", {}), "metadata: extra") | {
             name: value for name, value in values.items() if name not in names
         }
-        if isinstance(known.get("shard"), Mapping):
-            known["shard"] = _converted(known["shard"], Shard)
-        return cls(**known)
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the RFC's dict: `kv_lens` and `ropes` as lists, every field present."""
@@ -158,22 +128,9 @@ class KVMetadata:
         reuse: Reuse | None = None,
     ) -> Branch:
         """This metadata as the wire carries it; the types were checked when it was made."""
-        return Branch(
-            name=name,
-            kv_lens=self.kv_lens,
-            ropes=self.ropes,
-            num_layers=self.num_layers,
-            seq_len=self.seq_len,
-            dtype=self.dtype,
-            layout=self.layout,
-            shape=shape,
-            block_size=self.block_size,
-            block_ids=block_ids,
-            image_shape=self.image_shape,
-            extra=json_copy(self.extra, "metadata: extra") if self.extra else {},
-            reuse=reuse,
-            shard=self.shard,
-        )
+        extra = json_copy(self.extra, "metadata: extra") if self.extra else {}
+        fields = {**vars(self), "extra": extra}
+        return Branch(name=name, shape=shape, block_ids=block_ids, reuse=reuse, **fields)
 
     @classmethod
     def from_branch(cls, branch: Branch) -> KVMetadata:
@@ -195,7 +152,7 @@ class KVMetadata:
 
 
 class PayloadBase(ABC):
-    """What all payloads share: their layout, views of received memory, files."""
+    """The part that all payloads share: their layout, views of received memory, files."""
 
     request_id: str
     _is_bundle: ClassVar[bool] = False
@@ -227,7 +184,7 @@ class PayloadBase(ABC):
         """The branches of a validated payload as views."""
 
     def _key(self) -> Hashable | None:
-        """What a header says of the payload besides request id and digests.
+        """Everything that a header says of the payload besides request id and digests.
 
         None if other payloads rarely say the same.
         """
@@ -236,29 +193,29 @@ class PayloadBase(ABC):
             return None
         return msgspec.json.encode(branches), self._shapes()
 
-    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
-        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
-        if capacity is not None:
-            return self._lay_out(digests, capacity)
-        found = self.layout_or_plan(digests=digests)
-        return found.plan(self.request_id) if isinstance(found, Layout) else found
-
-    def layout_or_plan(self, *, digests: bool) -> Layout | Manifest:
+    def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Layout | Manifest:
         """The layout of an earlier payload whose header differs in request id and digests only.
 
-        Without one the plan of this payload, whose layout is remembered.
+        Without one the plan of this payload, whose layout is added to the cache.
         """
         structure = self._key()
-        key = None if structure is None else (self._is_bundle, digests, structure)
-        layout = None if key is None else find_layout(key)
+        if structure is None:
+            return self.plan(digests=digests)
+        key = self._is_bundle, digests, structure
+        layout = layouts.find(key)
         if layout is not None:
             return layout
-        plan = self._lay_out(digests, None)
-        if key is not None:
-            remember_plan(key, plan)
+        plan = self.plan(digests=digests)
+        layouts.add_plan(key, plan)
         return plan
 
-    def _lay_out(self, digests: bool, capacity: Manifest | None) -> Manifest:
+    def cached_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
+        """Return what `plan` returns, sooner if its layout is in the cache."""
+        layout = self.layout_or_plan(layouts, digests=digests)
+        return layout if isinstance(layout, Manifest) else layout.plan(self.request_id)
+
+    def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
+        """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""
         branches = self._branches()
         tensors = chain.from_iterable(map(self.reserve, branches))
         return Manifest.lay_out(
@@ -332,8 +289,8 @@ class KVCacheTransferData(PayloadBase):
     ):
         self.request_id = check_request_id(request_id)
         if not isinstance(metadata, (KVMetadata, Mapping)):
-            given = "is missing" if metadata is None else f"is {_described(metadata)}"
-            raise SchemaError(f"metadata {given}: kv_lens, ropes and num_layers at least")
+            state = "is missing" if metadata is None else f"is {described(metadata)}"
+            raise SchemaError(f"metadata {state}: kv_lens, ropes and num_layers at least")
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         try:
@@ -341,9 +298,10 @@ class KVCacheTransferData(PayloadBase):
             self.block_ids = msgspec.convert(blocks, list[Count])
         except (TypeError, msgspec.ValidationError) as error:
             raise SchemaError(f"block_ids: {error}") from None
-        self._blocks: dict[str, list[TensorView | None]] | None
-        self._blocks = _complete_layers(layer_blocks, metadata)
-        self.metadata = _fit_metadata(metadata, self._blocks)
+        complete = complete_layers(layer_blocks, metadata.layout, metadata.num_layers)
+        self._blocks: dict[str, list[TensorView | None]] | None = complete
+        dtype = fitting_dtype(complete, metadata.layout, metadata.kv_lens, metadata.dtype)
+        self.metadata = dataclasses.replace(metadata, dtype=dtype)
         check_branches(self._branches(), bundle=False, error=SchemaError)
 
     @property
@@ -392,12 +350,11 @@ class KVCacheTransferData(PayloadBase):
         if not isinstance(metadata, KVMetadata):
             metadata = KVMetadata.from_dict(metadata)
         if not isinstance(dtype, torch.dtype):
-            raise SchemaError(f"dtype: a torch.dtype, this is {_described(dtype)}")
+            raise SchemaError(f"dtype: a torch.dtype, this is {described(dtype)}")
         if not isinstance(row, Sequence):
-            raise SchemaError(f"row: the shape of one token, this is {_described(row)}")
-        layer = None
-        if metadata.seq_len:
-            layer = torch.empty((metadata.seq_len, *row), dtype=dtype, device="meta")
+            raise SchemaError(f"row: the shape of one token, this is {described(row)}")
+        shape = (metadata.seq_len, *row)
+        layer = torch.empty(shape, dtype=dtype, device="meta") if metadata.seq_len else None
         parts = PARTS.get(metadata.layout, ())
         blocks = {CACHES[part]: [layer] * metadata.num_layers for part in parts}
         return cls(request_id, blocks, (), metadata)
@@ -459,15 +416,15 @@ class KVCacheTransferData(PayloadBase):
     def from_dict(cls, values: Mapping[str, Any]) -> KVCacheTransferData:
         """Read the RFC's dict: `request_id`, `layer_blocks`, `metadata`, perhaps `block_ids`."""
         required = ("request_id", "layer_blocks", "metadata")
-        _check_names("a KV cache's dict", required, values)
+        check_names("a KV cache's dict", required, values)
         names = (*required, "block_ids")
         return cls(**{name: values[name] for name in names if name in values})
 
     def difference(self, other: KVCacheTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
         fields = [f"metadata.{field.name}" for field in dataclasses.fields(KVMetadata)]
-        if found := self._first_difference(other, ("request_id", "block_ids", *fields)):
-            return found
+        if difference := self._first_difference(other, ("request_id", "block_ids", *fields)):
+            return difference
         parts = PARTS[self.metadata.layout]
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         for index, (mine, theirs) in enumerate(pairs):
@@ -493,8 +450,8 @@ class KVCacheTransferData(PayloadBase):
         data = object.__new__(cls)  # a second validation would double the time
         data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
         data._blocks = {
-            CACHES[part]: list(views[at :: len(parts)]) or [None] * branch.num_layers
-            for at, part in enumerate(parts)
+            CACHES[part]: list(views[first :: len(parts)]) or [None] * branch.num_layers
+            for first, part in enumerate(parts)
         }
         data.metadata = KVMetadata.from_branch(branch)
         return data
@@ -529,88 +486,8 @@ class KVCacheTransferData(PayloadBase):
         if self.block_ids or metadata.shard is not None or blocks is None:
             return super()._key()
         first = next(iter(blocks.values()))[0] if metadata.seq_len else None
-        extra = _through_json(metadata.extra, "metadata: extra")[0] if metadata.extra else b""
+        extra = through_json(metadata.extra, "metadata: extra")[0] if metadata.extra else b""
         return _ABOUT(metadata), extra, None if first is None else first.shape
-
-
-def _check_names(where: str, required: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Raise SchemaError unless the dict has these names; it says which similar ones it has."""
-    missing = [name for name in required if name not in values]
-    if missing:
-        others = [str(name) for name in values if name not in required]
-        close = {name: difflib.get_close_matches(name, others, 1) for name in missing}
-        hints = [f"is {found[0]!r} meant as {name!r}?" for name, found in close.items() if found]
-        raise SchemaError("; ".join([f"{where} lacks {', '.join(missing)}", *hints]))
-
-
-def _complete_layers(
-    layer_blocks: LayerBlocks, metadata: KVMetadata
-) -> dict[str, list[TensorView | None]]:
-    """A private copy of the lists, every layer present and of one shape and dtype."""
-    if metadata.layout not in PARTS:
-        raise SchemaError(f"layout {metadata.layout!r}; must be one of {', '.join(PARTS)}")
-    names = {CACHES[part]: PART_WORDS[part] for part in PARTS[metadata.layout]}
-    if not isinstance(layer_blocks, Mapping) or set(layer_blocks) != set(names):
-        is_dict = isinstance(layer_blocks, Mapping)
-        given = f"has {sorted(map(str, layer_blocks))}" if is_dict else _described(layer_blocks)
-        text = f"layer_blocks {'' if is_dict else 'is '}{given}"
-        raise SchemaError(f"{text}; layout {metadata.layout} has {list(names)}")
-    for name, layers in layer_blocks.items():
-        if layers is not None and not isinstance(layers, (Sequence, Iterator)):
-            raise SchemaError(
-                f"layer_blocks: {name} is {_described(layers)}, wanted a list with one tensor a "
-                "layer; list(t) makes one of a tensor t of all layers"
-            )
-    blocks = {name: list(layer_blocks[name] or ()) for name in names}
-    first = next((layer for name in names for layer in blocks[name] if layer is not None), None)
-    for name, word in names.items():
-        if len(blocks[name]) != metadata.num_layers:
-            raise SchemaError(
-                f"{word}: {len(blocks[name])} layers, but num_layers is {metadata.num_layers}"
-            )
-        if first is None:
-            continue
-        for index, layer in enumerate(blocks[name]):
-            where = f"layer {index}, {word}"
-            if layer is None:
-                raise SchemaError(f"{where} is missing, while other layers are present")
-            layer = blocks[name][index] = check_view(layer, where)
-            if layer.shape != first.shape or layer.dtype != first.dtype:
-                raise SchemaError(
-                    f"{where} is {layer.dtype} {list(layer.shape)}; the first tensor of this cache "
-                    f"is {first.dtype} {list(first.shape)}, and all must be alike"
-                )
-    return blocks
-
-
-def _fit_metadata(metadata: KVMetadata, blocks: dict[str, list[TensorView | None]]) -> KVMetadata:
-    """Metadata that agrees with the tensors, its dtype filled in from them if it was left out."""
-    first = next(iter(blocks.values()))[0] if metadata.num_layers else None
-    if first is None:
-        if metadata.seq_len:
-            raise SchemaError(f"kv_lens say {metadata.seq_len} tokens, but every layer is None")
-        return metadata
-    where = f"layer 0, {PART_WORDS[PARTS[metadata.layout][0]]}"
-    rank = len(metadata.layout)
-    if len(first.shape) != rank or 0 in first.shape:
-        raise SchemaError(
-            f"{where} is {list(first.shape)}; layout {metadata.layout} has {rank} dimensions, "
-            "none of them 0 (an empty cache is given as None)"
-        )
-    if first.shape[0] != metadata.seq_len:
-        raise SchemaError(
-            f"{where} has {first.shape[0]} tokens, but kv_lens {list(metadata.kv_lens)} "
-            f"say {metadata.seq_len}"
-        )
-    dtype = dtype_name(first.dtype)
-    if dtype not in KV_DTYPES:
-        raise SchemaError(
-            f"{where}: dtype {first.dtype} is not one of a KV cache ({', '.join(KV_DTYPES)}); "
-            "TensorTransferData sends tensors of others"
-        )
-    if metadata.dtype not in ("", dtype):
-        raise SchemaError(f"{where} is {dtype}, but metadata says {metadata.dtype}")
-    return dataclasses.replace(metadata, dtype=dtype)
 
 
 def check_request_id(request_id: str) -> str:
@@ -618,46 +495,6 @@ def check_request_id(request_id: str) -> str:
     if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
         raise SchemaError(
             "request_id: a string of 1 to 1024 characters, no lone surrogates; "
-            f"this is {_described(request_id)}"
+            f"this is {described(request_id)}"
         )
     return request_id
-
-
-def check_reason(reason: str) -> str:
-    """Return the reason of a failure; SchemaError if it is no string."""
-    if not isinstance(reason, str):
-        raise SchemaError(f"reason: a string, this is {_described(reason)}")
-    return reason
-
-
-def _described(value: object) -> str:
-    """What was given instead, in one short line."""
-    if isinstance(value, (str, int, float, bytes)):
-        return f"{value!r:.60}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _converted(values: object, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise SchemaError(f"metadata: {error}") from None
-
-
-def json_copy(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """A private copy of a JSON object; SchemaError if it does not come back from JSON as it was."""
-    return _through_json(values, where)[1]
-
-
-def _through_json(values: dict[str, Any], where: str) -> tuple[bytes, dict[str, Any]]:
-    """The text of a JSON object, and the copy that is read from it; errors as `json_copy`."""
-    try:
-        text = msgspec.json.encode(values)
-        copy = msgspec.json.decode(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SchemaError(f"{where} is not JSON: {error}") from None
-    if not isinstance(copy, dict) or copy != values:
-        raise SchemaError(
-            f"{where} changes when written as JSON; use string keys, lists and finite numbers"
-        )
-    return text, copy

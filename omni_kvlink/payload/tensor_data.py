@@ -11,7 +11,8 @@ import torch
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import Branch, check_branches, flatten, is_nested
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
-from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id, json_copy
+from omni_kvlink.payload.kv_checks import json_copy
+from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id
 from omni_kvlink.payload.views import (
     TensorView,
     branch_views,
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest
+    from omni_kvlink.payload.layouts import KnownHeader
+    from omni_kvlink.payload.manifest import Manifest
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""
@@ -113,8 +115,8 @@ class TensorTransferData(PayloadBase):
 
     def difference(self, other: TensorTransferData) -> str:
         """The first thing that is not bit for bit the same, in words; "" when all is."""
-        if found := self._first_difference(other, ("request_id", "metadata")):
-            return found
+        if difference := self._first_difference(other, ("request_id", "metadata")):
+            return difference
         mine, theirs = _skeleton(self.tree), _skeleton(other.tree)
         if mine != theirs or list(self) != list(other):
             return f"tensors: {mine!r:.100} here, {theirs!r:.100} there"
@@ -200,10 +202,10 @@ class TensorTransferData(PayloadBase):
 def _checked_dict(values: Mapping[str, Any], path: str, depth: int) -> dict[str, TensorTree]:
     tree: dict[str, TensorTree] = {}
     for key, child in values.items():
-        here = f"{path}/{key}" if path else str(key)
+        subpath = f"{path}/{key}" if path else str(key)
         if not isinstance(key, str) or _SURROGATE.search(key):
-            raise SchemaError(f"tensors: key {here!r:.200} is no string of Unicode characters")
-        tree[key] = _checked(child, here, depth)
+            raise SchemaError(f"tensors: key {subpath!r:.200} is no string of Unicode characters")
+        tree[key] = _checked(child, subpath, depth)
     return tree
 
 

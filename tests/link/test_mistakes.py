@@ -70,6 +70,7 @@ class Ends(NamedTuple):
     def stream(self) -> PutStream:
         """A cache of one layer that is being sent."""
         out: PutStream = self.producer.stream_put(blank())
+        _opened.append(out)
         return out
 
     def opened(self) -> Any:

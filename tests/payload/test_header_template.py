@@ -22,10 +22,10 @@ from omni_kvlink._native import host
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload import manifest as manifests
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
 from omni_kvlink.payload.header_template import MAX_SMALL, HeaderTemplate
-from omni_kvlink.payload.manifest import Layout, Manifest, repeated_layout
+from omni_kvlink.payload.layouts import Layout, LayoutCache
+from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,9 +65,22 @@ def no_known_layout(
     forget()
 
 
+layouts = LayoutCache()
+
+
 def forget() -> None:
-    manifests._received, manifests._repeated = (), None
-    manifests._planned = manifests._Layouts()
+    vars(layouts).update(vars(LayoutCache()))
+
+
+def planned(data: Payload, *, digests: bool = True) -> Manifest:
+    """The plan as a link makes it."""
+    layout = data.layout_or_plan(layouts, digests=digests)
+    return layout.plan(data.request_id) if isinstance(layout, Layout) else layout
+
+
+def template_of(manifest: Manifest) -> HeaderTemplate:
+    assert manifest.template is not None
+    return manifest.template
 
 
 @st.composite
@@ -132,7 +145,7 @@ def reference(manifest: Manifest) -> bytes:
 def outcome(payload: bytes, total: int) -> object:
     """A manifest, or the error."""
     try:
-        return Manifest.decode(payload, total)
+        return layouts.decode(payload, total)
     except WireError as error:
         return type(error), str(error)
 
@@ -142,8 +155,8 @@ def assert_alike(known: Manifest, payload: bytes, total: int) -> None:
     forget()
     cold = outcome(payload, total)
     forget()
-    Manifest.decode(known.encode(), known.nbytes)
-    assert manifests._received
+    layouts.decode(known.encode(), known.nbytes)
+    assert layouts._received
     assert outcome(payload, total) == cold
 
 
@@ -161,7 +174,7 @@ def test_the_bytes_are_those_of_one_encoder(
     assert manifest.encode() == plan.encode(found) == reference(manifest)
     other = msgspec.structs.replace(manifest, request_id=request_id, header_nbytes=0)
     layout = Layout(plan)
-    assert layout.header(request_id, found) == other.encode() == reference(other)
+    assert layout.template.render(request_id, found) == other.encode() == reference(other)
     assert layout.plan(data.request_id) == plan
     assert layout.plan(request_id).header_nbytes == len(reference(other))
     larger = plan.as_capacity()
@@ -172,13 +185,13 @@ def test_the_bytes_are_those_of_one_encoder(
 @given(payloads, request_ids, st.booleans())
 def test_a_plan_of_a_known_layout_is_the_plan(data: Payload, name: str, digests: bool) -> None:
     forget()
-    data.plan(digests=digests)
-    assert len(manifests._planned) == 1
+    planned(data, digests=digests)
+    assert len(layouts._planned) + len(layouts._planned_before) == 1
     data.request_id = name
     for branch in data._owners() if isinstance(data, KVCacheBundle) else []:
         branch.request_id = name
-    cold, warm = planned_cold(data, digests=digests), data.plan(digests=digests)
-    assert len(manifests._planned) == 1
+    cold, warm = planned_cold(data, digests=digests), planned(data, digests=digests)
+    assert len(layouts._planned) + len(layouts._planned_before) == 1
     assert (warm, warm.encode()) == (cold, cold.encode())
     assert warm.header_nbytes == len(warm.encode())
 
@@ -186,19 +199,19 @@ def test_a_plan_of_a_known_layout_is_the_plan(data: Payload, name: str, digests:
 def test_a_request_id_may_be_as_long_as_it_may_be() -> None:
     """A control character takes the most bytes of a header."""
     for name in ("\x01" * 1024, "\U0001f600" * 1024, '"' * 1024, "," * 1024, "x"):
-        cache().plan()
-        warm, cold = cache(name).plan(), planned_cold(cache(name))
+        planned(cache())
+        warm, cold = planned(cache(name)), planned_cold(cache(name))
         assert warm == cold
-        assert Manifest.decode(warm.encode(), warm.nbytes) == cold
+        assert layouts.decode(warm.encode(), warm.nbytes) == cold
 
 
 def test_too_much_for_a_header_is_refused_as_ever() -> None:
     """A header near a limit is not kept, so that each request id is checked."""
     extra = {"a": "a" * ((1 << 19) - 3000)}
-    assert cache("x", layers=1, extra=extra).plan().header_nbytes < 1 << 19
+    assert planned(cache("x", layers=1, extra=extra)).header_nbytes < 1 << 19
     with pytest.raises(SchemaError, match="header"):
-        cache("\x01" * 1000, layers=1, extra=extra).plan()
-    assert len(manifests._planned) == 0
+        planned(cache("\x01" * 1000, layers=1, extra=extra))
+    assert len(layouts._planned) + len(layouts._planned_before) == 0
 
 
 @pytest.mark.parametrize(
@@ -206,7 +219,7 @@ def test_too_much_for_a_header_is_refused_as_ever() -> None:
 )
 def test_digests_that_do_not_fit_are_refused(digests: list[str]) -> None:
     with pytest.raises(SchemaError, match="digests"):
-        cache().plan().encode(digests)
+        planned(cache()).encode(digests)
 
 
 # ---- decoding
@@ -219,47 +232,47 @@ def test_a_header_of_a_known_layout(
 ) -> None:
     plan = planned_cold(data, digests=digests)
     found = hexadecimal(plan, seed)
-    header = Layout(plan).header(request_id, found)
-    assert plan.template.match(header[8:]) == request_id
-    assert plan.template.digests(request_id, header[8:]) == found
-    assert not plan.template.match(header[8:] + b" " * ALIGN)  # the CRC is of all
-    assert not plan.template.match(header[8:-1]) or header[-1:] == b"}"
-    first = Layout(plan).header("first", hexadecimal(plan, seed + 1))
+    header = Layout(plan).template.render(request_id, found)
+    assert template_of(plan).match(header[8:]) == request_id
+    assert template_of(plan).digests(request_id, header[8:]) == found
+    assert not template_of(plan).match(header[8:] + b" " * ALIGN)  # the CRC is of all
+    assert not template_of(plan).match(header[8:-1]) or header[-1:] == b"}"
+    first = Layout(plan).template.render("first", hexadecimal(plan, seed + 1))
     total = plan.nbytes - plan.header_nbytes
     forget()
-    Manifest.decode(first, len(first) + total)
-    (known,) = manifests._received
-    warm = Manifest.decode(header, len(header) + total)
-    assert manifests._received == (known,)
+    layouts.decode(first, len(first) + total)
+    (known,) = layouts._received
+    warm = layouts.decode(header, len(header) + total)
+    assert layouts._received == (known,)
     forget()
-    assert Manifest.decode(header, len(header) + total) == warm
+    assert layouts.decode(header, len(header) + total) == warm
     assert warm.encode() == header
 
 
 @pytest.mark.parametrize("name", [*HARD, "a b", "ü", "x" * 1024])
 def test_other_request_ids_are_decoded_in_full(name: str) -> None:
     """Their layouts are not remembered: they would replace those that can be compared."""
-    plan = cache(name).plan()
-    assert Manifest.decode(plan.encode(), plan.nbytes) == plan
-    assert len(manifests._received) == (name == "x" * 1024)
-    assert bool(plan.template.match(plan.encode()[8:])) is (name == "x" * 1024)
+    plan = planned(cache(name))
+    assert layouts.decode(plan.encode(), plan.nbytes) == plan
+    assert len(layouts._received) == (name == "x" * 1024)
+    assert bool(template_of(plan).match(plan.encode()[8:])) is (name == "x" * 1024)
 
 
 def small() -> tuple[Manifest, bytes]:
     tensors = {"a": torch.zeros(3), "b": [torch.zeros(2, 2), torch.zeros(0)]}
-    plan = TensorTransferData("request-1", tensors, {"k": ["v", HARD[0]]}).plan()
+    plan = planned(TensorTransferData("request-1", tensors, {"k": ["v", HARD[0]]}))
     header = plan.encode(hexadecimal(plan, 5))
-    return Manifest.decode(header, plan.nbytes), header
+    return layouts.decode(header, plan.nbytes), header
 
 
 def test_metadata_that_was_received_may_be_modified() -> None:
     """And encoded; the next payload of the layout has what was sent."""
     first, header = small()
-    known = Manifest.decode(header, first.nbytes)
+    known = layouts.decode(header, first.nbytes)
     assert known.branches[0].extra == first.branches[0].extra
     known.branches[0].extra["k"] = [7]
-    assert Manifest.decode(known.encode(), known.nbytes).branches[0].extra == {"k": [7]}
-    assert Manifest.decode(header, first.nbytes) == first
+    assert layouts.decode(known.encode(), known.nbytes).branches[0].extra == {"k": [7]}
+    assert layouts.decode(header, first.nbytes) == first
 
 
 def test_no_changed_byte_is_accepted() -> None:
@@ -267,7 +280,7 @@ def test_no_changed_byte_is_accepted() -> None:
     for at in range(len(header)):
         for flip in (1, 2, 0x20, 0x80):
             changed = header[:at] + bytes([header[at] ^ flip]) + header[at + 1 :]
-            Manifest.decode(header, manifest.nbytes)
+            layouts.decode(header, manifest.nbytes)
             warm = outcome(changed, manifest.nbytes)
             assert isinstance(warm, tuple)
             if flip == 1 and at % 4 == 0:
@@ -347,7 +360,7 @@ def test_a_known_layout_has_one_size(by: int) -> None:
 def test_more_padding_is_accepted_as_ever(nbytes: int) -> None:
     """A long header must be ASCII, also if all that is long is its padding."""
     data = TensorTransferData("r", {"a": torch.zeros(3)}, {"k": "ü"})
-    manifest = data.plan()
+    manifest = planned(data)
     longer = msgspec.structs.replace(manifest, header_nbytes=manifest.header_nbytes + nbytes)
     header = longer.encode()
     total = manifest.nbytes - manifest.header_nbytes + len(header)
@@ -363,7 +376,7 @@ def test_the_padding_is_spaces() -> None:
     for space in (b"\t", b"\n", b"\0", b"}"):
         changed = text[:at] + b"00000000" + text[at + 8 : -1] + space
         changed = changed[:at] + b"%08x" % numpy_crc32c(changed) + changed[at + 8 :]
-        assert not manifest.template.match(changed)
+        assert not template_of(manifest).match(changed)
         assert_alike(manifest, header[:8] + changed, manifest.nbytes)
 
 
@@ -371,41 +384,41 @@ def test_the_padding_is_spaces() -> None:
 
 
 def test_few_received_layouts_are_kept_the_last_ones() -> None:
-    plans = [cache("r", shape=(3, 2, size)).plan() for size in range(1, 40)]
+    plans = [planned(cache("r", shape=(3, 2, size))) for size in range(1, 40)]
     for plan in plans:
-        assert Manifest.decode(plan.encode(), plan.nbytes) == plan
-    assert len(manifests._received) == 16
+        assert layouts.decode(plan.encode(), plan.nbytes) == plan
+    assert len(layouts._received) == 16
     oldest = plans[-16]
-    assert Manifest.decode(oldest.encode(), oldest.nbytes) == oldest
-    first = manifests._received[0]
+    assert layouts.decode(oldest.encode(), oldest.nbytes) == oldest
+    first = layouts._received[0]
     text = oldest.encode()[8:]
     assert first.manifest(first.match(text, oldest.nbytes), text) == oldest
     assert first.match(text, oldest.nbytes + 1) == ""
-    assert len(manifests._received) == 16
+    assert len(layouts._received) == 16
 
 
 def test_few_planned_layouts_are_kept() -> None:
     hot = cache(layers=1, shape=(1, 1, 1))
-    hot.plan()
-    (kept,) = manifests._planned._recent.values()
+    planned(hot)
+    (kept,) = layouts._planned.values()
     for size in range(2, 400):
-        cache(layers=1, shape=(1, 1, size)).plan()
-        hot.plan()
-    assert 128 <= len(manifests._planned) <= 256
-    everything = chain(manifests._planned._recent.values(), manifests._planned._older.values())
+        planned(cache(layers=1, shape=(1, 1, size)))
+        planned(hot)
+    assert 128 <= len(layouts._planned) + len(layouts._planned_before) <= 256
+    everything = chain(layouts._planned.values(), layouts._planned_before.values())
     assert kept in list(everything)
 
 
 def test_large_headers_and_long_block_ids_are_not_kept() -> None:
     large = cache(extra={"a": "a" * MAX_SMALL})
     for data in (large, cache(block_ids=range(65)), cache(extra={"a": [[]] * 15_000})):
-        plan = data.plan()
-        assert data.plan() == plan
-        assert len(manifests._planned) == 0
-    plan = large.plan()
+        plan = planned(data)
+        assert planned(data) == plan
+        assert len(layouts._planned) + len(layouts._planned_before) == 0
+    plan = planned(large)
     for _ in range(2):
-        assert Manifest.decode(plan.encode(), plan.nbytes) == plan
-    assert manifests._received == ()
+        assert layouts.decode(plan.encode(), plan.nbytes) == plan
+    assert layouts._received == ()
 
 
 def nested(request_id: str) -> KVCacheBundle:
@@ -433,10 +446,10 @@ def test_a_callers_changes_reach_no_other_manifest() -> None:
     right = planned_cold(nested("r"))
     header = right.encode()
     for _ in range(4):
-        plan = nested("r").plan()
+        plan = planned(nested("r"))
         assert (plan, plan.encode()) == (right, header)
         spoil(plan)
-        manifest = Manifest.decode(header, right.nbytes)
+        manifest = layouts.decode(header, right.nbytes)
         assert manifest == right
         spoil(manifest)
 
@@ -444,22 +457,22 @@ def test_a_callers_changes_reach_no_other_manifest() -> None:
 def test_changed_metadata_of_a_payload_is_sent() -> None:
     """It is part of the key, so no header is written with what it was before."""
     data = cache(extra={"a": [1]})
-    data.plan()
+    planned(data)
     data.metadata.extra["a"].append(2)
-    assert data.plan().branches[0].extra == {"a": [1, 2]}
+    assert planned(data).branches[0].extra == {"a": [1, 2]}
     tensors = TensorTransferData("r", {"x": torch.zeros(2)}, {"a": 1})
-    tensors.plan()
+    planned(tensors)
     tensors.metadata["a"] = 1.0
-    assert b'\\"a\\":1.0}' in tensors.plan().encode()
+    assert b'\\"a\\":1.0}' in planned(tensors).encode()
 
 
 @pytest.mark.parametrize("extra", [{"a": 1}, {"a": 1.0}, {"a": True}, {"a": 2**70}, {"b": 1}])
 def test_layouts_differ_in_what_the_header_shows(extra: dict[str, Any]) -> None:
     others = ({"a": 1}, {"a": 1.0}, {"a": True}, {"a": 2**70}, {"b": 1})
     for other in others:
-        cache(extra=other).plan()
-    assert len(manifests._planned) == len(others)
-    assert cache(extra=extra).plan().encode() == planned_cold(cache(extra=extra)).encode()
+        planned(cache(extra=other))
+    assert len(layouts._planned) + len(layouts._planned_before) == len(others)
+    assert planned(cache(extra=extra)).encode() == planned_cold(cache(extra=extra)).encode()
 
 
 def caches() -> list[KVCacheTransferData]:
@@ -491,25 +504,25 @@ def caches() -> list[KVCacheTransferData]:
 
 def test_layouts_differ_in_the_metadata_of_a_cache() -> None:
     for data in (*caches(), *caches()):
-        assert data.plan() == planned_cold(data)
-    assert len(manifests._planned) == len(caches())
+        assert planned(data) == planned_cold(data)
+    assert len(layouts._planned) + len(layouts._planned_before) == len(caches())
     for data in caches():
-        layout = data.layout_or_plan(digests=True)
+        layout = data.layout_or_plan(layouts, digests=True)
         assert isinstance(layout, Layout)
         assert layout.plan("r") == planned_cold(data)
-        assert data.layout_or_plan(digests=False) == planned_cold(data, digests=False)
+        assert data.layout_or_plan(layouts, digests=False) == planned_cold(data, digests=False)
 
 
 @pytest.mark.parametrize("value", [(None,), [float("nan")]], ids=["tuple", "nan"])
 def test_metadata_that_was_changed_to_no_json_is_refused(value: Any) -> None:
     """Although its JSON text is that of a payload whose layout is known."""
-    cache(extra={"a": [None]}).plan()
+    planned(cache(extra={"a": [None]}))
     data = cache(extra={"a": [None]})
     data.metadata.extra["a"] = value
     with pytest.raises(SchemaError, match="metadata: extra"):
-        data.plan()
+        planned(data)
     with pytest.raises(SchemaError, match="metadata: extra"):
-        data.layout_or_plan(digests=True)
+        data.layout_or_plan(layouts, digests=True)
 
 
 def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:
@@ -517,10 +530,10 @@ def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:
     for tensor in (*tensors, *tensors):
         data = TensorTransferData("r", {"x": tensor})
         bundle = KVCacheBundle("r", {"t": data})
-        assert data.plan() == planned_cold(data)
-        assert bundle.plan() == planned_cold(bundle)
-        assert data.plan(digests=False) == planned_cold(data, digests=False)
-    assert len(manifests._planned) == 3 * len(tensors)
+        assert planned(data) == planned_cold(data)
+        assert planned(bundle) == planned_cold(bundle)
+        assert planned(data, digests=False) == planned_cold(data, digests=False)
+    assert len(layouts._planned) + len(layouts._planned_before) == 3 * len(tensors)
 
 
 def test_layouts_differ_in_names_and_nesting() -> None:
@@ -536,8 +549,8 @@ def test_layouts_differ_in_names_and_nesting() -> None:
     for tree in (*trees, *trees):
         for metadata in ({}, {"a": 1}):
             data = TensorTransferData("r", tree, metadata)
-            assert data.plan() == planned_cold(data)
-    assert len(manifests._planned) == 2 * len(trees)
+            assert planned(data) == planned_cold(data)
+    assert len(layouts._planned) + len(layouts._planned_before) == 2 * len(trees)
 
 
 def test_a_deep_extra_is_copied() -> None:
@@ -545,9 +558,9 @@ def test_a_deep_extra_is_copied() -> None:
     for _ in range(MAX_DEPTH - 1):
         extra = {"a": extra}
     for _ in range(3):
-        plan = cache(extra=extra).plan()
+        plan = planned(cache(extra=extra))
         assert plan.branches[0].extra == extra
-        assert Manifest.decode(plan.encode(), plan.nbytes) == plan
+        assert layouts.decode(plan.encode(), plan.nbytes) == plan
 
 
 def test_many_threads() -> None:
@@ -558,9 +571,9 @@ def test_many_threads() -> None:
         chance = random.Random(seed)
         for number in range(200):
             size, name = chance.choice(sizes), f"{seed}-{number}"
-            plan = cache(name, layers=1, shape=(1, 1, size)).plan()
+            plan = planned(cache(name, layers=1, shape=(1, 1, size)))
             header = plan.encode(hexadecimal(plan, number))
-            found = Manifest.decode(header, plan.nbytes)
+            found = layouts.decode(header, plan.nbytes)
             if found.request_id != name or found.encode() != header:
                 wrong.append(name)
 
@@ -570,15 +583,15 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(manifests._received) <= 16
+    assert len(layouts._received) <= 16
 
 
 def test_a_cache_that_was_received_has_metadata_of_its_own() -> None:
     """Two gets of one layout share nothing that can be changed."""
-    plan = cache(extra={"a": [1]}).plan()
+    plan = planned(cache(extra={"a": [1]}))
     region = Mapping.anonymous(plan.nbytes).region
     for _ in range(3):
-        manifest = Manifest.decode(plan.encode(), plan.nbytes)
+        manifest = layouts.decode(plan.encode(), plan.nbytes)
         received = KVCacheTransferData.from_region(manifest, region)
         assert received.metadata == cache(extra={"a": [1]}).metadata
         received.metadata.extra["a"].append(2)
@@ -587,9 +600,9 @@ def test_a_cache_that_was_received_has_metadata_of_its_own() -> None:
 
 def test_the_layout_that_is_repeated() -> None:
     """Not that of one header, and not the last one where layouts alternate."""
-    first, second = (cache("a", layers=layers).plan() for layers in (2, 3))
+    first, second = (planned(cache("a", layers=layers)) for layers in (2, 3))
     seen = []
     for each in (first, first, second, first, first, second, second):
-        Manifest.decode(each.encode(), each.nbytes)
-        seen.append(repeated_layout(1 << 20) is not None)
+        layouts.decode(each.encode(), each.nbytes)
+        seen.append(layouts.repeated(1 << 20) is not None)
     assert seen == [False, True, False, False, True, False, True]

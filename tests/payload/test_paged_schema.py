@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from omni_kvlink.payload.schema import LayerBlocks
+    from omni_kvlink.payload.kv_checks import LayerBlocks
 
 # ---- the schema
 

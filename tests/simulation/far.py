@@ -30,6 +30,7 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ class FarSession(ControlSession):
     def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
         address = SimpleNamespace(url="sim://")
         simulated: Any = SessionResources
-        super().__init__(simulated(address, None, None, loop, pool, Counter()))
+        super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), Counter()))
         self._connection = connection
 
     @property

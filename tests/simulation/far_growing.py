@@ -17,6 +17,7 @@ from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.consumer import ReceivedChunk
+from omni_kvlink.payload.layouts import LayoutCache
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -61,9 +62,10 @@ class FarGrowingReader:
             return
         delivery = self._head.wait(timeout=0.0)
         self._epoch = self._head._get_state.answer.result().epoch
-        opener = partial(ReceivedChunk, copier=_copier, verify="auto")
+        layouts = LayoutCache()
+        opener = partial(ReceivedChunk, copier=_copier, layouts=layouts, verify="auto")
         self._stream: ChunkStream[ReceivedChunk] = ChunkStream(
-            self._head, delivery, opener, _copier, start=self._start, timeout=0.0
+            self._head, delivery, opener, _copier, layouts, start=self._start, timeout=0.0
         )
         self._number = self._start
         self._clock.soon(self._request)

@@ -58,7 +58,13 @@ class ControlConsumer(SessionConsumer):
             self._receive_pool = self._make_pool(options)
             opened.pop_all()
         self._resources = SessionResources(
-            address, credentials, self._context, self._loop, self._receive_pool, self.counters
+            address,
+            credentials,
+            self._context,
+            self._loop,
+            self._receive_pool,
+            self.layouts,
+            self.counters,
         )
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:

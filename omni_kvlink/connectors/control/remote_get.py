@@ -20,7 +20,6 @@ from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.errors import ClosedError, KVLinkError, VersionError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.digests import verify
-from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.runtime.consumer import Session
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
+    from omni_kvlink.payload.layouts import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest
 
 
 class RemoteGet(SessionGet):
@@ -121,12 +122,13 @@ class InlineReceiver(LeadingReceiver):
         loop: EventLoop,
         get_table: GetTable,
         receive_pool: ReceivePool,
+        layouts: LayoutCache,
         counters: Counter[str],
         fetching: Sized,
     ):
         super().__init__()
         self._loop, self._get_table, self._receive_pool = loop, get_table, receive_pool
-        self._counters, self._fetching = counters, fetching
+        self._layouts, self._counters, self._fetching = layouts, counters, fetching
 
     def receive(self, get: RemoteGet, deadline: float) -> None:
         """Block until `get.delivery` is there or the get has ended, to the `deadline` at most.
@@ -195,7 +197,7 @@ class InlineReceiver(LeadingReceiver):
             has_room = self._receive_pool.share(owner, payload.nbytes)
         if not has_room:
             return  # the loop waits for room
-        opened = _open(payload, get_state, get.inline_target)
+        opened = _open(payload, get_state, get.inline_target, self._layouts)
         if opened is None:  # the loop fetches again what is wrong
             self._loop.call(partial(self._receive_pool.free_share, owner))
             return
@@ -238,7 +240,7 @@ def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get_state: GetState) ->
 
 
 def _open(
-    payload: memoryview, get_state: GetState, target: InlineTarget | None
+    payload: memoryview, get_state: GetState, target: InlineTarget | None, layouts: LayoutCache
 ) -> tuple[Region, Manifest | None, bool] | None:
     """Return memory with the payload, its manifest if decoded, and whether each byte was compared.
 
@@ -253,7 +255,7 @@ def _open(
         return region, None, False
     manifest: Manifest | None = None
     with contextlib.suppress(WireError, VersionError):
-        decoded = Manifest.decode(payload)
+        decoded = layouts.decode(payload)
         verify(decoded, region)
         manifest = decoded
     return None if manifest is None else (region, manifest, manifest.is_covered)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import ChunkOf
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
+    from omni_kvlink.payload.layouts import LayoutCache
 
 
 class SessionResources(NamedTuple):
@@ -64,6 +65,7 @@ class SessionResources(NamedTuple):
     context: zmq.Context[Any]
     loop: EventLoop
     receive_pool: ReceivePool
+    layouts: LayoutCache
     counters: Counter[str]
 
 
@@ -79,14 +81,19 @@ class ControlSession(Session):
 
     def __init__(self, resources: SessionResources):
         self._address, self._credentials, self._context, self._loop = resources[:4]
-        self._receive_pool, self._counters = resources.receive_pool, resources.counters
+        self._receive_pool, self._layouts, self._counters = resources[4:]
         self._url = self._address.url
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
         self.get_table = GetTable(self.send, self._post_release, self.send_all)
         self._inline_receiver = InlineReceiver(
-            self._loop, self.get_table, self._receive_pool, self._counters, self._fetching
+            self._loop,
+            self.get_table,
+            self._receive_pool,
+            self._layouts,
+            self._counters,
+            self._fetching,
         )
         self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
@@ -346,6 +353,7 @@ class ControlSession(Session):
             inline_bytes,
             chunk,
             self._counters,
+            self._layouts,
         )
         self._inbound_transfers[offer.get_id] = inbound
         if fault_points.enabled:

@@ -11,12 +11,14 @@ from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError, TransferFailed, WireError
 from omni_kvlink.memory.ownership import Finalizer
 from omni_kvlink.memory.region import LOST, Region
-from omni_kvlink.payload.manifest import KnownHeader, header_bytes, read_header
+from omni_kvlink.payload.layouts import KnownHeader
+from omni_kvlink.payload.manifest import header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.protocol.progress import Progress
+    from omni_kvlink.payload.layouts import LayoutCache
     from omni_kvlink.payload.manifest import Manifest
 
 T = TypeVar("T")
@@ -147,17 +149,18 @@ class Delivery:
             raise ClosedError(f"payload {self.key!r}: {LOST}; get it in this process")
         return region
 
-    def open_manifest(self, region: Region) -> Manifest:
+    def open_manifest(self, region: Region, layouts: LayoutCache) -> Manifest:
         """Return the manifest of what was requested; WireError if it is another payload's."""
-        header = self.open_header(region)
+        header = self.open_header(region, layouts)
         return header.manifest() if isinstance(header, KnownHeader) else header
 
-    def open_header(self, region: Region) -> Manifest | KnownHeader:
+    def open_header(self, region: Region, layouts: LayoutCache) -> Manifest | KnownHeader:
         """Return the header of what was requested; WireError if it is another payload's."""
         header: Manifest | KnownHeader | None = self.manifest
         if header is None:
             head, self._head = self._head, None
-            header = read_header(self.draft or head or header_bytes(region), region.nbytes)
+            text = self.draft or head or header_bytes(region)
+            header = layouts.read_header(text, region.nbytes)
         if header.request_id != self.key:
             raise WireError(f"requested {self.key!r}, the payload says it is {header.request_id!r}")
         return header

@@ -14,7 +14,7 @@ from omni_kvlink.connectors.runtime.receive_pool import ReceivePool, Span, copy_
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError
 from omni_kvlink.payload.digests import ArrivingDigests, mismatch, verify
 from omni_kvlink.payload.format import ALIGN, MAX_HEADER, MAX_TENSORS
-from omni_kvlink.payload.manifest import Manifest, header_bytes
+from omni_kvlink.payload.manifest import header_bytes
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.digests import Piece
-    from omni_kvlink.payload.manifest import TensorSpec
+    from omni_kvlink.payload.layouts import LayoutCache
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 _WHOLE, _TENSOR = "whole", "tensor"
 Label: TypeAlias = "str | Layer"
@@ -57,6 +58,7 @@ class InboundTransfer:
         inline_bytes: bytes,
         chunk: int,
         counters: Counter[str],
+        layouts: LayoutCache,
     ):
         self.key, self.offer, self.streamed = get_state.key, offer, get_state.streamed
         self.verify, self._counters = get_state.verify, counters
@@ -65,7 +67,7 @@ class InboundTransfer:
         assert get_state.ready is not None
         self.ready = get_state.ready
         self._receive_pool, self._fetch_more = receive_pool, fetch_more
-        self._lease = lease
+        self._lease, self._layouts = lease, layouts
         self._inline_bytes = inline_bytes
         self._block: Block | None = None
         self._region: Region | None = None
@@ -157,7 +159,7 @@ class InboundTransfer:
         part.write(0, inline_bytes)
         if self.verify:
             try:
-                manifest = Manifest.decode(inline_bytes)
+                manifest = self._layouts.decode(inline_bytes)
                 verify(manifest, part)
             except (WireError, VersionError):
                 return False
@@ -360,7 +362,7 @@ class InboundTransfer:
         assert self._region is not None
         try:
             header = header_bytes(self._region, start, stop)
-            return Manifest.decode(header, self.offer.location.nbytes)
+            return self._layouts.decode(header, self.offer.location.nbytes)
         except VersionError as error:
             self._reject(error)
         except WireError as error:

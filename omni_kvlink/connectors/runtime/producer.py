@@ -259,9 +259,9 @@ class PooledProducer(Producer):
         """
         pairs = [*zip(transfers, requests, strict=True)]
         pooled = [transfer for transfer in transfers if not transfer.inline]
-        total = sum(request.nbytes for transfer, request in pairs if not transfer.inline)
-        if len(pooled) > 1 and total > self._options.quota:
-            text = f"{len(pooled)} payloads of {total} bytes never fit together into a quota of "
+        total = sum(request.nbytes for request in requests)  # packed ones have a part of the quota
+        if len(requests) > 1 and total > self._options.quota:
+            text = f"{len(requests)} payloads of {total} bytes never fit together into a quota of "
             text += f"{self._options.quota}: put fewer at once, or raise quota="
             raise CapacityError(text, requested=total, free=self._options.quota)
         try:
@@ -271,7 +271,7 @@ class PooledProducer(Producer):
                 text = f"another put_many waited for memory for all of {waited}"
                 raise CapacityError(text, requested=total)
             with self.lock:
-                self._coalesce(partial(self.transfers.reserve, pooled))
+                self._coalesce(partial(self.transfers.reserve, transfers))
             for transfer, request in pairs:
                 if transfer.inline:
                     leases.append(PackedLease(transfer, self._abort))

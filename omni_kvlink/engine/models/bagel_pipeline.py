@@ -50,6 +50,7 @@ class _PreparedRequest:
     request: OmniDiffusionRequest
     contexts: BagelContexts
     noise: list[Tensor]
+    params: DenoiseParams
 
     @property
     def key(self) -> str:
@@ -124,15 +125,14 @@ class OmniBagelPipeline(BagelPipeline):
         jobs: list[_PreparedRequest] = []
         for request in batch:
             try:
-                params = denoise_params(request.sampling_params)
-                jobs.append(self._prepare(request, params))
+                jobs.append(self._prepare(request, denoise_params(request.sampling_params)))
             except Exception as error:  # noqa: PERF203 - each request has its own error
                 outputs[request.request_id] = _failed(request.request_id, error)
         self._settle(outputs)
         jobs = [job for job in jobs if job.key not in outputs]
         for shape in dict.fromkeys(job.contexts.image_shape for job in jobs):
             group = [job for job in jobs if job.contexts.image_shape == shape]
-            denoised = self._denoise(group, params)
+            denoised = self._denoise(group)
             self._settle(denoised)
             outputs.update(denoised)
         self._last = jobs[-1].contexts if jobs else None
@@ -203,11 +203,10 @@ class OmniBagelPipeline(BagelPipeline):
         else:
             noise = list(params.latents.float().unbind())
         self.check_request(contexts, noise[0], denoise)
-        return _PreparedRequest(request, contexts, noise)
+        return _PreparedRequest(request, contexts, noise, denoise)
 
-    def _denoise(
-        self, jobs: Sequence[_PreparedRequest], params: DenoiseParams
-    ) -> dict[str, DiffusionOutput]:
+    def _denoise(self, jobs: Sequence[_PreparedRequest]) -> dict[str, DiffusionOutput]:
+        params = jobs[0].params  # a batch has the same ones
         rows = [(job.contexts, noise) for job in jobs for noise in job.noise]
 
         def on_step(done: int, total: int) -> None:

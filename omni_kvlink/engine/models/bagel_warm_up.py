@@ -45,9 +45,11 @@ def _generate(pipeline: BagelPipeline, contexts: BagelContexts, batches: Iterabl
     noise = torch.zeros_like(pipeline.initial_noise(contexts.image_shape, torch.Generator()))
     hooks, pipeline.hooks = pipeline.hooks, DenoiseHooks()
     try:
-        for count in batches:
-            latents = pipeline.denoise_batch([contexts] * count, [noise] * count, _PARAMS)
-        pipeline.decode(latents[0])
+        latents = [
+            pipeline.denoise_batch([contexts] * count, [noise] * count, _PARAMS)
+            for count in batches
+        ]
+        pipeline.decode(latents[-1][0])
     finally:
         pipeline.hooks = hooks
 

@@ -8,7 +8,6 @@ restores all else itself, so that the result is what it would make of the data w
 from __future__ import annotations
 
 import functools
-import itertools
 import secrets
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -81,12 +80,13 @@ def take_out(data: Any, serializer: Serializer) -> tuple[bytes, list[torch.Tenso
 
     Data that look like a placeholder are not mistaken for one: the token is only in placeholders.
     """
-    for token in itertools.chain([TOKEN], iter(lambda: secrets.token_hex(8), "")):
+    token = TOKEN
+    while True:
         taken = TakenTensors(token)
         packed = serializer.encode(data, taken)
         if not taken.tensors or packed.count(token.encode()) == len(taken.tensors):
-            break
-    return packed, taken.tensors, token
+            return packed, taken.tensors, token
+        token = secrets.token_hex(8)
 
 
 def put_back(

@@ -28,7 +28,7 @@ from omni_kvlink.errors import CapacityError, IntegrityError, SchemaError, WireE
 from omni_kvlink.lowlevel import begin_get, open_stream
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import header as headers
-from omni_kvlink.payload import manifest as manifests
+from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.testing.caches import Recipe
@@ -239,18 +239,16 @@ def test_a_draft_is_copied_before_it_is_decoded(ends: tuple[KVProducer, KVConsum
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_another_payload_than_was_requested(
-    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
+def test_another_payload_than_was_requested(outcomes: Outcomes, known: bool) -> None:
     other = TensorTransferData("other", {"a": torch.zeros(3)})
     payload = TorchCopier().pack(other.tensors(), other.plan())
     region = Region.copy_of(memoryview(payload))
     delivery = Delivery("k", region, NotedLease(outcomes))
-    monkeypatch.setattr(manifests, "_received", ())
+    layouts = LayoutCache()
     if known:
-        Manifest.decode(payload)
+        layouts.decode(payload)
     with pytest.raises(WireError, match="requested 'k', the payload says it is 'other'"):
-        delivery.open_header(region)
+        delivery.open_header(region, layouts)
 
 
 def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +262,6 @@ def test_a_header_is_copied_before_it_is_checked(monkeypatch: pytest.MonkeyPatch
         peer_memory[:] = b"x" * len(peer_memory)
         return decode(text, decoder)
 
-    monkeypatch.setattr(manifests, "_received", ())
     monkeypatch.setattr(headers, "_decode", overwrite_first)
     assert Manifest.decode(memoryview(peer_memory), plan.nbytes) == plan
     assert looks
