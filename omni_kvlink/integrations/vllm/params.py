@@ -20,7 +20,7 @@ MAX_READERS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class TransferParams:
-    """What one request wants from the connector; with an `error`, it cannot have it."""
+    """The transfers that one request asks for; with an `error`, it cannot have them."""
 
     sends: bool = False
     fetches: bool = False
@@ -35,20 +35,20 @@ class TransferParams:
     @classmethod
     def read(cls, request: Request, *, produces: bool, consumes: bool) -> TransferParams:
         """Read a request's params, for an engine of these roles; never raises."""
-        given = request.kv_transfer_params
-        if given is None:
+        params = request.kv_transfer_params
+        if params is None:
             return cls()
-        if not isinstance(given, Mapping):
-            return cls(produces, consumes, error=_wrong("kv_transfer_params", given, "an object"))
+        if not isinstance(params, Mapping):
+            return cls(produces, consumes, error=_wrong("kv_transfer_params", params, "an object"))
         errors: list[str] = []
-        sends = produces and _flag(given, SEND, errors)
-        fetches = consumes and _flag(given, FETCH, errors)
+        sends = produces and _flag(params, SEND, errors)
+        fetches = consumes and _flag(params, FETCH, errors)
         if not (sends or fetches):
             return cls()
         names = ("transfer_id", "remote_url", "readers")
         defaults = (request.request_id, "", 1)
         key, url, readers = (
-            default if given.get(name) is None else given[name]
+            default if params.get(name) is None else params[name]
             for name, default in zip(names, defaults, strict=True)
         )
         try:
@@ -64,9 +64,9 @@ class TransferParams:
             errors.append(_wrong("readers", readers, f"an integer from 1 to {MAX_READERS}"))
             readers = 0
         earlier, tokens = None, 0
-        if sends and consumes and not fetches and given.get("remote_num_tokens"):
+        if sends and consumes and not fetches and params.get("remote_num_tokens"):
             fetches = True
-            earlier, tokens = _earlier(given, request.num_prompt_tokens, errors)
+            earlier, tokens = _earlier(params, request.num_prompt_tokens, errors)
         return cls(sends, fetches, key, url, readers, earlier, tokens, "; ".join(errors))
 
     @property
@@ -80,10 +80,10 @@ class TransferParams:
         return self.readers if self.earlier is None else 1
 
 
-def _earlier(given: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
+def _earlier(params: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
     """The key and the tokens of the earlier turn's cache that a prompt begins with."""
-    key: Any = given.get("remote_request_id")
-    tokens: Any = given["remote_num_tokens"]
+    key: Any = params.get("remote_request_id")
+    tokens: Any = params["remote_num_tokens"]
     try:
         key = check_request_id(key)
     except SchemaError:
@@ -96,9 +96,9 @@ def _earlier(given: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[
     return key, tokens
 
 
-def _flag(given: Mapping[Any, Any], name: str, errors: list[str]) -> bool:
+def _flag(params: Mapping[Any, Any], name: str, errors: list[str]) -> bool:
     """Return whether a flag is set. Another value than a boolean is an error, and counts as set."""
-    value = given.get(name)
+    value = params.get(name)
     if not isinstance(value, (bool, type(None))):
         errors.append(_wrong(name, value, "true or false"))
     return value not in (None, False)
