@@ -101,7 +101,7 @@ def _state(files: Sequence[Path]) -> list[tuple[int, int, int]]:
 
 def _unknown(adapter: LoRARequest, reason: str) -> SchemaError:
     return SchemaError(
-        f"the files of the adapter {adapter.lora_name!r:.100} at {adapter.lora_path!r:.200} {reason}"
-        "; load its weights under another path, or name them in the setting adapters, as "
+        f"the files of the adapter {adapter.lora_name!r:.100} at {adapter.lora_path!r:.200} "
+        f"{reason}; load its weights under another path, or name them in the setting adapters, as "
         f'{{"{adapter.lora_name:.100}": "…"}}, equal on both sides'
     )

@@ -31,8 +31,8 @@ class PeerPattern:
     """
 
     def __init__(self, entry: str):
-        scheme, separator, path = entry.partition("://") if isinstance(entry, str) else ("", "", "")
-        address, mark, options = path.partition("?")
+        scheme, separator, tail = entry.partition("://") if isinstance(entry, str) else ("", "", "")
+        address, mark, options = tail.partition("?")
         if not (scheme and separator and address) or "*" in scheme + options:
             raise SchemaError(
                 f"peers: {entry!r:.200} is neither a URL, such as shm://prefill-0, nor one with * "

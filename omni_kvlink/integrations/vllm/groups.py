@@ -172,12 +172,12 @@ def present(table: Sequence[int], blocks: range) -> range:
 
 
 def _parts(group: CacheGroup, prefix: int, position: int) -> dict[str, range]:
-    needed = group.blocks(position)
+    blocks = group.blocks(position)
     if group.is_state:
-        return {LAST: needed}
+        return {LAST: blocks}
     head, border = group.blocks(prefix), prefix // group.block_size
-    last = range(min(needed.stop, max(needed.start, border)), needed.stop)
-    return {name: blocks for name, blocks in ((HEAD, head), (LAST, last)) if blocks}
+    last = range(min(blocks.stop, max(blocks.start, border)), blocks.stop)
+    return {name: part for name, part in ((HEAD, head), (LAST, last)) if part}
 
 
 def _group(spec: Any, table: int, layers: list[str]) -> CacheGroup:

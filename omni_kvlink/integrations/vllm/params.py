@@ -27,7 +27,7 @@ class TransferParams:
     key: str = ""  # of the cache that is sent, or of the one that is loaded; "" if it is wrong
     url: str = ""  # the producer's; "" if none is named
     readers: int = 1  # 0 if it is wrong
-    earlier: str | None = None  # the key of an earlier turn's cache, if that is loaded
+    turn_key: str | None = None  # the key of an earlier turn's cache, if that is loaded
     tokens: int = 0  # the leading tokens that it has
     error: str = ""  # which field is wrong, and what it must be
     adapter: str = ""  # the identity of the request's adapter
@@ -63,24 +63,24 @@ class TransferParams:
         if type(readers) is not int or not 1 <= readers <= MAX_READERS:
             errors.append(_wrong("readers", readers, f"an integer from 1 to {MAX_READERS}"))
             readers = 0
-        earlier, tokens = None, 0
+        turn_key, tokens = None, 0
         if sends and consumes and not fetches and params.get("remote_num_tokens"):
             fetches = True
-            earlier, tokens = _earlier(params, request.num_prompt_tokens, errors)
-        return cls(sends, fetches, key, url, readers, earlier, tokens, "; ".join(errors))
+            turn_key, tokens = _turn(params, request.num_prompt_tokens, errors)
+        return cls(sends, fetches, key, url, readers, turn_key, tokens, "; ".join(errors))
 
     @property
     def source(self) -> str:
         """The key of the cache that is loaded."""
-        return self.key if self.earlier is None else self.earlier
+        return self.key if self.turn_key is None else self.turn_key
 
     @property
     def source_readers(self) -> int:
         """The number of requests that load it; an earlier turn's cache has one."""
-        return self.readers if self.earlier is None else 1
+        return self.readers if self.turn_key is None else 1
 
 
-def _earlier(params: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
+def _turn(params: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
     """The key and the tokens of the earlier turn's cache that a prompt begins with."""
     key: Any = params.get("remote_request_id")
     tokens: Any = params["remote_num_tokens"]

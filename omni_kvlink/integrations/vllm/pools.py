@@ -64,7 +64,7 @@ class GroupFormat:
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """The format of an engine's blocks; sent with each cache, and equal on both sides."""
+    """The format to read an engine's blocks by; sent with each cache, and equal on both sides."""
 
     vllm: str  # vLLM's version; it decides the layout inside a block
     model: str  # the name of the weights
@@ -273,10 +273,10 @@ class Pools:
                 raise SchemaError(f"{peer} computed {key!r} from another prompt: other {wrong}")
         self._check_rows(manifest, peer)
         for group, blocks in enumerate(self.needed(load)):
-            sent = {number for part in self.received(manifest)[group].values() for number in part}
-            if self.pools[group] and not sent.issuperset(blocks):
+            numbers = {n for part in self.received(manifest)[group].values() for n in part}
+            if self.pools[group] and not numbers.issuperset(blocks):
                 raise SchemaError(
-                    f"{peer} sent the blocks {sorted(sent)} of group {group}, and {blocks} are "
+                    f"{peer} sent the blocks {sorted(numbers)} of group {group}, and {blocks} are "
                     'needed: the last forward pass of its prefill began behind them; set "load": '
                     '"async", or prefill in larger chunks (max_num_batched_tokens)'
                 )
