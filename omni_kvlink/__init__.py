@@ -125,9 +125,9 @@ if not TYPE_CHECKING:  # a type checker knows the names of the block above, and 
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            found = getattr(_import_module(f"omni_kvlink.{_HOMES[name]}"), name)
-            globals()[name] = found
-            return found
+            value = getattr(_import_module(f"omni_kvlink.{_HOMES[name]}"), name)
+            globals()[name] = value
+            return value
         if name in _REMOVED:
             # Not AttributeError, whose text `from omni_kvlink import name` would replace.
             raise ImportError(f"omni_kvlink.{name} was removed: use omni_kvlink.{_REMOVED[name]}")

@@ -134,18 +134,18 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
             with contextlib.suppress(PeerLostError):  # the connection ends at this moment
                 begin(0.0)
                 return
-        begun = asyncio.ensure_future(run_in_thread(partial(begin, timeout)))
+        task = asyncio.ensure_future(run_in_thread(partial(begin, timeout)))
         try:
-            await asyncio.wait([begun], timeout=timeout)
+            await asyncio.wait([task], timeout=timeout)
         finally:
-            begun.cancel()
-        if not begun.done():
+            task.cancel()
+        if not task.done():  # the cancel takes effect only once the loop runs
             raise TransferTimeout(
                 f"{self.link.url}: no connection after {format_seconds(timeout)}",
                 waited=timeout,
                 phase="connecting",
             )
-        begun.result()
+        task.result()
 
 
 class AsyncReceivedStream:
@@ -232,9 +232,9 @@ class AsyncChunkStream:
         limit = self.stream.timeout if timeout is None else check_timeout(timeout)
         deadline = time.monotonic() + limit
         if self.stream.count is None:
-            following = self.stream.when_next()
-            await _wait_for(following, limit)
-            if following.done() and isinstance(following.exception(), StreamEnded):
+            next_chunk = self.stream.when_next()
+            await _wait_for(next_chunk, limit)
+            if next_chunk.done() and isinstance(next_chunk.exception(), StreamEnded):
                 await _wait_for(self.stream.when_whole(), max(0.0, deadline - time.monotonic()))
         return self.stream.receive(timeout=0.0)
 

@@ -35,7 +35,7 @@ def run_in_thread(call: Callable[[], T]) -> Coroutine[Any, Any, T]:
 
 async def _in_thread(call: Callable[[], T]) -> T:
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
+    future.set_running_or_notify_cancel()  # then a cancelled task cannot cancel it
     run = partial(contextvars.copy_context().run, _complete, future, call)
     start_detached(run)
     return await asyncio.wrap_future(future)
@@ -57,8 +57,8 @@ def in_thread(
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
-        below: Callable[P, T] = getattr(getattr(self, attribute), method.__name__)
-        return run_in_thread(partial(below, *args, **kwargs))
+        bound_method: Callable[P, T] = getattr(getattr(self, attribute), method.__name__)
+        return run_in_thread(partial(bound_method, *args, **kwargs))
 
     return call
 

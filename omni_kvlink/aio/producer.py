@@ -70,18 +70,18 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
         """`Receipt.wait`; holds no thread."""
         limit, loop = check_timeout(timeout), asyncio.get_running_loop()
-        ended = loop.create_future()
+        end = loop.create_future()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
-                loop.call_soon_threadsafe(ended.cancel)
+                loop.call_soon_threadsafe(end.cancel)  # set_result would raise after the wait
 
         receipt.add_done_callback(wake)
         try:
-            await asyncio.wait([ended], timeout=limit)
+            await asyncio.wait([end], timeout=limit)
         finally:
             receipt.remove_done_callback(wake)
-            ended.cancel()
+            end.cancel()
         receipt.check(waited=timeout)
 
     def fail(self, request_id: str, reason: str) -> None:
@@ -113,11 +113,11 @@ class _AsyncStream(Generic[S]):
         return await asyncio.shield(run_in_thread(self.out.commit))
 
     async def __aenter__(self) -> Self:
-        beginning = asyncio.ensure_future(run_in_thread(self._begin))
+        task = asyncio.ensure_future(run_in_thread(self._begin))
         try:
-            self.out = await asyncio.shield(beginning)
+            self.out = await asyncio.shield(task)
         except asyncio.CancelledError:
-            beginning.add_done_callback(_fail)
+            task.add_done_callback(_fail)
             raise
         return self
 
@@ -147,7 +147,7 @@ class AsyncAppendStream(_AsyncStream[AppendStream]):
     append_requests = in_thread("out", AppendStream.append_requests)
 
 
-def _fail(beginning: asyncio.Task[Any]) -> None:
+def _fail(task: asyncio.Task[Any]) -> None:
     """Fail a stream whose task was cancelled before it got it."""
-    if not beginning.cancelled() and beginning.exception() is None:
-        beginning.result().fail("its writer was cancelled")
+    if not task.cancelled() and task.exception() is None:
+        task.result().fail("its writer was cancelled")

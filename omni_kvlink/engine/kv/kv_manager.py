@@ -235,7 +235,7 @@ class DiffusionKVManager:
         return KVState.ABSENT if entry is None else entry.state
 
     def error(self, request_id: str) -> Exception | None:
-        """Why a request's receive failed; None if it did not."""
+        """The error of a request's receive; None if it has not failed."""
         entry = self._entries.get(request_id)
         return None if entry is None else entry.error
 
@@ -244,7 +244,7 @@ class DiffusionKVManager:
         return self._budget.reserved.get(request_id, 0)
 
     def next_deadline(self) -> float | None:
-        """When the next receive times out, in monotonic seconds; None if none is pending."""
+        """The next deadline of a receive, in monotonic seconds; None if none is pending."""
         with self._changed:
             deadline = min((entry.deadline for entry in self._entries.values()), default=math.inf)
         return None if deadline == math.inf else deadline

@@ -52,9 +52,9 @@ def register() -> None:
 def _register(name: str) -> None:
     _, module, factory = _CONNECTORS[name]
     try:
-        found = getattr(importlib.import_module(module), factory)
-        if name not in found._registry:
-            found.register_connector(name, __name__, name)
+        factory_class = getattr(importlib.import_module(module), factory)
+        if name not in factory_class._registry:
+            factory_class.register_connector(name, __name__, name)
     except Exception as error:
         log.warning("%s is not registered with vLLM: %s (docs/vllm.md)", name, str(error))
 

@@ -1,4 +1,4 @@
-"""Which weights an adapter (LoRA) has, in words that mean the same in another engine."""
+"""The identity of an adapter's (LoRA's) weights, which means the same in another engine."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class AdapterIdentities:
         lora: Any = vllm_config.lora_config
         modules = sorted(getattr(lora, "target_modules", None) or ())
         self._options = [str(getattr(lora, "lora_dtype", "")), modules]
-        self._known: dict[tuple[str, str, int], _Adapter] = {}
+        self._adapters: dict[tuple[str, str, int], _Adapter] = {}
 
-    def of(self, adapter: LoRARequest | None) -> str:
+    def identify(self, adapter: LoRARequest | None) -> str:
         """The identity of an adapter in this engine; "" for None.
 
         Reads the files of an adapter that it does not know; blocks meanwhile.
@@ -64,14 +64,14 @@ class AdapterIdentities:
     def _digest(self, adapter: LoRARequest) -> str:
         key = adapter.lora_name, adapter.lora_path, adapter.lora_int_id
         try:
-            known = self._known.get(key) or _read(adapter)
-            state = _state(known.files)
+            record = self._adapters.get(key) or _read(adapter)
+            state = _state(record.files)
         except Exception as error:
             raise _unknown(adapter, f"cannot be read: {error}") from error
-        if state != known.state:  # and vLLM may have loaded either
+        if state != record.state:  # and vLLM may have loaded either
             raise _unknown(adapter, "have changed since they were first used")
-        self._known[key] = known
-        return known.digest
+        self._adapters[key] = record
+        return record.digest
 
 
 def _read(adapter: LoRARequest) -> _Adapter:
@@ -87,21 +87,21 @@ def _read(adapter: LoRARequest) -> _Adapter:
     state, digest = _state(files), hashlib.sha256()
     for file, (size, *_) in zip(files, state, strict=True):
         digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            while chunk := opened.read(_CHUNK):
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
     return _Adapter(files, state, digest.hexdigest())
 
 
 def _state(files: Sequence[Path]) -> list[tuple[int, int, int]]:
-    """Of each file its size, and what changes with its content."""
-    found = [file.stat() for file in files]
-    return [(each.st_size, each.st_mtime_ns, each.st_ino) for each in found]
+    """The size of each file, and what changes with its content."""
+    stats = [file.stat() for file in files]
+    return [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
 
-def _unknown(adapter: LoRARequest, why: str) -> SchemaError:
+def _unknown(adapter: LoRARequest, reason: str) -> SchemaError:
     return SchemaError(
-        f"the files of the adapter {adapter.lora_name!r:.100} at {adapter.lora_path!r:.200} {why}; "
-        "load its weights under another path, or name them in the setting adapters, as "
+        f"the files of the adapter {adapter.lora_name!r:.100} at {adapter.lora_path!r:.200} "
+        f"{reason}; load its weights under another path, or name them in the setting adapters, as "
         f'{{"{adapter.lora_name:.100}": "…"}}, equal on both sides'
     )

@@ -1,4 +1,4 @@
-"""Which producers a consumer may read from: URLs, patterns of URLs, and a file of both."""
+"""The producers that a consumer may read from: URLs, patterns of URLs, and a file of both."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class PeerPattern:
     """
 
     def __init__(self, entry: str):
-        scheme, separator, rest = entry.partition("://") if isinstance(entry, str) else ("", "", "")
-        address, mark, options = rest.partition("?")
+        scheme, separator, tail = entry.partition("://") if isinstance(entry, str) else ("", "", "")
+        address, mark, options = tail.partition("?")
         if not (scheme and separator and address) or "*" in scheme + options:
             raise SchemaError(
                 f"peers: {entry!r:.200} is neither a URL, such as shm://prefill-0, nor one with * "
@@ -40,8 +40,8 @@ class PeerPattern:
             )
         self.entry, self.is_wild = entry, "*" in address
         LinkUrl().read(entry, "peers")  # its connector, and its options
-        before, after = re.escape(scheme + separator), re.escape(mark + options)
-        self._expression = re.compile(before + _address_expression(address) + after)
+        prefix, suffix = re.escape(scheme + separator), re.escape(mark + options)
+        self._expression = re.compile(prefix + _address_expression(address) + suffix)
 
     def matches(self, url: str) -> bool:
         """Whether a URL is the entry's, or one of those that the entry stands for."""
@@ -116,12 +116,12 @@ class AllowedPeers:
             log.warning("%s; its last entries stay valid", str(error))
 
     def _stat(self) -> tuple[int, ...]:
-        """What changes with the file; empty if it is not there."""
+        """The file's identity, size and times; empty if it is not there."""
         try:
-            found = os.stat(self._file)
+            stat = os.stat(self._file)
         except OSError:
             return ()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
     def _read(self) -> list[PeerPattern]:
         try:

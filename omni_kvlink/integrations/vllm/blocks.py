@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BlockShape:
-    """What one block of a layer holds, as its spec says; equal on both sides of a transfer.
+    """The dimensions of one block of a layer, as its spec has them; equal on both sides.
 
     Scales that are computed per token lie in the content, so that they are sent with it.
     """
@@ -35,16 +35,16 @@ class BlockShape:
             SchemaError: the pool is not `[blocks, heads, states, content]` as the spec has it.
         """
         ratio = cache.shape[0] // num_blocks
-        here = (*cache.shape[:-1], cache.shape[-1] * cache.element_size())
+        shape = (*cache.shape[:-1], cache.shape[-1] * cache.element_size())
         divides = ratio and spec.block_size % ratio == 0
         kernel_block = spec.block_size // ratio if divides else spec.block_size
-        there: Any = compute_layer_kv_cache_shape_bytes(spec, num_blocks, kernel_block)
-        if here != there:
+        expected: Any = compute_layer_kv_cache_shape_bytes(spec, num_blocks, kernel_block)
+        if shape != expected:
             raise SchemaError(
                 f"layer {name}: a pool {list(cache.shape)} of {cache.dtype}; its "
-                f"{type(spec).__name__} of {num_blocks} blocks has {list(there)} bytes"
+                f"{type(spec).__name__} of {num_blocks} blocks has {list(expected)} bytes"
             )
-        return cls(ratio, *there[1:])
+        return cls(ratio, *expected[1:])
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ def _pieces(grouped: torch.Tensor, name: str) -> tuple[int, list[tuple[int, int]
 def _is_disjoint(dims: list[tuple[int, int]], run: int) -> bool:
     """Whether no two pieces of `run` bytes at these strides share a byte."""
     reach = run
-    for stride, length in sorted(dims):
+    for stride, length in sorted(dims):  # each steps over all that the smaller strides reach
         if stride < reach and length > 1:
             return False
         reach += (length - 1) * stride

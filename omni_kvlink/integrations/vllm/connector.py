@@ -159,7 +159,7 @@ class OmniKVLinkConnector(SchedulerCalls):
         return sent, self._loader.finished()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, with the failed loads that their blocks cannot tell."""
+        """The results of `get_finished`, with the failed loads that their blocks cannot tell."""
         results = super().get_transfer_results(finished_req_ids)
         if self._loader is not None:
             results.failed_recving = self._loader.take_failed()

@@ -33,7 +33,7 @@ class PoolDevice:
         self.record()  # the first one sets up the device, which allocates on it
 
     def record(self) -> StreamEvents | None:
-        """What the calling thread's current stream holds now; None in host memory.
+        """Record what the calling thread's current stream holds now; None in host memory.
 
         Another thread's copies can follow it: it has current streams of its own.
         """
@@ -52,11 +52,11 @@ def name_of(pool: torch.Tensor) -> str:
 
 def link_options(options: Mapping[str, Any], pools: Iterable[torch.Tensor]) -> dict[str, Any]:
     """Options of a link, with the pools' device for `"device": "auto"`; none in host memory."""
-    found = dict(options)
-    if found.get("device") == "auto":
+    values = dict(options)
+    if values.get("device") == "auto":
         names = {name_of(pool) for pool in pools if is_on_device(pool)}
-        found["device"] = names.pop() if len(names) == 1 else ""
-    return found
+        values["device"] = names.pop() if len(names) == 1 else ""
+    return values
 
 
 def log_path(link: KVProducer | KVConsumer, options: Mapping[str, Any]) -> None:

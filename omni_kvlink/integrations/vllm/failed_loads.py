@@ -1,4 +1,4 @@
-"""What the ranks of an engine report to its scheduler: the loads that failed."""
+"""The report of an engine's ranks to its scheduler: the loads that failed."""
 
 from __future__ import annotations
 

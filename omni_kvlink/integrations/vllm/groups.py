@@ -58,7 +58,7 @@ class CacheGroup:
         return not (self.is_state or self.window or self.chunk)
 
     def skipped(self, position: int) -> int:
-        """How many of the first tokens are not needed to compute from `position` on."""
+        """The number of first tokens that are not needed to compute from `position` on."""
         if self.is_state:
             return max(0, position - 1)  # the state after the last one
         if self.chunk:
@@ -94,10 +94,10 @@ class CacheGroups:
         """
         tables = kv_cache_config.kv_cache_groups
         groups: list[CacheGroup] = []
-        for table, each in enumerate(tables):
+        for table, vllm_group in enumerate(tables):
             by_spec: dict[Any, list[str]] = {}
-            for name in each.layer_names or [""]:  # a rank may have no layer of a group
-                by_spec.setdefault(spec_of(each.kv_cache_spec, name), []).append(name)
+            for name in vllm_group.layer_names or [""]:  # a rank may have no layer of a group
+                by_spec.setdefault(spec_of(vllm_group.kv_cache_spec, name), []).append(name)
             groups += [_group(spec, table, layers) for spec, layers in by_spec.items()]
         return cls(tuple(groups), len(tables))
 
@@ -137,20 +137,20 @@ class CacheGroups:
         return tokens if self.is_whole else max(1, tokens - 1)
 
     def sent(self, tokens: int) -> list[dict[str, range]]:
-        """For each group the numbers of the blocks to send, by part: for either kind of load."""
+        """The numbers of the blocks to send for either kind of load, of each group, by part."""
         prefix, position = self.prefix(tokens), self.position(tokens, is_async=True)
         return [_parts(group, prefix, position) for group in self.groups]
 
     def needed(self, tokens: int, *, is_async: bool, local: int) -> list[range]:
-        """For each group the numbers of the blocks that a load fills.
+        """The numbers of the blocks that a load fills, of each group.
 
         `local` tokens are in the local prefix cache already.
         """
         position = self.position(tokens, is_async=is_async)
         ranges = ((group, group.blocks(position)) for group in self.groups)
         return [
-            range(min(each.stop, max(each.start, local // group.block_size)), each.stop)
-            for group, each in ranges
+            range(min(blocks.stop, max(blocks.start, local // group.block_size)), blocks.stop)
+            for group, blocks in ranges
         ]
 
 
@@ -161,7 +161,7 @@ def spec_of(spec: Any, layer: str) -> Any:
 
 
 def present(table: Sequence[int], blocks: range) -> range:
-    """Those of these blocks of a block table that are there: the last ones, without a gap.
+    """The blocks of a range that a block table has: the last ones, without a gap.
 
     A producer may have freed the first blocks of a window before its last forward pass.
     """
@@ -172,12 +172,12 @@ def present(table: Sequence[int], blocks: range) -> range:
 
 
 def _parts(group: CacheGroup, prefix: int, position: int) -> dict[str, range]:
-    whole = group.blocks(position)
+    blocks = group.blocks(position)
     if group.is_state:
-        return {LAST: whole}
+        return {LAST: blocks}
     head, border = group.blocks(prefix), prefix // group.block_size
-    last = range(min(whole.stop, max(whole.start, border)), whole.stop)
-    return {name: blocks for name, blocks in ((HEAD, head), (LAST, last)) if blocks}
+    last = range(min(blocks.stop, max(blocks.start, border)), blocks.stop)
+    return {name: part for name, part in ((HEAD, head), (LAST, last)) if part}
 
 
 def _group(spec: Any, table: int, layers: list[str]) -> CacheGroup:

@@ -53,10 +53,10 @@ class HeadPools:
         """KV heads of the whole model, the same in each group; 1 where a rank has all of it."""
         if self.peer_tp in (0, self.rank.tp_size):
             return 1
-        found = {self._heads_of(group) for group in self.pools.format.groups}
-        if len(found) != 1:
-            raise self._error(f"its groups have {sorted(found)} KV heads")
-        return found.pop()
+        counts = {self._heads_of(group) for group in self.pools.format.groups}
+        if len(counts) != 1:
+            raise self._error(f"its groups have {sorted(counts)} KV heads")
+        return counts.pop()
 
     def _heads_of(self, group: GroupFormat) -> int:
         if group.state:
@@ -71,7 +71,7 @@ class HeadPools:
         if part.heads is None:
             return dataclasses.replace(self.pools, part=part)
         shard = shard_of(self.rank.tp_rank, self.rank.tp_size, heads=self._heads())
-        start, stop = (head - shard.heads[0] for head in part.heads)
+        start, stop = (head - shard.heads[0] for head in part.heads)  # within this rank
         pools = [
             {name: self._view(group, name)[:, :, start:stop] for name in layers}
             for group, layers in zip(self.pools.format.groups, self.pools.pools, strict=True)
@@ -99,10 +99,10 @@ class HeadPools:
             )
         return cache.view(torch.uint8).transpose(1, 2)
 
-    def _error(self, why: str) -> SchemaError:
+    def _error(self, reason: str) -> SchemaError:
         return SchemaError(
             f"the cache of {self.rank.tp_size} ranks cannot be divided for peer_tp {self.peer_tp}: "
-            f"{why}; use engines of one tensor-parallel size, and leave peer_tp out"
+            f"{reason}; use engines of one tensor-parallel size, and leave peer_tp out"
         )
 
 

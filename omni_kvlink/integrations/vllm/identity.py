@@ -1,4 +1,4 @@
-"""What the values of a KV cache depend on: the inputs of a request, and the engine's model."""
+"""The inputs of a request, and the engine's model: what a KV cache's values depend on."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _SCALES = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
-"""Of an attention layer: tensors for kernels on a device, one value or one per head; and floats."""
+"""Attributes of an attention layer: tensors on a device, one value or one per head; and floats."""
 
 
 def prompt_identity(request: Request, adapter: str = "", tokens: int = 0) -> dict[str, str]:
-    """By name, SHA-256 of each input that a prompt's cache depends on; equal on both sides.
+    """SHA-256 of each input that a prompt's cache depends on, by name; equal on both sides.
 
     `adapter`: the identity of the request's adapter; see `AdapterIdentities`.
     `tokens`: of the first tokens of a prompt and its answer; 0: of the whole prompt.
@@ -38,9 +38,9 @@ def prompt_identity(request: Request, adapter: str = "", tokens: int = 0) -> dic
     inputs = {
         "tokens": list(request.all_token_ids[:stop]),
         "media": [
-            (each.identifier, each.mm_position.offset, each.mm_position.length)
-            for each in request.mm_features or ()
-            if each.mm_position.offset < stop
+            (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in request.mm_features or ()
+            if feature.mm_position.offset < stop
         ],
         "salt": request.cache_salt,
         "adapter": adapter or None,
@@ -56,13 +56,13 @@ def prompt_identity(request: Request, adapter: str = "", tokens: int = 0) -> dic
 
 
 def model_identity(vllm_config: VllmConfig, name: str) -> dict[str, Any]:
-    """What an engine's caches depend on besides the inputs, as `BlockFormat` has it.
+    """The model and settings that an engine's caches depend on, as fields of `BlockFormat`.
 
     `name` names the weights in place of the model's path and revision, if it is not empty.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text: Any = model.hf_text_config
-    rope = {each: getattr(text, each, None) for each in _ROPE}
+    rope = {key: getattr(text, key, None) for key in _ROPE}
     return {
         "model": name or str(model.model),
         "revision": "" if name else str(model.revision or ""),
@@ -92,7 +92,7 @@ def kv_scales(layers: Mapping[str, Any]) -> str:
     """
     dtypes = {name: str(getattr(layer, "kv_cache_dtype", "")) for name, layer in layers.items()}
     scales = {
-        name: [dtype, *(_plain(getattr(layers[name], each, None)) for each in _SCALES)]
+        name: [dtype, *(_plain(getattr(layers[name], key, None)) for key in _SCALES)]
         for name, dtype in sorted(dtypes.items())
         if is_quantized_kv_cache(dtype)
     }
@@ -103,5 +103,5 @@ def _plain(scale: Any) -> Any:
     return scale.tolist() if isinstance(scale, torch.Tensor) else scale
 
 
-def _without_none(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if value is not None}
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

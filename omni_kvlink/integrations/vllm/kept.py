@@ -22,7 +22,7 @@ class KeptBlocks:
     """
 
     def __init__(self, groups: CacheGroups):
-        self._groups = [each for each in groups.groups if not (each.is_whole or each.is_state)]
+        self._groups = [group for group in groups.groups if not (group.is_whole or group.is_state)]
         self._kept: dict[str, dict[tuple[int, int], int]] = {}  # by request: table, number -> block
         self.pool: BlockPool | None = None  # vLLM's, once there is one
 

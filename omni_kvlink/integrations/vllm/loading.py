@@ -207,7 +207,7 @@ class CacheLoad:
         stream.wait(timeout=self.get.seconds_left())  # until the commit
 
     def _targets(self, manifest: Manifest) -> list[list[Target]]:
-        """For each group, what of the received branches is written, and where."""
+        """The rows of the received branches that are written, and their blocks, for each group."""
         return [
             [
                 target

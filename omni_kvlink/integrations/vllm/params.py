@@ -20,14 +20,14 @@ MAX_READERS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class TransferParams:
-    """What one request wants from the connector; with an `error`, it cannot have it."""
+    """The transfers that one request asks for; with an `error`, it cannot have them."""
 
     sends: bool = False
     fetches: bool = False
     key: str = ""  # of the cache that is sent, or of the one that is loaded; "" if it is wrong
     url: str = ""  # the producer's; "" if none is named
     readers: int = 1  # 0 if it is wrong
-    earlier: str | None = None  # the key of an earlier turn's cache, if that is loaded
+    turn_key: str | None = None  # the key of an earlier turn's cache, if that is loaded
     tokens: int = 0  # the leading tokens that it has
     error: str = ""  # which field is wrong, and what it must be
     adapter: str = ""  # the identity of the request's adapter
@@ -35,20 +35,20 @@ class TransferParams:
     @classmethod
     def read(cls, request: Request, *, produces: bool, consumes: bool) -> TransferParams:
         """Read a request's params, for an engine of these roles; never raises."""
-        given = request.kv_transfer_params
-        if given is None:
+        params = request.kv_transfer_params
+        if params is None:
             return cls()
-        if not isinstance(given, Mapping):
-            return cls(produces, consumes, error=_wrong("kv_transfer_params", given, "an object"))
+        if not isinstance(params, Mapping):
+            return cls(produces, consumes, error=_wrong("kv_transfer_params", params, "an object"))
         errors: list[str] = []
-        sends = produces and _flag(given, SEND, errors)
-        fetches = consumes and _flag(given, FETCH, errors)
+        sends = produces and _flag(params, SEND, errors)
+        fetches = consumes and _flag(params, FETCH, errors)
         if not (sends or fetches):
             return cls()
         names = ("transfer_id", "remote_url", "readers")
         defaults = (request.request_id, "", 1)
         key, url, readers = (
-            default if given.get(name) is None else given[name]
+            default if params.get(name) is None else params[name]
             for name, default in zip(names, defaults, strict=True)
         )
         try:
@@ -63,27 +63,27 @@ class TransferParams:
         if type(readers) is not int or not 1 <= readers <= MAX_READERS:
             errors.append(_wrong("readers", readers, f"an integer from 1 to {MAX_READERS}"))
             readers = 0
-        earlier, tokens = None, 0
-        if sends and consumes and not fetches and given.get("remote_num_tokens"):
+        turn_key, tokens = None, 0
+        if sends and consumes and not fetches and params.get("remote_num_tokens"):
             fetches = True
-            earlier, tokens = _earlier(given, request.num_prompt_tokens, errors)
-        return cls(sends, fetches, key, url, readers, earlier, tokens, "; ".join(errors))
+            turn_key, tokens = _turn(params, request.num_prompt_tokens, errors)
+        return cls(sends, fetches, key, url, readers, turn_key, tokens, "; ".join(errors))
 
     @property
     def source(self) -> str:
         """The key of the cache that is loaded."""
-        return self.key if self.earlier is None else self.earlier
+        return self.key if self.turn_key is None else self.turn_key
 
     @property
     def source_readers(self) -> int:
         """The number of requests that load it; an earlier turn's cache has one."""
-        return self.readers if self.earlier is None else 1
+        return self.readers if self.turn_key is None else 1
 
 
-def _earlier(given: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
+def _turn(params: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[str, int]:
     """The key and the tokens of the earlier turn's cache that a prompt begins with."""
-    key: Any = given.get("remote_request_id")
-    tokens: Any = given["remote_num_tokens"]
+    key: Any = params.get("remote_request_id")
+    tokens: Any = params["remote_num_tokens"]
     try:
         key = check_request_id(key)
     except SchemaError:
@@ -96,9 +96,9 @@ def _earlier(given: Mapping[Any, Any], prompt: int, errors: list[str]) -> tuple[
     return key, tokens
 
 
-def _flag(given: Mapping[Any, Any], name: str, errors: list[str]) -> bool:
+def _flag(params: Mapping[Any, Any], name: str, errors: list[str]) -> bool:
     """Return whether a flag is set. Another value than a boolean is an error, and counts as set."""
-    value = given.get(name)
+    value = params.get(name)
     if not isinstance(value, (bool, type(None))):
         errors.append(_wrong(name, value, "true or false"))
     return value not in (None, False)

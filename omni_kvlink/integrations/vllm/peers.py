@@ -78,7 +78,7 @@ class Peers:
     def close_unused(self, in_use: Collection[str]) -> None:
         """Close the links, beside those `in_use`, to producers that are gone or not allowed now."""
         with self._lock:
-            peers = [each for each in self._links.items() if each[0][0] not in in_use]
+            peers = [(key, peer) for key, peer in self._links.items() if key[0] not in in_use]
         for key, peer in peers:
             if peer.link is None or (peer.link.is_connected and self._allowed.allow(key[0])):
                 continue
@@ -113,13 +113,13 @@ class Peers:
                     raise ClosedError("the connector was shut down")
                 if peer.link is not None:
                     return peer.link
-                left = max(0.0, deadline - time.monotonic())
+                seconds = max(0.0, deadline - time.monotonic())
                 try:
-                    limit = min(left, _ATTEMPT)
+                    limit = min(seconds, _ATTEMPT)
                     peer.link = KVLink.connect(url, timeout=limit, **self._options)
                     log_path(peer.link, self._options)
                 except TransferTimeout:
-                    if left <= _ATTEMPT:
+                    if seconds <= _ATTEMPT:
                         raise
         finally:
             peer.lock.release()

@@ -38,7 +38,7 @@ log = logging.getLogger(f"vllm.{__name__}")
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer is: its group, and its number among the layers of the group."""
+    """The place of a layer: its group, and its number among the layers of the group."""
 
     name: str
     group: int
@@ -47,7 +47,7 @@ class LayerPlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GroupFormat:
-    """What decides how the bytes of a block of one group of layers are read."""
+    """The format of the blocks of one group of layers: how their bytes are read."""
 
     kind: str  # the class of vLLM's KV cache spec
     dtype: str  # torch's names, with commas: a recurrent state may have several
@@ -64,7 +64,7 @@ class GroupFormat:
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """What decides how a block's bytes are read; sent with each cache, and equal on both sides."""
+    """The format to read an engine's blocks by; sent with each cache, and equal on both sides."""
 
     vllm: str  # vLLM's version; it decides the layout inside a block
     model: str  # the name of the weights
@@ -120,7 +120,7 @@ class Pools:
         groups = CacheGroups.of(kv_cache_config)
         context = vllm_config.compilation_config.static_forward_context
         order = {name: number for number, name in enumerate(context)}  # as the model computes
-        ordered = dict(sorted(kv_caches.items(), key=lambda each: order.get(each[0], len(order))))
+        ordered = dict(sorted(kv_caches.items(), key=lambda item: order.get(item[0], len(order))))
         pools = [
             byte_pools(
                 {name: cache for name, cache in ordered.items() if name in group.layers},
@@ -158,7 +158,7 @@ class Pools:
         return sum(pool.numel() for pool in self.tensors)
 
     def sent(self, cache: PromptCache) -> list[dict[str, range]]:
-        """For each group the numbers of the blocks that are sent, by part.
+        """The numbers of the blocks that are sent, of each group, by part.
 
         Raises:
             SchemaError: the cache has fewer blocks than its tokens need.
@@ -172,7 +172,7 @@ class Pools:
         ]
 
     def needed(self, load: Load) -> list[range]:
-        """For each group the numbers of the blocks that a load fills."""
+        """The numbers of the blocks that a load fills, of each group."""
         return self.groups.needed(load.tokens, is_async=load.is_async, local=load.local)
 
     def block_ids(self, cache: PromptCache, group: int, blocks: range) -> list[int]:
@@ -182,13 +182,13 @@ class Pools:
             SchemaError: the cache does not have them.
         """
         table = cache.blocks[self.groups.groups[group].table]
-        found = table[blocks.start : blocks.stop]
-        if len(found) < len(blocks) or NULL_BLOCK in found:
+        ids = table[blocks.start : blocks.stop]
+        if len(ids) < len(blocks) or NULL_BLOCK in ids:
             raise SchemaError(
                 f"{len(table)} blocks for {cache.tokens} tokens; the numbers {blocks.start} to "
                 f"{blocks.stop - 1} of group {group} are needed"
             )
-        return found
+        return ids
 
     def invalid(self, load: Load) -> set[int]:
         """The blocks of a load that has failed, in all groups."""
@@ -200,13 +200,13 @@ class Pools:
 
     def views(self, group: int, block_ids: Sequence[int]) -> list[PagedTensor]:
         """All rows of these blocks in the pool of each of a group's layers."""
-        found = []
+        views = []
         for name, pool in self.pools[group].items():
             size = pool.shape[1]
             tokens = len(block_ids) * size
             table = BlockTable.of_blocks(block_ids, block_size=size, tokens=tokens)
-            found.append(PagedTensor(pool, table, f"layer {name}"))
-        return found
+            views.append(PagedTensor(pool, table, f"layer {name}"))
+        return views
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
         """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
@@ -229,25 +229,25 @@ class Pools:
         return KVCacheBundle(cache.key, branches)
 
     def received(self, manifest: Manifest) -> list[dict[str, range]]:
-        """For each group the numbers of the blocks in a received cache, by part; see `check`."""
-        found: list[dict[str, range]] = [{} for _ in self.groups.groups]
+        """The numbers of the blocks in a received cache, of each group, by part; see `check`."""
+        numbers: list[dict[str, range]] = [{} for _ in self.groups.groups]
         for branch in manifest.branches:
             part, _, group = branch.name.rpartition("-")
-            found[int(group)][part] = range(*branch.extra["blocks"])
-        return found
+            numbers[int(group)][part] = range(*branch.extra["blocks"])
+        return numbers
 
-    def _expected(self, theirs: Mapping[str, Any], peer: str) -> dict[str, Any]:
+    def _expected(self, remote: Mapping[str, Any], peer: str) -> dict[str, Any]:
         """This engine's format, with the peer's version of vLLM if the settings accept it."""
-        mine, version = self.format.describe(), theirs.get("vllm")
-        if "draft" not in theirs:
-            mine.pop("draft", None)  # it has the same layers: none of them is a draft model's
-        if version != mine["vllm"] and version in self.compatible_with:
+        expected, version = self.format.describe(), remote.get("vllm")
+        if "draft" not in remote:
+            expected.pop("draft", None)  # it has the same layers: none of them is a draft model's
+        if version != expected["vllm"] and version in self.compatible_with:
             _warn_once(
-                f"{peer} has vLLM {version}, this engine {mine['vllm']}: its caches are read "
+                f"{peer} has vLLM {version}, this engine {expected['vllm']}: its caches are read "
                 "because compatible_with names it"
             )
-            mine["vllm"] = version
-        return mine
+            expected["vllm"] = version
+        return expected
 
     def check(self, manifest: Manifest, load: Load, *, peer: str) -> None:
         """Check that a received cache belongs to the prompt, and has the blocks that it needs.
@@ -256,27 +256,27 @@ class Pools:
             SchemaError: it does not; the error gives both values.
         """
         for branch in manifest.branches:
-            theirs = branch.extra.get("format")
-            if not isinstance(theirs, Mapping):
+            remote = branch.extra.get("format")
+            if not isinstance(remote, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
             if wrong := _differences(self.part.describe(), branch.extra.get("rank")):
                 raise SchemaError(
                     f"{peer} is another rank, or of another engine, than the one to read from: "
                     f"{wrong}; peer_tp is the tensor-parallel size of the other side"
                 )
-            if wrong := _other_draft(self.format.describe(), theirs):
+            if wrong := _other_draft(self.format.describe(), remote):
                 raise SchemaError(f"the cache of {peer} is of other layers: {wrong}")
-            if wrong := _differences(self._expected(theirs, peer), theirs):
+            if wrong := _differences(self._expected(remote, peer), remote):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
             if wrong := ", ".join(_other_inputs(load, branch.extra)):
                 key = manifest.request_id
                 raise SchemaError(f"{peer} computed {key!r} from another prompt: other {wrong}")
         self._check_rows(manifest, peer)
         for group, blocks in enumerate(self.needed(load)):
-            there = {number for part in self.received(manifest)[group].values() for number in part}
-            if self.pools[group] and not there.issuperset(blocks):
+            numbers = {n for part in self.received(manifest)[group].values() for n in part}
+            if self.pools[group] and not numbers.issuperset(blocks):
                 raise SchemaError(
-                    f"{peer} sent the blocks {sorted(there)} of group {group}, and {blocks} are "
+                    f"{peer} sent the blocks {sorted(numbers)} of group {group}, and {blocks} are "
                     'needed: the last forward pass of its prefill began behind them; set "load": '
                     '"async", or prefill in larger chunks (max_num_batched_tokens)'
                 )
@@ -293,12 +293,12 @@ class Pools:
             if branch.name not in names or not _is_range(blocks):
                 raise SchemaError(f"{peer} sent the blocks {blocks!r:.100} as {branch.name!r:.100}")
             pools = self.pools[names[branch.name]]
-            here = [(blocks[1] - blocks[0]) * pool.shape[1] for pool in pools.values()]
-            there = [spec.shape[0] for spec in manifest.tensors_of(branch)]
-            if there != here or list(branch.tree or ()) != list(pools):
+            expected = [(blocks[1] - blocks[0]) * pool.shape[1] for pool in pools.values()]
+            rows = [spec.shape[0] for spec in manifest.tensors_of(branch)]
+            if rows != expected or list(branch.tree or ()) != list(pools):
                 raise SchemaError(
-                    f"{peer} sent rows {there} of the layers {list(branch.tree or ())}; expected "
-                    f"{here} of {list(pools)}"
+                    f"{peer} sent rows {rows} of the layers {list(branch.tree or ())}; expected "
+                    f"{expected} of {list(pools)}"
                 )
 
 
@@ -311,12 +311,12 @@ def layer_places(
     pools: Sequence[Mapping[str, torch.Tensor]], order: Sequence[str]
 ) -> list[LayerPlace]:
     """The layers of all groups, in the order of the model."""
-    found = {
+    by_name = {
         name: LayerPlace(name, group, index)
         for group, layers in enumerate(pools)
         for index, name in enumerate(layers)
     }
-    return [found[name] for name in order if name in found]
+    return [by_name[name] for name in order if name in by_name]
 
 
 def byte_pools(
@@ -348,13 +348,13 @@ def byte_pools(
 
 def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
     """The blocks of a part that a producer has; only the first ones of a window may be gone."""
-    found = present(table, blocks)
-    if found != blocks and (group.is_whole or group.is_state or not found):
+    tail = present(table, blocks)
+    if tail != blocks and (group.is_whole or group.is_state or not tail):
         raise SchemaError(
             f"{len(table)} blocks of a {group.kind}; the numbers {blocks.start} to "
             f"{blocks.stop - 1} are needed"
         )
-    return found
+    return tail
 
 
 def _group_format(group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]) -> GroupFormat:
@@ -387,27 +387,27 @@ def _block_shape(
     }
     if len(shapes) > 1:
         raise SchemaError(f"the layers of a group have blocks of several shapes: {shapes}")
-    return [each for shape in shapes for each in dataclasses.astuple(shape)]
+    return [dim for shape in shapes for dim in dataclasses.astuple(shape)]
 
 
-def _other_inputs(cache: PromptCache, theirs: Mapping[str, Any]) -> list[str]:
+def _other_inputs(cache: PromptCache, extra: Mapping[str, Any]) -> list[str]:
     """The names of the inputs that differ; of each only digests are known."""
-    found = theirs.get("inputs")
-    if not isinstance(found, Mapping):
+    inputs = extra.get("inputs")
+    if not isinstance(inputs, Mapping):
         return ["inputs, which it does not name"]
-    names = sorted({*cache.inputs, *found})
-    return [name for name in names if cache.inputs.get(name) != found.get(name)]
+    names = sorted({*cache.inputs, *inputs})
+    return [name for name in names if cache.inputs.get(name) != inputs.get(name)]
 
 
-def _other_draft(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Why the layers of a draft model are on one side only, and the cure; "" if they are not."""
-    alone = _layers_of(mine) ^ _layers_of(theirs)
-    drafts = [str(found.get("draft") or "no model") for found in (theirs, mine)]
-    if not alone or drafts == ["no model"] * 2:
+def _other_draft(local: Mapping[str, Any], remote: Mapping[str, Any]) -> str:
+    """The layers of a draft model that one side alone has, and the cure; "" if there are none."""
+    layers = _layers_of(local) ^ _layers_of(remote)
+    drafts = [str(format.get("draft") or "no model") for format in (remote, local)]
+    if not layers or drafts == ["no model"] * 2:
         return ""
     return (
         f"it drafts with {drafts[0]:.100}, this engine with {drafts[1]:.100}, and only one has "
-        f"{', '.join(sorted(alone)):.200}; start both engines with the same --speculative-config, "
+        f"{', '.join(sorted(layers)):.200}; start both engines with the same --speculative-config, "
         "or both without a draft model"
     )
 
@@ -415,9 +415,9 @@ def _other_draft(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def _layers_of(format: Mapping[str, Any]) -> set[str]:
     """The names of the layers in a format, which a peer may have sent."""
     groups = format.get("groups")
-    known = groups if isinstance(groups, list) else []
-    found = [each.get("layers") for each in known if isinstance(each, Mapping)]
-    return {str(name) for names in found if isinstance(names, list) for name in names}
+    entries = groups if isinstance(groups, list) else []
+    layers = [group.get("layers") for group in entries if isinstance(group, Mapping)]
+    return {str(name) for names in layers if isinstance(names, list) for name in names}
 
 
 @functools.cache
@@ -425,29 +425,29 @@ def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _differences(mine: Mapping[str, Any], theirs: object) -> str:
-    """The fields of `mine` that differ, each with both values; "" if none does."""
-    if not isinstance(theirs, Mapping):
-        return f"it sent {theirs!r:.100}"
-    found = []
-    for name, value in mine.items():
-        other = theirs.get(name)
+def _differences(expected: Mapping[str, Any], actual: object) -> str:
+    """The fields of `expected` that differ, each with both values; "" if none does."""
+    if not isinstance(actual, Mapping):
+        return f"it sent {actual!r:.100}"
+    differences = []
+    for name, value in expected.items():
+        other = actual.get(name)
         if name == "groups" and _are_alike(other, value):
             for number, pair in enumerate(zip(value, other, strict=True)):
                 if wrong := _differences(*pair):
-                    found.append(f"of group {number} {wrong}")
+                    differences.append(f"of group {number} {wrong}")
         elif other != value:
-            found.append(f"{name} is {other!r:.200} there and {value!r:.200} here")
-    return "; ".join(found)
+            differences.append(f"{name} is {other!r:.200} there and {value!r:.200} here")
+    return "; ".join(differences)
 
 
-def _are_alike(theirs: Any, mine: list[Any]) -> TypeGuard[list[Any]]:
+def _are_alike(actual: Any, expected: list[Any]) -> TypeGuard[list[Any]]:
     """Whether these are as many groups, which can be compared one by one."""
-    is_list = isinstance(theirs, list) and len(theirs) == len(mine)
-    return is_list and all(isinstance(each, Mapping) for each in theirs)
+    is_list = isinstance(actual, list) and len(actual) == len(expected)
+    return is_list and all(isinstance(group, Mapping) for group in actual)
 
 
 def _is_range(blocks: Any) -> TypeGuard[list[int]]:
     """Whether a producer's numbers of blocks are a range that is not empty."""
-    is_pair = isinstance(blocks, list) and [type(each) for each in blocks] == [int, int]
+    is_pair = isinstance(blocks, list) and [type(number) for number in blocks] == [int, int]
     return is_pair and 0 <= blocks[0] < blocks[1]

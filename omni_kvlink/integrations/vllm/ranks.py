@@ -115,7 +115,7 @@ class EngineRank:
 
 @dataclasses.dataclass(frozen=True)
 class RankPart:
-    """What one rank of a producer has of a cache for one or several ranks of a consumer."""
+    """The part of a cache that a rank of a producer has for one or several ranks of a consumer."""
 
     sender: EngineRank = dataclasses.field(default_factory=EngineRank)
     heads: tuple[int, int] | None = None  # as numbered in the model; None: its blocks, unchanged

@@ -1,4 +1,4 @@
-"""Which requests of one engine read a cache that several of them name; without I/O."""
+"""The requests of one engine that read a cache which several of them name; without I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ReadEnd(enum.Enum):
-    """What becomes of the read of a request that does not need it any more."""
+    """The end of the read of a request that does not need it any more."""
 
     NONE = "the request has none, or has used it"
     RETURN = "another request of this engine takes it"
@@ -53,6 +53,7 @@ class CacheReads:
         """The request does not need the cache: it has not used its read, or has taken none."""
         name = request.request_id
         was_waiting = self._waiting.pop(name, None) is not None
+        # A request that was waiting would decline one of the unused reads.
         is_needed = len(self._waiting) > self.unused - was_waiting
         if was_waiting:
             if is_needed:

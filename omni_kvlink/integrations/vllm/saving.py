@@ -56,7 +56,7 @@ class CacheSave:
         # timeout=0: waiting for memory would stall the forward pass.
         self._stream = link.stream_put(bundle, readers=self.cache.readers, ttl=ttl, timeout=0.0)
 
-    def write(self, layer: int, after: StreamEvents | None) -> None:
+    def write(self, layer: int, events: StreamEvents | None) -> None:
         """Copy one layer's blocks into the payload; on a device, behind a recorded position."""
         assert self._stream is not None
         _, group, index = self._pools.layers[layer]
@@ -64,10 +64,10 @@ class CacheSave:
             name = branch_name(group, part)
             if name in self._views:
                 view = self._views[name][index]
-                self._stream.write_layer(index, view, branch=name, after=after)
+                self._stream.write_layer(index, view, branch=name, after=events)
         self._unwritten.discard(layer)
 
-    def commit(self, link: KVProducer, meter: Meter, after: StreamEvents | None) -> None:
+    def commit(self, link: KVProducer, meter: Meter, events: StreamEvents | None) -> None:
         """Commit the payload once all copies have ended; `receipt` is set afterwards.
 
         Layers that `Saver.layer` did not queue are copied first: vLLM does not report those with a
@@ -75,7 +75,7 @@ class CacheSave:
         """
         assert self._stream is not None
         for layer in sorted(self._unwritten):
-            self.write(layer, after)
+            self.write(layer, events)
         self.receipt = self._stream.commit()
         seconds = time.perf_counter() - self._started
         meter.observe(save_seconds=seconds, save_bytes=self._stream.manifest.nbytes)
@@ -105,8 +105,8 @@ class Saver:
         self._link, self._pools, self._meter = link, pools, meter
         self._ttl, self._drain = settings.ttl, settings.drain
         self._thread = ThreadPoolExecutor(1, "kvlink-save")
-        self._device = PoolDevice((pool for each in pools for pool in each.tensors), link)
-        has_state = any(each.groups.has_state for each in pools)
+        self._device = PoolDevice((pool for part in pools for pool in part.tensors), link)
+        has_state = any(part.groups.has_state for part in pools)
         self.overlaps = self._device.is_async and settings.delay_free and not has_state
         self._saves: list[CacheSave] = []  # of the pass, which has not ended
         self._forward: ForwardContext | None = None  # the model's own, in this pass
@@ -137,7 +137,7 @@ class Saver:
         self.begin(caches)
         self.commit()
         self.wait(names)
-        for request_id, key in [each for each in self._receipts if each[0] in names]:
+        for request_id, key in [name for name in self._receipts if name[0] in names]:
             self._receipts["", key] = self._receipts.pop((request_id, key))
 
     def layer(self, layer: int) -> None:
@@ -159,9 +159,9 @@ class Saver:
             )
             return
         self._queued.add(layer)
-        after = self._device.record()
+        events = self._device.record()
         for save in self._saves:
-            self._enqueue(save, partial(save.write, layer, after))
+            self._enqueue(save, partial(save.write, layer, events))
 
     def fail_blocks(self, blocks: set[int]) -> None:
         """Fail every cache that contains one of these blocks, which were not loaded correctly."""
@@ -177,9 +177,9 @@ class Saver:
         sent as well, and mean nothing.
         """
         saves, self._saves = self._saves, []
-        after = self._device.record() if saves else None
+        events = self._device.record() if saves else None
         for save in saves:
-            job = self._enqueue(save, partial(save.commit, self._link, self._meter, after))
+            job = self._enqueue(save, partial(save.commit, self._link, self._meter, events))
             self._open[save.cache.request_id, save.cache.key] = save, job
         if not self.overlaps:
             self.wait({save.cache.request_id for save in saves})
@@ -200,15 +200,15 @@ class Saver:
                 del self._receipts[name]
                 self._report(receipt)
         unread = self._receipts.keys() | self._open.keys()
-        over = self._held - {request_id for request_id, _ in unread}
-        self._held -= over
-        return over
+        released = self._held - {request_id for request_id, _ in unread}
+        self._held -= released
+        return released
 
     def fail(self, failed: FailedSave) -> None:
         """Fail an announced cache whose request has ended; blocks while it is being copied."""
         self.wait({failed.request_id})
         for key in (pools.part.key(failed.key) for pools in self._pools):
-            requests = {request_id for request_id, each in self._receipts if each == key}
+            requests = {request_id for request_id, sent_key in self._receipts if sent_key == key}
             if failed.request_id not in requests:
                 self._meter.count("send_failed")  # else the receipt is counted
             if requests <= {failed.request_id}:  # else the key is another request's

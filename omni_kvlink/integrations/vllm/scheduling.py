@@ -116,7 +116,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             params = dataclasses.replace(params, url=self._settings.default_peer)
         try:
             adapter = request.lora_request if params.sends or params.fetches else None
-            params = dataclasses.replace(params, adapter=self._adapters.of(adapter))
+            params = dataclasses.replace(params, adapter=self._adapters.identify(adapter))
         except SchemaError as error:
             params = dataclasses.replace(params, error=params.error or str(error))
         if params.sends and self._groups.has_state:
@@ -147,14 +147,14 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         params = self._params_of(request)
         if not params.fetches or request.request_id in self._requested:
             return 0, False
-        more = max(0, self._tokens_needed(request) - num_computed_tokens)
+        num_external_tokens = max(0, self._tokens_needed(request) - num_computed_tokens)
         reads = self._reads_of(request)
-        if more and reads is not None and not reads.unused:
+        if num_external_tokens and reads is not None and not reads.unused:
             if any(map(_is_loading, reads.taken.values())):
                 return None, False
             if num_computed_tokens >= self._prefix(request):  # the others' blocks are here
                 return 0, False
-        return more, self._loads_async(request) and more > 0
+        return num_external_tokens, self._loads_async(request) and num_external_tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -224,7 +224,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, for an engine with one group."""
+        """Do the same as `request_finished_all_groups`, for an engine with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(

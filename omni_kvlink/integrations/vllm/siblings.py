@@ -70,10 +70,10 @@ def sibling_pids() -> list[int]:
         return []
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    mine = BOOT_ID.read_text(), os.stat("/proc/self/ns/pid").st_ino, os.getpid()
-    found = [mine]
-    for group in (get_tp_group(), get_pp_group()):
-        parts: list[list[tuple[str, int, int]]] = [[]] * group.world_size
-        torch.distributed.all_gather_object(parts, found, group=group.cpu_group)
-        found = list(chain(*parts))
-    return [each[-1] for each in found if each[:-1] == mine[:-1] and each != mine]
+    namespace, pid = (BOOT_ID.read_text(), os.stat("/proc/self/ns/pid").st_ino), os.getpid()
+    processes = [(namespace, pid)]
+    for group in (get_tp_group(), get_pp_group()):  # a stage's ranks, then those of all stages
+        parts: list[list[tuple[tuple[str, int], int]]] = [[]] * group.world_size
+        torch.distributed.all_gather_object(parts, processes, group=group.cpu_group)
+        processes = list(chain(*parts))
+    return [other for space, other in processes if space == namespace and other != pid]

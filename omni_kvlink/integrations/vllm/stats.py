@@ -70,14 +70,14 @@ class KVLinkStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Summarise for vLLM's log: counts, and means in ms and MB."""
-        found: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
+        summary: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
         for name in SERIES:
             values = self.data[name]
             scale, unit = (1e3, "ms") if name.endswith("seconds") else (1e-6, "MB")
             if values:
                 label = f"{name.removesuffix('_seconds').removesuffix('_bytes')} {unit}"
-                found[label] = round(scale * sum(values) / len(values), 3)
-        return found
+                summary[label] = round(scale * sum(values) / len(values), 3)
+        return summary
 
 
 class Meter:
@@ -93,13 +93,13 @@ class Meter:
         with self._lock:
             self._stats.data[name] += 1
 
-    def copied(self, direction: str, now: Mapping[str, int]) -> None:
+    def copied(self, direction: str, totals: Mapping[str, int]) -> None:
         """Add what `Copier.device_copies` has grown by since the last call for a direction."""
         with self._lock:
-            before = self._copied.get(direction, {})
-            for kind, nbytes in now.items():
-                self._stats.data[f"{kind}_bytes"] += nbytes - before.get(kind, 0)
-            self._copied[direction] = now
+            previous = self._copied.get(direction, {})
+            for kind, nbytes in totals.items():
+                self._stats.data[f"{kind}_bytes"] += nbytes - previous.get(kind, 0)
+            self._copied[direction] = totals
 
     def observe(self, **values: float) -> None:
         """Append values to histograms of `SERIES`, by name."""

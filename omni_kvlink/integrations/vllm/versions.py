@@ -18,7 +18,7 @@ def warn_if_untested() -> None:
     import vllm
 
     version = str(vllm.__version__)
-    if not any(version == each or version.startswith(f"{each}.") for each in TESTED):
+    if not any(version == release or version.startswith(f"{release}.") for release in TESTED):
         log.warning(
             "omni_kvlink is not tested with vLLM %s, but with %s (docs/vllm.md)",
             version,
@@ -38,7 +38,7 @@ def supports_invalid_blocks_of_groups() -> bool:
 
 
 def cache_hit_sources(tokens: int) -> dict[Any, int]:
-    """For vLLM's metrics: loaded tokens by their `CacheHitSource`, which 0.32 has introduced."""
+    """Loaded tokens by their `CacheHitSource`, which 0.32 has introduced, for vLLM's metrics."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return {CacheHitSource.P2P: tokens} if tokens else {}

@@ -31,7 +31,7 @@ class OmniTensorSerializer:
 
 
 class _Encoder(OmniMsgpackEncoder):  # type: ignore[misc, unused-ignore]
-    """In the dicts that stand for tensors, arrays and images, "data" may be a placeholder."""
+    """Puts placeholders as "data" into the dicts that stand for tensors, arrays and images."""
 
     def __init__(self, taken: TakenTensors):
         super().__init__()

@@ -141,8 +141,8 @@ def _from_object(key: str, data: Any, serializer: Serializer) -> TensorTransferD
     packed_tensor = bytes_tensor(packed)
     if not tensors:
         return TensorTransferData(key, {"bytes": packed_tensor}, {KIND: "object"})
-    about = {KIND: "nested", TOKEN_KEY: token}
-    return TensorTransferData(key, {"tensors": tensors, "rest": packed_tensor}, about)
+    metadata = {KIND: "nested", TOKEN_KEY: token}
+    return TensorTransferData(key, {"tensors": tensors, "rest": packed_tensor}, metadata)
 
 
 def _restored(

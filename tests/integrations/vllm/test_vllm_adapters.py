@@ -35,7 +35,7 @@ def config(dtype: str = "torch.float32", modules: list[str] | None = None) -> An
 
 def identity(adapter: LoRARequest, names: Any = MappingProxyType({}), **options: Any) -> str:
     """In an engine that has just started."""
-    return AdapterIdentities(names, config(**options)).of(adapter)
+    return AdapterIdentities(names, config(**options)).identify(adapter)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_the_same_weights_elsewhere(path: str, tmp_path: Path) -> None:
     here = identity(LoRARequest("sql", 1, path))
     copied = str(shutil.copytree(path, tmp_path / "elsewhere"))
     assert identity(LoRARequest("other", 7, copied)) == here
-    assert AdapterIdentities({}, config()).of(None) == ""
+    assert AdapterIdentities({}, config()).identify(None) == ""
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -103,12 +103,12 @@ def test_names_that_are_none(engine: Open, names: Any) -> None:
 def test_files_that_change(path: str) -> None:
     """VLLM may have loaded the ones or the others: neither is a known adapter."""
     identities, adapter = AdapterIdentities({}, config()), LoRARequest("sql", 1, path)
-    first = identities.of(adapter)
-    assert identities.of(adapter) == first
+    first = identities.identify(adapter)
+    assert identities.identify(adapter) == first
     flip(Path(path) / "adapter_model.safetensors", -1)
     with pytest.raises(SchemaError, match="have changed since they were first used"):
-        identities.of(adapter)
-    assert identities.of(LoRARequest("sql", 2, path)) != first, "loaded anew, with a new number"
+        identities.identify(adapter)
+    assert identities.identify(LoRARequest("sql", 2, path)) != first, "loaded, with a new number"
 
 
 def send(producer: SteppedEngine, name: str, adapter: LoRARequest) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def test_the_encoders_adapter(path: str) -> None:
     adapter: Any = SimpleNamespace(lora_request=LoRARequest("sql", 1, path))
     lora = config()
     identities = AdapterIdentities({}, lora)
-    assert tower_adapter(adapter, lora, identities) == identities.of(adapter.lora_request)
+    assert tower_adapter(adapter, lora, identities) == identities.identify(adapter.lora_request)
     lora.lora_config.enable_tower_connector_lora = False
     assert tower_adapter(adapter, lora, identities) == ""
 

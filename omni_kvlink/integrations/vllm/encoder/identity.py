@@ -1,4 +1,4 @@
-"""What an encoder output depends on besides its media, and the check that a received one fits."""
+"""The weights and settings behind an encoder output, and the check that a received one fits."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class ExpectedOutput:
 
 
 def encoder_identity(vllm_config: VllmConfig, name: str) -> dict[str, str]:
-    """What an engine's encoder outputs depend on besides the media; equal on both sides.
+    """The weights and settings that an engine's encoder outputs depend on; equal on both sides.
 
     `name` names the weights in place of the model's path and revision, if it is not empty.
     """
     model = vllm_config.model_config
-    media, whole = model.multimodal_config, model_identity(vllm_config, name)
+    media, model_fields = model.multimodal_config, model_identity(vllm_config, name)
     processor = dict(media.mm_processor_kwargs or {})
     processor.pop("device", None)  # vLLM adds it on a producer alone; the transform is the same
     config = hashlib.sha256(_json(_without_origin(model.hf_config.to_dict())).encode())
     return {
-        **{field: whole[field] for field in _SHARED},
+        **{field: model_fields[field] for field in _SHARED},
         "vllm": vllm.__version__,
         "config": config.hexdigest(),
         "processor": _json(processor),
@@ -65,7 +65,7 @@ def tower_adapter(request: Request, vllm_config: VllmConfig, identities: Adapter
     """
     lora = vllm_config.lora_config
     has_adapter = lora is not None and lora.enable_tower_connector_lora
-    return identities.of(request.lora_request if has_adapter else None)
+    return identities.identify(request.lora_request if has_adapter else None)
 
 
 def check_output(
@@ -76,16 +76,16 @@ def check_output(
     Raises:
         SchemaError: it is another one, or this engine would have computed another one.
     """
-    theirs = data.metadata.get("identity") if isinstance(data, TensorTransferData) else None
-    if not isinstance(data, TensorTransferData) or not isinstance(theirs, Mapping):
+    remote = data.metadata.get("identity") if isinstance(data, TensorTransferData) else None
+    if not isinstance(data, TensorTransferData) or not isinstance(remote, Mapping):
         raise SchemaError(f"{peer} sent {data.request_id!r}, which is no encoder output")
-    mine = {**identity, "adapter": expected.adapter}
-    if other := [
-        f"{name} is {theirs.get(name)!r:.200} there, {value!r:.200} here"
-        for name, value in mine.items()
-        if theirs.get(name) != value
+    expected_identity = {**identity, "adapter": expected.adapter}
+    if differences := [
+        f"{name} is {remote.get(name)!r:.200} there, {value!r:.200} here"
+        for name, value in expected_identity.items()
+        if remote.get(name) != value
     ]:
-        raise SchemaError(f"the encoder of {peer} is not this engine's: {'; '.join(other)}")
+        raise SchemaError(f"the encoder of {peer} is not this engine's: {'; '.join(differences)}")
     if data.metadata.get("item") != expected.item:
         raise SchemaError(
             f"{peer} sent the encoder output of item {data.metadata.get('item')!r:.200}; "
@@ -97,8 +97,8 @@ def check_output(
     return output
 
 
-def _json(found: Mapping[str, Any]) -> str:
-    return json.dumps(found, sort_keys=True, default=str)
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 def _without_origin(node: Any) -> Any:

@@ -161,11 +161,11 @@ class LoadPlan:
         if request.request_id not in self._ended:
             self._ended.add(request.request_id)
             self._unavailable.add(request.request_id)
-            why = error or ("it has been evicted" if named else "it names no source of it")
+            reason = error or ("it has been evicted" if named else "it names no source of it")
             log.error(
                 "request %.200r ends: encoder output %.200r cannot be had: %s",
                 request.request_id,
                 feature.identifier,
-                why,
+                reason,
             )
         return False

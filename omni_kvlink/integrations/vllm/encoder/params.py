@@ -15,7 +15,7 @@ URL, KEY, READERS = "url", "key", "readers"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where one encoder output is; with an `error`, it cannot be loaded."""
+    """The place of one encoder output; with an `error`, it cannot be loaded."""
 
     url: str = ""  # the producer's; the first of the peers if empty
     key: str = ""  # the payload's request id on the link
@@ -23,9 +23,9 @@ class Source:
     error: str = ""  # which field is wrong, and what it must be
 
     @classmethod
-    def read(cls, given: Mapping[Any, Any]) -> Source:
+    def read(cls, entry: Mapping[Any, Any]) -> Source:
         """Read the params of one media item, which have a key; never raises."""
-        url, key, readers = given.get(URL), given[KEY], given.get(READERS, 1)
+        url, key, readers = entry.get(URL), entry[KEY], entry.get(READERS, 1)
         url = "" if url is None else url
         if not isinstance(url, str):
             return cls(error=_wrong(URL, url, "a string"))
@@ -46,24 +46,24 @@ def read_sources(params: object, items: Collection[str]) -> dict[str, Source]:
         return dict.fromkeys(items, Source(error=_wrong("ec_transfer_params", params, "an object")))
     named = {item: params[item] for item in items if item in params}
     return {
-        item: Source.read(given)
-        for item, given in named.items()
-        if isinstance(given, Mapping) and KEY in given  # without, it is media of a known size
+        item: Source.read(entry)
+        for item, entry in named.items()
+        if isinstance(entry, Mapping) and KEY in entry  # without, it is media of a known size
     }
 
 
 def other_items(params: object, items: Collection[str]) -> list[str]:
     """The items that a request's params name a source of, and that the request does not have."""
-    given = params if isinstance(params, Mapping) else {}
+    entries = params if isinstance(params, Mapping) else {}
     return [
         str(name)
-        for name, entry in given.items()
+        for name, entry in entries.items()
         if isinstance(entry, Mapping) and KEY in entry and name not in items
     ]
 
 
 def read_readers(params: object, default: int) -> tuple[int, str]:
-    """How many requests will read the outputs of a producer's request; or 0 and an error."""
+    """The number of requests that read the outputs of a producer's request; or 0 and an error."""
     if params is None:
         return default, ""
     if not isinstance(params, Mapping):

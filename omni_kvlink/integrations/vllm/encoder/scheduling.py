@@ -94,4 +94,4 @@ class EncoderScheduling:
         if feature.data is None:
             return False
         sizes = self._fields.fields_for(feature.modality)
-        return any(each.data is not None for key, each in feature.data.items() if key not in sizes)
+        return any(elem.data is not None for key, elem in feature.data.items() if key not in sizes)

@@ -90,10 +90,10 @@ class SendPlan:
         if str(request.get_finished_reason()) not in ("stop", "length", "repetition"):
             self._dropped += [save.key for save in sending.saves.values()]
             return None
-        found: dict[str, Any] = collect_ec_item_metadata(request.mm_features, self._fields)
+        metadata: dict[str, Any] = collect_ec_item_metadata(request.mm_features, self._fields)
         for item, save in sending.saves.items():
-            found[item].update({URL: self._url, KEY: save.key, READERS: save.readers})
-        return {item: found[item] for item in sending.saves}
+            metadata[item].update({URL: self._url, KEY: save.key, READERS: save.readers})
+        return {item: metadata[item] for item in sending.saves}
 
     def take_dropped(self) -> list[str]:
         """The keys since the last call whose requests ended without an answer."""
@@ -103,4 +103,4 @@ class SendPlan:
 
 def _items(request: Request) -> list[str]:
     """The items that an encoder computes; embeddings in the prompt are not among them."""
-    return [each.identifier for each in request.mm_features if each.modality != "prompt_embeds"]
+    return [item.identifier for item in request.mm_features if item.modality != "prompt_embeds"]
