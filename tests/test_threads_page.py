@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import torch
 
 import omni_kvlink
+from omni_kvlink import KVLink, TensorTransferData
+from omni_kvlink.testing.caches import Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +35,8 @@ SUFFIX = "_in_loop"
 DEFINITION = r"def (\w+_in_loop)\b"
 OTHER_STARTS = {"Timer", "start_new_thread", "Process", "Pool", "to_thread", "run_in_executor"}
 """Calls that start a thread or a process otherwise; the package has none."""
-WORDS = ("dev null tests link test_interrupts test_real_signals py",)
-"""What the page names beside the package's code."""
+OTHER_NAMES = "dev null tests link test_interrupts test_real_signals py"
+"""Names of the page beside those of the package's code."""
 
 OTHER_USES = {
     ("ControlConsumer._make_pool", "_close_if_unused_in_loop"): "ReceivePool calls it in the loop",
@@ -87,7 +92,7 @@ def uses(file: str, source: str) -> Iterator[Use]:
 
 
 def _uses(node: ast.AST, around: Use, shared: frozenset[str]) -> Iterator[Use]:
-    """Those below a node; `shared`: the names that the function around it declares as global."""
+    """The uses below a node; `shared`: names that the function around it declares as global."""
     if isinstance(node, (ast.Attribute, ast.Name, ast.Call)):
         yield around._replace(node=node)
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -219,7 +224,7 @@ def test_the_page_lists_every_thread_and_who_starts_it() -> None:
     for names, started_by, _, _ in rows("Threads of the library"):
         for name in code(names):
             assert name not in listed
-            listed[name] |= set(code(started_by))
+            listed[name] = set(code(started_by))
     assert listed == threads(USES)
 
 
@@ -233,6 +238,101 @@ def test_the_levels_of_locks_ascend() -> None:
     levels = [int(row[3]) for row in rows("Locks") if row[3]]
     assert levels == sorted(levels)
     assert set(levels) == set(range(6))
+
+
+class RecordedLock:
+    """A lock that records which locks its thread holds when it is taken."""
+
+    def __init__(self, lock: Any, name: str, orders: set[tuple[str, str]]):
+        self.lock, self.name, self.orders = lock, name, orders
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        is_taken: bool = self.lock.acquire(*args, **kwargs)
+        if is_taken:
+            self.record()
+        return is_taken
+
+    def release(self) -> None:
+        self.lock.release()
+        HELD.locks.remove(self)
+
+    def locked(self) -> bool:
+        return bool(self.lock.locked())
+
+    def record(self) -> None:
+        held = vars(HELD).setdefault("locks", [])
+        if self not in held:
+            self.orders |= {(other.name, self.name) for other in held}
+        held.append(self)
+
+    def __enter__(self) -> None:
+        self.lock.__enter__()
+        self.record()
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.__exit__(*exception)
+        HELD.locks.remove(self)
+
+
+HELD = threading.local()
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """Names of two locks that a thread held at once, in this order; of locks made from now on."""
+    found: set[tuple[str, str]] = set()
+    lines = {
+        (use.file, use.node.lineno): name
+        for use in USES
+        if isinstance(use.node, ast.Attribute)
+        for name in locks([use])
+    }
+    listed = {name for row in rows("Locks") if row[3] for name in code(row[0])}
+    for kind in ("Lock", "RLock"):
+        original = getattr(threading, kind)
+
+        def make(original: Any = original) -> Any:
+            frame = sys._getframe(1)
+            place = frame.f_code.co_filename.removeprefix(f"{PACKAGE}/"), frame.f_lineno
+            name = lines.get(place, "")
+            return RecordedLock(original(), name, found) if name in listed else original()
+
+        monkeypatch.setattr(threading, kind, make)
+    return found
+
+
+@pytest.mark.parametrize("url", ["inproc://order", "shm://order", "zmq+ipc://{}/order.sock"])
+def test_locks_are_taken_in_the_order_of_the_page(
+    url: str, sockets: str, orders: set[tuple[str, str]]
+) -> None:
+    hidden, large = torch.zeros(10), torch.zeros(100_000)
+    cache: Any = Recipe("layers", layers=2).make()
+    with (
+        KVLink.serve(url.format(sockets), directory=sockets) as producer,
+        KVLink.connect(url.format(sockets), timeout=60, directory=sockets) as consumer,
+    ):
+        for key, tensor in (("small", hidden), ("large", large)):
+            get = threading.Thread(target=lambda key=key: consumer.get(key, timeout=60).release())
+            get.start()
+            producer.put(TensorTransferData(key, {"x": tensor})).wait(timeout=60)
+            get.join()
+        producer.put_many([TensorTransferData(key, {"x": large}) for key in "ab"])
+        consumer.get_many([*"ab"], timeout=60).release()
+        with producer.stream_put(cache) as out, consumer.stream_get("layers", timeout=60) as layers:
+            for layer, pair in enumerate(zip(*cache.layer_blocks.values(), strict=True)):
+                out.write_layer(layer, *pair)
+                layers.wait_for_layer(layer)
+        with producer.open_stream("growing", {"x": torch.zeros(0, 4)}) as growing:
+            chunks = consumer.read_stream("growing", timeout=60)
+            growing.append({"x": torch.zeros(2, 4)})
+            assert chunks.receive() is not None
+        assert chunks.receive() is None
+        producer.fail("other", "a test")
+        consumer.abort("other")
+    levels = {name: int(row[3]) for row in rows("Locks") if row[3] for name in code(row[0])}
+    assert ("PooledProducer.lock", "ArenaPool._lock") in orders
+    wrong = {(first, second) for first, second in orders if levels[first] >= levels[second]}
+    assert wrong == set()
 
 
 def test_the_page_lists_every_class_with_methods_of_a_loop() -> None:
@@ -253,10 +353,9 @@ def test_every_method_of_a_loop_is_used() -> None:
 
 def test_what_else_the_page_names_exists() -> None:
     page = re.sub(r"^```.*?^```", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    words = {word for cell in code(page) for word in re.findall(r"[A-Za-z_]\w+", cell)}
-    text = " ".join([*SOURCES, *SOURCES.values(), *WORDS])
-    known = set(re.findall(r"[A-Za-z_]\w+", text))
-    assert words - known == set()
+    named = {word for cell in code(page) for word in re.findall(r"[A-Za-z_]\w+", cell)}
+    text = " ".join([*SOURCES, *SOURCES.values(), OTHER_NAMES])
+    assert named - set(re.findall(r"[A-Za-z_]\w+", text)) == set()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +370,7 @@ def test_what_else_the_page_names_exists() -> None:
         ("def f():\n    a = RLock()", {}, {"m.f": "RLock"}),
         ("class A:\n    a: Lock = field(default_factory=Lock)", {}, {"A.a": "Lock"}),
         (
-            "class A:\n    def f(self, lock: threading.Lock) -> Lock:\n        self.a, b = Lock(), 1",
+            "class A:\n    def f(self, x: threading.Lock) -> Lock:\n        self.a, b = Lock(), 1",
             {},
             {"A.a": "Lock"},
         ),
