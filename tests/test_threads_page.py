@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(omni_kvlink.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "threads.md"
-pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="installed without the sources")
+with_page = pytest.mark.skipif(not PAGE.exists(), reason="installed without the sources")
 
 OUTSIDE = {"engine", "models", "bench", "testing"}
 """Folders of which the page says nothing."""
@@ -219,6 +219,7 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+@with_page
 def test_the_page_lists_every_thread_and_who_starts_it() -> None:
     listed: defaultdict[str, set[str]] = defaultdict(set)
     for names, started_by, _, _ in rows("Threads of the library"):
@@ -228,12 +229,14 @@ def test_the_page_lists_every_thread_and_who_starts_it() -> None:
     assert listed == threads(USES)
 
 
+@with_page
 def test_the_page_lists_every_lock_and_its_kind() -> None:
     listed = {name: row[1] for row in rows("Locks") for name in code(row[0])}
     assert listed == locks(USES)
     assert len(listed) == sum(len(code(row[0])) for row in rows("Locks"))
 
 
+@with_page
 def test_the_levels_of_locks_ascend() -> None:
     levels = [int(row[3]) for row in rows("Locks") if row[3]]
     assert levels == sorted(levels)
@@ -293,14 +296,15 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
         def make(original: Any = original) -> Any:
             frame = sys._getframe(1)
-            place = frame.f_code.co_filename.removeprefix(f"{PACKAGE}/"), frame.f_lineno
-            name = lines.get(place, "")
+            line = frame.f_code.co_filename.removeprefix(f"{PACKAGE}/"), frame.f_lineno
+            name = lines.get(line, "")
             return RecordedLock(original(), name, found) if name in listed else original()
 
         monkeypatch.setattr(threading, kind, make)
     return found
 
 
+@with_page
 @pytest.mark.parametrize("url", ["inproc://order", "shm://order", "zmq+ipc://{}/order.sock"])
 def test_locks_are_taken_in_the_order_of_the_page(
     url: str, sockets: str, orders: set[tuple[str, str]]
@@ -335,6 +339,7 @@ def test_locks_are_taken_in_the_order_of_the_page(
     assert wrong == set()
 
 
+@with_page
 def test_the_page_lists_every_class_with_methods_of_a_loop() -> None:
     table = rows("Methods of a loop")
     assert {name for classes, _ in table for name in code(classes)} == loop_classes()
@@ -351,6 +356,7 @@ def test_every_method_of_a_loop_is_used() -> None:
     assert defined == {name for use in USES if (name := name_of(use.node)).endswith(SUFFIX)}
 
 
+@with_page
 def test_what_else_the_page_names_exists() -> None:
     page = re.sub(r"^```.*?^```", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
     named = {word for cell in code(page) for word in re.findall(r"[A-Za-z_]\w+", cell)}
