@@ -45,8 +45,7 @@ class AppendStream:
         self._spec, self._head = spec, head
         self._position = StreamPosition()
         self._pid = os.getpid()
-        # Chunks follow one another. Released by its owner alone, so that an interrupt just after
-        # `acquire` leaves it free.
+        # Chunks follow one another. An RLock, for interrupts: see docs/threads.md.
         self._appending = threading.RLock()
         self._lock = threading.Lock()  # held while the head is written, committed or aborted
         self._lease: Lease | None = None

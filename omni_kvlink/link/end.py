@@ -101,7 +101,7 @@ class LinkEnd:
     def _check_open(self) -> None:
         """Raise ClosedError if the link is closed, or a parent's; takes no lock.
 
-        Every call begins with it: in a forked child, any lock may be held for ever.
+        Every call begins with it: see docs/threads.md.
         """
         self._check_process()
         if self._closed:

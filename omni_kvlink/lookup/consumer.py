@@ -82,7 +82,7 @@ class _RemoteStore:
         self.link = link
         self._retry_at = 0.0
         self._questions, self._model = questions, model
-        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        # An RLock, for interrupts: see docs/threads.md.
         self._sending = threading.RLock()
         self._session = -1
         self._inbox = ""

@@ -73,7 +73,7 @@ class ControlSession(Session):
     """One connection to one incarnation of a producer; subclasses say how bytes are fetched.
 
     It connects again and again until a producer serves, and ends when that producer disconnects.
-    Methods whose names end in `_in_loop` are for the loop's thread, the others for any.
+    Methods whose names end in `_in_loop` are for the loop's thread: see docs/threads.md.
     """
 
     max_frame_nbytes = MAX_MESSAGE

@@ -10,7 +10,7 @@ from omni_kvlink.errors import ClosedError
 def check_process(pid: int, what: str) -> None:
     """Raise ClosedError if `what` was opened by another process: this one is a fork of it.
 
-    Takes no lock: a thread of the parent may have held any lock at the fork.
+    Takes no lock: see docs/threads.md.
     """
     if os.getpid() != pid:
         raise ClosedError(

@@ -1,4 +1,7 @@
-"""The thread of a connection, and waiting threads that receive in its place; none of them polls."""
+"""The thread of a connection, and waiting threads that receive in its place; none of them polls.
+
+docs/threads.md says what runs in which thread.
+"""
 
 from __future__ import annotations
 
@@ -314,8 +317,8 @@ class LeadingReceiver(ABC):
     """Set when another thread has ended the leader's get, or the connection."""
 
     def __init__(self) -> None:
-        # Held by the thread that receives: the loop's, or the leader. Released by its owner alone,
-        # so that an interrupt just after `acquire` leaves it free.
+        # Held by the thread that receives: the loop's, or the leader. An RLock, for interrupts: see
+        # docs/threads.md.
         self._receiving = threading.RLock()
         self._leader = 0  # the thread that leads; 0: the loop receives
 

@@ -92,7 +92,7 @@ class PooledProducer(Producer):
         self.listeners: list[Listener] = []
         self.incarnation = os.urandom(8).hex()
         self._unsent: dict[PeerHandle, list[Message]] | None = None  # while several are collected
-        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        # An RLock, for interrupts: see docs/threads.md.
         self._reserving = threading.RLock()
         self._in_flight: Counter[Block] = Counter()
         self._free_when_sent: set[Block] = set()
