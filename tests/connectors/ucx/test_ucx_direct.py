@@ -15,7 +15,7 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.ucx.worker import UcxWorker
-from omni_kvlink.link import producer as direct
+from omni_kvlink.link import direct_put as direct
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import fingerprint
