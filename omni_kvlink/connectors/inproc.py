@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from functools import partial
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
 
 _listeners: dict[str, InprocListener] = {}
 _changed = threading.Condition()
+
+
+def _forget_listeners() -> None:
+    """Forget the parent's listeners in a forked child, and a lock that a thread may have held."""
+    global _changed
+    _listeners.clear()
+    _changed = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_forget_listeners)
 
 
 class InprocListener(Listener):

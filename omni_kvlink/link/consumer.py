@@ -421,6 +421,11 @@ class Received(ReadBlock):
         self._data.close()
         self._delivery.release_unread()
 
+    def drop_unread(self) -> None:
+        """Do what `release_unread` does, without a lock: for finalizers."""
+        self._data.close()
+        self._delivery.drop_unread()
+
     def __getitem__(self, name: str) -> Any:
         """Return what `data[name]` is: a tensor, the layers of a part, or a cache of a bundle."""
         return self.data[name]

@@ -257,7 +257,8 @@ class LookupConsumer:
         if data is None:
             received.release()
             return Match(count(prompt))
-        return Match(count(prompt), data, hidden, received.release, received.release_unread)
+        endings = received.release, received.release_unread, received.drop_unread
+        return Match(count(prompt), data, hidden, *endings)
 
     def _best(
         self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: float

@@ -32,10 +32,12 @@ class Match(ReadBlock):
         hidden: torch.Tensor | None = None,
         release: Callable[[], None] | None = None,
         release_unread: Callable[[], None] | None = None,
+        drop: Callable[[], None] | None = None,
     ):
         self.requested, self.data, self.hidden = requested, data, hidden
         self.tokens = 0 if data is None else data.metadata.seq_len
         self._release, self._release_unread = release, release_unread or release
+        self._drop = drop or release  # for the finalizer: it takes no lock
 
     @property
     def is_complete(self) -> bool:
@@ -75,7 +77,8 @@ class Match(ReadBlock):
     def __del__(self) -> None:
         if getattr(self, "_release", None) is not None:
             warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2)
-            self.release_unread()
+            self._release = self._drop
+            self.release()
 
     def __repr__(self) -> str:
         return f"<Match: {self.tokens} of {self.requested} tokens{', hidden' * self.is_complete}>"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections import Counter, OrderedDict
-from functools import partial
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +43,8 @@ class _Entry:
     data: KVCacheTransferData
     hidden: torch.Tensor | None
     nbytes: int
-    pins: int = 0
+    # One element a match that is on lease, which a finalizer takes without a lock.
+    pins: deque[None] = dataclasses.field(default_factory=deque)
 
     def hidden_of(self, tokens: int) -> torch.Tensor | None:
         """The hidden state `[1, dim]` of the last of the first `tokens` tokens, if it is here."""
@@ -202,10 +202,10 @@ class PrefixStore:
             if entry is None or not tokens:
                 return Match(requested)
             self._entries.move_to_end(entry.key)
-            entry.pins += 1
+            entry.pins.append(None)
             metadata = _metadata(tokens, entry.data.metadata.num_layers, entry.data.metadata.extra)
             data = entry.data.first_tokens(tokens, metadata)
-            return Match(requested, data, hidden, partial(self._unpin, entry))
+            return Match(requested, data, hidden, entry.pins.pop)
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call this after every insert and failure, in the thread that made it."""
@@ -237,10 +237,6 @@ class PrefixStore:
         if hidden is None:
             tokens = min(tokens, count(key) - 1)
         return tokens, entry, hidden
-
-    def _unpin(self, entry: _Entry) -> None:
-        with self._changed:
-            entry.pins -= 1
 
     def _has(self, key: bytes, hidden: torch.Tensor | None) -> bool:
         """Whether an entry holds all that a new one would; it then counts as used."""
@@ -283,7 +279,7 @@ class PrefixStore:
     def _add(self, entry: _Entry) -> None:
         replaced = self._entries.get(entry.key)  # it has fewer hidden states
         if replaced is not None:
-            entry.pins += replaced.pins
+            entry.pins = replaced.pins  # its matches end theirs
             self._remove(replaced)
         self._entries[entry.key] = entry
         self._index.add(entry.key)

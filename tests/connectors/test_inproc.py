@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from omni_kvlink import KVLink
+from omni_kvlink.testing.caches import Recipe, fingerprint
 
 WRITER = """
 import faulthandler, sys
@@ -32,3 +36,22 @@ def test_a_reader_cannot_change_what_another_gets(mode: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "received\n", done.stderr
     assert done.returncode == -signal.SIGSEGV
+
+
+def test_a_forked_child_has_names_of_its_own() -> None:
+    """Nobody serves its parent's name there: the child may serve it."""
+    with KVLink.serve("inproc://forked"):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with (
+                    KVLink.serve("inproc://forked") as producer,
+                    KVLink.connect(producer.url, timeout=60) as reader,
+                ):
+                    producer.put(Recipe("k").make())
+                    with reader.get("k", timeout=60) as data:
+                        status = int(fingerprint(data) != fingerprint(Recipe("k").make()))
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

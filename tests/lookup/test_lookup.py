@@ -153,6 +153,18 @@ def test_only_what_matches_is_moved(bed: LookupStages) -> None:
     assert 10 * ROW <= bed.producers[0].stats()["nbytes"] < 40 * ROW
 
 
+def test_a_match_that_is_dropped_takes_no_lock(shm: LookupStages) -> None:
+    """The collector drops it in any thread, also in one that sends."""
+    lookup = shm.start()
+    insert(shm.stores[0], TOKENS)
+    match = lookup.select(TOKENS, timeout=60)
+    session: Any = lookup._stores[0].link._end._session  # type: ignore[attr-defined]
+    assert match.data is not None
+    with session._channel._lock, shm.stores[0]._changed, pytest.warns(ResourceWarning):
+        del match
+    shm.settle()
+
+
 def test_decode_first(bed: LookupStages) -> None:
     """The request arrives before the entry does; the insert wakes it."""
     lookup = bed.start(producers=2)

@@ -185,8 +185,19 @@ def test_a_forgotten_lease_is_loud() -> None:
     store = PrefixStore(BIG)
     insert(store, [1, 2, 3])
     match = store.select([1, 2, 3])
-    with pytest.warns(ResourceWarning, match="Match: 2 of 3"):
-        del match
+    with pytest.warns(ResourceWarning, match="Match: 2 of 3"), store._changed:
+        del match  # its finalizer takes no lock
+    assert store.stats()["pinned"] == 0
+
+
+def test_a_lease_of_an_entry_that_is_replaced_ends() -> None:
+    store, tokens = PrefixStore(BIG), [1, 2, 3]
+    keys, values = kv(tokens)
+    store.insert(tokens, None, keys, values, None)
+    with store.select(tokens) as match:
+        assert match.tokens == 2
+        store.insert(tokens, None, keys, values, hidden(tokens))
+        assert store.stats()["pinned"]
     assert store.stats()["pinned"] == 0
 
 

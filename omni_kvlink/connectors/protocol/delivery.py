@@ -191,11 +191,18 @@ class Delivery:
 
     def release_unread(self) -> None:
         """Do what `release` does, and let another reader have the payload, unless it is bad."""
-        if self.region is None:
-            return
+        if self.region is not None:
+            self._mark_unread()
+            self._give_back()
+
+    def drop_unread(self) -> None:
+        """Do what `release_unread` does with a complete payload, without a lock: for finalizers."""
+        self._mark_unread()
+        self._drop()
+
+    def _mark_unread(self) -> None:
         if self._span.outcome is _READ:
             self._span.outcome = _UNREAD
-        self._give_back()
 
     def end_after(self, error: BaseException) -> None:
         """End the lease now: nobody has a view that will be used, because `error` was raised.
