@@ -11,10 +11,12 @@ import io
 import re
 import sys
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from vocabulary import MOST_EMPTY_NAMES, bound_names, fragments, is_empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -379,6 +381,20 @@ def _loops_of_files(files: list[Module]) -> Iterator[str]:
     return (error for module in files for error in loop_errors(module))
 
 
+def _names_of_files(files: list[Module]) -> Iterator[str]:
+    names = [name for module in files for name, _ in bound_names(ast.parse(module.source))]
+    empty = Counter(name for name in names if is_empty(name))
+    if empty.total() > MOST_EMPTY_NAMES * len(names):
+        common = ", ".join(f"{name} {count}" for name, count in empty.most_common(8))
+        yield f"{empty.total()} of {len(names)} names say nothing of what they name: {common}"
+
+
+def _docstrings_of_files(files: list[Module]) -> Iterator[str]:
+    for module in files:
+        for word, line in fragments(ast.parse(module.source)):
+            yield f"{module.name}:{line}: a docstring begins with {word!r}"
+
+
 RULES: dict[str, Callable[[], list[str]]] = {
     "imports point down": _of_files(_imports_of_files),
     "no import cycle, lazy imports included": _of_files(cycle_errors),
@@ -387,6 +403,8 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "no forbidden call": _of_files(_sources_of_files),
     "no loop variable after its loop": _of_files(_loops_of_files),
     "no retired name": lambda: list(vocabulary_errors()),
+    "few names are pronouns or adverbs": _of_files(_names_of_files),
+    "no docstring begins as a fragment": _of_files(_docstrings_of_files),
 }
 """Every rule; called, it returns what breaks it."""
 

@@ -168,3 +168,18 @@ def test_retired_words_in_prose_are_allowed(tmp_path: Path) -> None:
     assert list(layout.retired_in_python("# the way\nx = 'a door'\nindoors = doorstep")) == []
     page = "The way it works.\n\n`door` is old.\n\n```python\nlink.say(x)\n```\n"
     assert [word for word, _ in layout.retired_in_text(page)] == ["door", "say"]
+
+
+def test_names_that_say_nothing_are_found() -> None:
+    files = [Module("omni_kvlink.x", "def f(one):\n    found = self.left = one\n    lease = found")]
+    assert "found" in next(layout._names_of_files(files))
+    assert not list(layout._names_of_files([Module("omni_kvlink.x", "def f(lease): ...")]))
+
+
+@pytest.mark.parametrize(
+    ("docstring", "count"), [("What it is.", 1), ("Those of it.", 1), ("Return it.", 0)]
+)
+def test_a_docstring_that_begins_as_a_fragment_is_found(docstring: str, count: int) -> None:
+    source = f'def f():\n    """{docstring}"""\n\nX = 1\n"""{docstring}"""'
+    found = list(layout._docstrings_of_files([Module("omni_kvlink.x", source)]))
+    assert len(found) == 2 * count

@@ -335,7 +335,7 @@ class PendingGet(ABC):
 
     future: Future[Any]
     connection: object = None
-    """What `receive_until` receives from; None if it does nothing."""
+    """The source that `receive_until` receives from; None if it does nothing."""
     inline_target: InlineTarget | None = None
     """Memory that `wait` fills where payloads come inside their offers; else it is not used."""
 

@@ -21,7 +21,7 @@ class AbortedAllocation:
         self.request_id, self.reason = request_id, reason
 
     def error(self) -> TransferFailed:
-        """What `put` of the payload raises."""
+        """Return the error that `put` of the payload raises."""
         message = f"payload {self.request_id!r} was aborted: {self.reason}; allocate it anew"
         return TransferFailed(message, key=self.request_id, reason=self.reason)
 

@@ -55,7 +55,7 @@ class ChunkStreams(ReadBlock, Generic[C]):
         return stream in self._pending
 
     def __iter__(self) -> Iterator[tuple[ChunkStream[C], C | None]]:
-        """What `receive` returns, until all have ended; waits up to the longest of their timeouts.
+        """Iterate over what `receive` returns, until all have ended; wait for the longest timeout.
 
         Streams may be added and removed meanwhile.
         """

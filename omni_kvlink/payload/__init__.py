@@ -1,1 +1,1 @@
-"""What one transfer carries: KV caches and tensors, and the header that describes them."""
+"""The content of a transfer: KV caches and tensors, and the header that describes them."""

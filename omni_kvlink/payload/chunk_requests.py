@@ -36,7 +36,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
 class RequestSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the chunk says of its requests, in the order in which their rows lie in its tensors.
+    """The requests of a chunk, in the order in which their rows lie in its tensors.
 
     `sizes` count elements of dimension `dim`. Of `ended` and `failed` this is the last chunk.
     """
@@ -48,7 +48,7 @@ class RequestSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     failed: Annotated[dict[Name, Reason], msgspec.Meta(max_length=MAX_REQUESTS)] = {}
 
     def difference(self, shapes: Sequence[Sequence[int]]) -> str:
-        """How these shapes of tensors contradict the sizes, in words; "" if they do not."""
+        """Say how these shapes of tensors contradict the sizes; "" if they do not."""
         if not shapes:
             return "there are no tensors"
         total = sum(self.sizes)

@@ -20,4 +20,4 @@ MAX_RANK = 8
 MAX_DEPTH = 32
 """Levels of dicts and lists in `extra`, in metadata and in a tree of tensors."""
 MAX_MARKS = {mark: n * MAX_TENSORS for mark, n in ((b'"', 28), (b"{", 3), (b"[", 5), (b",", 40))}
-"""How often a character may occur in a header: bounds what decoding allocates."""
+"""The number of times that a character may occur in a header: bounds what decoding allocates."""

@@ -30,7 +30,7 @@ class _VersionOnly(msgspec.Struct):
 
 
 class Note(msgspec.Struct, kw_only=True):
-    """What the `kvlink` string holds; `HeaderTemplate` writes it."""
+    """The content of the `kvlink` string; `HeaderTemplate` writes it."""
 
     version: tuple[int, int]
     header_crc32c: str
@@ -91,7 +91,7 @@ def _decode(text: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
 
 
 def excess(text: bytes) -> str:
-    """What would cost too much memory to decode, or "": one wide character widens its string."""
+    """Say what costs too much memory to decode, or "": one wide character widens its string."""
     if len(text) > MAX_HEADER // 2 and (b"\\u" in text or not text.isascii()):
         return f"with non-ASCII characters, {len(text)} bytes"
     return next((f"{mark!r}" for mark, most in MAX_MARKS.items() if text.count(mark) > most), "")

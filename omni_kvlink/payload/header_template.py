@@ -153,7 +153,7 @@ class HeaderTemplate:
         return _digests(text[first : first + len(self._blank)])
 
     def _match(self, text: bytes) -> int:
-        """What the native library does: `host.PackedLayout.match`."""
+        """Match a header as the native library does: `host.PackedLayout.match`."""
         found = _WITH_ID.match(text, self._at_id - len(_AFTER_CRC))
         if found is None:
             return 0

@@ -50,7 +50,7 @@ class Covered(NamedTuple):
         return self.start + self.whole.extent
 
     def starts(self) -> tuple[Index, Pattern]:
-        """Where each part begins, in ascending order, and what each part is."""
+        """Return the start of each part, in ascending order, and the part."""
         if self.entries is None:
             return np.array([self.start]), self.whole
         return np.sort(self.start + self.entries()), self.entry

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor are, checked when a payload is made and when an address is taken.
+"""Addresses of tensors, checked when a payload is made and when an address is taken.
 
 Between the two a tensor may be given another storage, and its storage may be cut or freed. No other
 file asks torch for an address.
@@ -30,7 +30,7 @@ _TORCH_FUNCTIONS = (
     torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
     torch._C._disabled_torch_function_impl,
 )
-"""What a class has as `__torch_function__` that does not replace torch's functions."""
+"""The `__torch_function__` of classes that replace none of torch's functions."""
 
 _CURES = {
     "to_local": "give its part of this rank, .to_local()",
@@ -39,7 +39,7 @@ _CURES = {
     "dequantize": "give .dequantize(), or the tensors in it",
     "to_dense": "give .to_dense(), or the tensors in it",
 }
-"""What to send instead of a tensor of a class that has such a method."""
+"""The cures, by the method of the tensor's class that gives what can be sent."""
 
 
 def check_strided(tensor: object, where: str) -> torch.Tensor:
@@ -88,7 +88,7 @@ def extent_of(tensor: torch.Tensor) -> int:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the storage of a tensor in checked memory begins."""
+    """Return the address of the storage of a tensor in checked memory."""
     return _const_data_ptr(tensor) - int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 

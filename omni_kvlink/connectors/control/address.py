@@ -26,7 +26,7 @@ _LOOKUP_SECONDS = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class ControlAddress:
-    """Where a producer binds its control socket; a SchemaError if it has another form."""
+    """The address of a producer's control socket; SchemaError if it has another form."""
 
     protocol: str  # "tcp" or "ipc"
     address: str  # host:port, where port 0 lets the system choose one; or an absolute path
@@ -82,7 +82,7 @@ class ControlAddress:
 
     @property
     def other(self) -> str:
-        """What to do if the address cannot be used."""
+        """Return the cure if the address cannot be used."""
         if self.protocol == "tcp":
             return "use another address"
         example = os.path.join(default_directory(), os.path.basename(self.address))

@@ -27,7 +27,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 4000
 """Interval of heartbeats; time without an answer after which a peer is disconnected."""
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 30
-"""How often a consumer tries to connect while no producer serves."""
+"""The interval at which a consumer tries to connect while no producer serves."""
 _CURVE_OVERHEAD = 256
 """Bytes by which encryption makes a frame longer, rounded up."""
 # Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 reports that event before it reads errno, and the

@@ -47,7 +47,7 @@ class Credentials:
 
     @property
     def cure(self) -> str:
-        """What to check if the handshake with the other side fails."""
+        """Return the cure if the handshake with the other side fails."""
         if self._keys:
             return "check keys= and peers= of both sides"
         return (

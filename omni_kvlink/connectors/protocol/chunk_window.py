@@ -18,7 +18,7 @@ MAX_AHEAD = 1024
 
 
 class Cursor:
-    """How far one reader has come: it has released each chunk below `position`.
+    """The progress of one reader: it has released each chunk below `position`.
 
     With `is_strict`, its reader may begin with no later chunk.
     """
@@ -84,7 +84,7 @@ class ChunkWindow(Generic[T]):
         return len(self.chunks) >= self.size
 
     def describe_readers(self) -> str:
-        """How many read, were lost and have no other in their place, and have not come yet."""
+        """Return the numbers of readers that read, that were lost, and that have not come yet."""
         return f"{len(self.readers)} reading, {len(self._returned)} lost, {self._unclaimed} missing"
 
     def add_reader(self, claim: Claim, start: int) -> None:

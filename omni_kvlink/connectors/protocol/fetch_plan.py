@@ -1,4 +1,4 @@
-"""Which bytes of a payload to request, which have arrived, and what is complete; without I/O."""
+"""The bytes of a payload that are requested, that have arrived, and that are complete; no I/O."""
 
 from __future__ import annotations
 

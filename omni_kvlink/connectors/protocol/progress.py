@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """How much of a streamed payload is there; tensors are numbered as in the manifest.
+    """The part of a streamed payload that is there; tensors are numbered as in the manifest.
 
     Thread-safe: the connection's thread reports, any other thread waits. `whole` ends with the
     commit, or with the error that ended the stream.

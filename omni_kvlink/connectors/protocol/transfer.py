@@ -29,7 +29,7 @@ _FINAL = frozenset(("released", "failed", "expired"))  # to compare states takes
 
 
 class TransferState(enum.Enum):
-    """Where a transfer is; the last three are final."""
+    """The state of a transfer; the last three are final."""
 
     RESERVED = "reserved"
     STREAMING = "streaming"
@@ -144,7 +144,7 @@ class Phase:
 
 @dataclass
 class Ledger:
-    """What one side of one transfer cost: bytes, copies and seconds.
+    """The cost of one transfer at one side: bytes, copies and seconds.
 
     Attributes:
         nbytes: the whole payload, header and padding included.

@@ -56,8 +56,8 @@ MAX_EXPIRED = 64
 """Transfers that one `TransferTable.tick` expires at most."""
 
 Taken = tuple[bool, int]
-"""What a get takes: whether layers while they are written; and the chunks of a stream from which
-number on, or `WHOLE` for a payload."""
+"""The kind of a get: whether it takes layers while they are written; and the number of the first
+chunk that it takes of an append stream, or `WHOLE` for a payload."""
 WHOLE = -1
 IS_APPEND_STREAM = "it is an append stream: use read_stream"
 IS_PAYLOAD = "it is no append stream: use get"

@@ -1,1 +1,1 @@
-"""What the connectors share at run time: the event loop, the producer, the consumer."""
+"""Parts that the connectors share at run time: the event loop, the producer, the consumer."""

@@ -27,7 +27,7 @@ _STREAM_MIN = 256 << 10
 
 
 class AllocationWaiter(Protocol):
-    """What `ReceivePool.allocate` calls; in the loop's thread."""
+    """The callbacks of `ReceivePool.allocate`; in the loop's thread."""
 
     def on_allocated(self, block: Block) -> None:
         """Take the block."""

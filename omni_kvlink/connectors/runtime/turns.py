@@ -14,7 +14,7 @@ _MAX_NAMES, _KEPT_SECONDS = 64, 60.0
 
 
 class TurnCounts:
-    """How many turns of each peer ended though more of its messages were there.
+    """The numbers of turns that ended though more of the peer's messages were there, by peer.
 
     The 64 peers are kept to whom that happened last.
     """

@@ -11,7 +11,7 @@ from omni_kvlink.errors import ConnectorError
 from omni_kvlink.system.failures import translate_errors
 
 OTHER = "give directory=, or set XDG_RUNTIME_DIR to a directory of this user, on both sides"
-"""What to do about a default directory that cannot be used."""
+"""The cure for a default directory that cannot be used."""
 
 
 def default_directory() -> str:

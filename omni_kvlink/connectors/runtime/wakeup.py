@@ -1,4 +1,4 @@
-"""How those who wait for a file to appear are woken: by a FIFO beside it, which hangs up.
+"""Wakes those who wait for a file to appear: by a FIFO beside it, which hangs up.
 
 Unlike inotify this takes no resource of which a user has few. The FIFO `PATH.wait` is there only
 while somebody waits.

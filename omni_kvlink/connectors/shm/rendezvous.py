@@ -1,4 +1,4 @@
-"""How two processes of a user find each other: by a named socket in a private directory."""
+"""Brings two processes of a user together: by a named socket in a private directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the two ends of a UCX connection find each other, and which message is for which receive."""
+"""Addresses of the two ends of a UCX connection, and tags of its messages."""
 
 from __future__ import annotations
 

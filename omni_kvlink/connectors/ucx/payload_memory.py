@@ -1,4 +1,4 @@
-"""Where one end of a UCX link keeps payloads: on a device if UCX reaches it, else on the host."""
+"""The memory of one end of a UCX link: a device's if UCX reaches it, else the host's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PayloadMemory(NamedTuple):
-    """How arenas are made; `device` is "" for the host's memory, and `host_reason` says why."""
+    """The maker of arenas; `device` is "" for the host's memory, and `host_reason` says why."""
 
     make: MakeArena = Mapping.anonymous
     device: str = ""

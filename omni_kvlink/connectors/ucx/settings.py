@@ -1,4 +1,4 @@
-"""How UCX is configured: by arguments, so that two transports of a process may differ."""
+"""Configures UCX by arguments, so that two transports of a process may differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ connection is never idle, and UCX lets a small one overtake."""
 
 
 class UcxSettings(NamedTuple):
-    """What UCX may use.
+    """The transports and devices that UCX may use.
 
     Args:
         transports: UCX_TLS. GPU memory needs "cuda_copy" in it, RDMA "rc".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -24,7 +25,8 @@ class Links:
         self._senders: dict[StageEdge, KVProducer] = {}
         self._receivers: dict[StageEdge, KVConsumer] = {}
         self._announcements: list[Announcement] = []
-        self._connecting: defaultdict[StageEdge, threading.Lock] = defaultdict(threading.Lock)
+        # Released by its owner alone, so that an interrupt just after `acquire` leaves it free.
+        self._connecting: defaultdict[StageEdge, Any] = defaultdict(threading.RLock)
         self._closed = False
 
     def sender(self, edge: StageEdge) -> KVProducer:
@@ -49,10 +51,10 @@ class Links:
         with self._lock:
             self._check_open()
             connecting = self._connecting[edge]
-        if not connecting.acquire(timeout=max(0.0, timeout)):
-            text = f"{edge.name(self._settings)}: no connection after {format_seconds(timeout)}"
-            raise TransferTimeout(text, waited=timeout, phase="connecting")
         try:
+            if not connecting.acquire(timeout=max(0.0, timeout)):
+                text = f"{edge.name(self._settings)}: no connection after {format_seconds(timeout)}"
+                raise TransferTimeout(text, waited=timeout, phase="connecting")
             link = self._receivers.get(edge)
             if link is not None and self._has_moved(edge, link):
                 self.close_receiver(edge, link)
@@ -67,7 +69,8 @@ class Links:
                     self._check_open()
             return link
         finally:
-            connecting.release()
+            with contextlib.suppress(RuntimeError):  # it was not acquired
+                connecting.release()
 
     def close_receiver(self, edge: StageEdge, link: KVConsumer) -> None:
         """Close a consumer whose sender is gone; the next call of `receiver` connects anew."""
