@@ -13,7 +13,7 @@ thread pool.
 |---|---|
 | `begin_get`, `can_retry`, `open_delivery`, `open_stream` | gets that hold no thread |
 | `begin_gets` | several at once |
-| `begin_chunks`, `open_chunks` | the same for streams that grow |
+| `begin_chunks`, `open_chunks` | the same for append streams |
 | `PendingGet`, `Delivery` | what they return |
 | `BackgroundGet`, `GetPhase` | one get with a deadline that no thread waits for |
 | `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |

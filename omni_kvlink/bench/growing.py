@@ -1,4 +1,4 @@
-"""The latency of chunks of streams that grow, many streams at once, beside a pipe."""
+"""The latency of chunks of append streams, many streams at once, beside a pipe."""
 
 from __future__ import annotations
 

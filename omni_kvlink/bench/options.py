@@ -224,7 +224,7 @@ COMMANDS = {
         "how long a chunk of a growing stream is on its way, many streams at once, beside a pipe",
         "--together --reader asyncio",
         (
-            Option("chunks", "streams", "streams that grow at the same time"),
+            Option("chunks", "streams", "append streams at the same time"),
             Option("chunks", "rate", "chunks a second of each stream", PER_SECOND),
             Option("chunks", "tokens", "tokens of a chunk"),
             Option("chunks", "hidden", "elements of a token"),

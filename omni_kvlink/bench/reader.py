@@ -124,7 +124,7 @@ class ReaderCommands(CommandSet):
         return used
 
     def open_streams(self, names: list[str], timeout: float) -> None:
-        """Open streams that grow, in this order."""
+        """Open append streams, in this order."""
         self._streams = [self._link.read_stream(name, timeout=timeout) for name in names]
 
     def receive_streams(self, *, reader: str, **paced: int) -> dict[str, Any]:

@@ -421,11 +421,11 @@ class Consumer(Connector):
         """End this key for both sides; waiting calls of this side raise TransferFailed."""
 
     def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
-        """Request a stream that grows, the chunks from `start` on; errors as of `begin_get`.
+        """Request an append stream, the chunks from `start` on; errors as of `begin_get`.
 
         Its delivery has a draft header and a progress; `request_chunk` requests the chunks.
         """
-        raise KVLinkError(f"link {self._label} has no streams that grow: its connector lacks them")
+        raise KVLinkError(f"link {self._label} has no append streams: its connector lacks them")
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether only the connection of a get broke, so that it can be requested again.

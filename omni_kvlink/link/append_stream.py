@@ -1,4 +1,4 @@
-"""`AppendStream`: the sending end of a stream that grows, chunk by chunk."""
+"""`AppendStream`: the sending end of an append stream, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class AppendStream:
-    """A stream that grows, from `KVProducer.open_stream`; a context manager; thread-safe.
+    """An append stream, from `KVProducer.open_stream`; a context manager; thread-safe.
 
     Leaving the block commits it. An exception in the block fails it: its readers raise
     TransferFailed, also in the middle. `receipt` is None before `commit`; the `ledger` adds up what

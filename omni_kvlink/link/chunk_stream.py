@@ -1,4 +1,4 @@
-"""`ChunkStream`: the receiving end of a stream that grows, chunk by chunk."""
+"""`ChunkStream`: the receiving end of an append stream, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ C = TypeVar("C", bound=OpenedChunk)
 
 
 class ChunkStream(ReadBlock, Generic[C]):
-    """A stream that grows, from `KVConsumer.read_stream`; iterate over its chunks.
+    """An append stream, from `KVConsumer.read_stream`; iterate over its chunks.
 
     A chunk counts as read when the next one, or the end, is asked for, or when it is released; the
     stream at its end, or when `release` says so. One that is left before, by an exception, `break`,

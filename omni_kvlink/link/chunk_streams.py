@@ -1,4 +1,4 @@
-"""`ChunkStreams`: several streams that grow, received in one thread."""
+"""`ChunkStreams`: several append streams, received in one thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ChunkStreams(ReadBlock, Generic[C]):
-    """Streams that grow, received in one thread, in the order in which their chunks come.
+    """Append streams, received in one thread, in the order in which their chunks come.
 
     For an engine that serves many requests at once: waiting costs no thread, and if all streams are
     of one link over shared memory, the thread that waits reads its socket itself. `len` is the

@@ -139,7 +139,7 @@ class KVConsumer(LinkEnd):
     def read_stream(
         self, request_id: str, *, timeout: float, start: int = 0, verify: Verify = "auto"
     ) -> ChunkStream[ReceivedChunk]:
-        """Wait until a stream that grows is opened, and return it as an iterator over its chunks.
+        """Wait until an append stream is opened, and return it as an iterator over its chunks.
 
         `for chunk in consumer.read_stream("req-1", timeout=5.0): use(chunk.data["hidden"])`. The
         timeout (seconds) is for the stream, and again for each chunk. A reader receives all chunks
@@ -265,7 +265,7 @@ def open_stream(
 def begin_chunks(
     consumer: KVConsumer, request_id: str, *, timeout: float, start: int = 0, verify: Verify
 ) -> PendingGet:
-    """Request a stream that grows, as `begin_get` does a payload; open it with `open_chunks`."""
+    """Request an append stream, as `begin_get` does a payload; open it with `open_chunks`."""
     check_verify(verify)
     key, limit = check_request_id(request_id), check_timeout(timeout)
     first = _START.read(start, "start")

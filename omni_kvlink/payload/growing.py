@@ -1,4 +1,4 @@
-"""The payloads of a stream that grows: a head with its spec, the chunks, and an end.
+"""The payloads of an append stream: a head with its spec, the chunks, and an end.
 
 Head and chunks are a `TensorTransferData` each. A chunk has beside its tensors its number and a
 running digest of all chunks before it, and the sizes of its requests if it is of many. The end, a
@@ -297,7 +297,7 @@ def _check(manifest: Manifest, *names: str) -> None:
     tree = manifest.branches[0].tree
     is_ours = not manifest.bundle and tree is not None and tuple(tree) == names
     if not is_ours or tree is None or not isinstance(tree[names[0]], dict):
-        raise WireError(f"payload {manifest.request_id!r} is not of a stream that grows")
+        raise WireError(f"payload {manifest.request_id!r} is not of an append stream")
     position = manifest.tensors[-1]
     if (position.dtype, position.shape) != ("U8", (_POSITION.size,)):
         raise WireError(f"payload {manifest.request_id!r}: {names[-1]} is no position")

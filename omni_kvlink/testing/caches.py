@@ -192,7 +192,7 @@ def hash_tensors(tensors: Sequence[TensorView]) -> str:
 
 
 Tensors = dict[str, Any]
-"""The nested tensors of a chunk of a stream that grows."""
+"""The nested tensors of a chunk of an append stream."""
 
 
 def chunk(number: int, rows: int = 5) -> Tensors:

@@ -1,4 +1,4 @@
-"""Checks of streams that grow: chunks in order and whole, several readers, windows, endings."""
+"""Checks of append streams: chunks in order and whole, several readers, windows, endings."""
 
 from __future__ import annotations
 

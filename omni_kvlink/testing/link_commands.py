@@ -147,7 +147,7 @@ class LinkCommands(CommandSet):
         return fingerprint(self._streams[key].wait(timeout=timeout))
 
     def open_stream(self, link: str, key: str, **options: Any) -> None:
-        """Open a stream that grows for `append` and `commit_chunks`."""
+        """Open an append stream for `append` and `commit_chunks`."""
         self._appending[key] = self._links[link].open_stream(key, chunk(0), **options)
 
     def append(self, key: str, number: int, timeout: float = 60) -> int:
@@ -155,11 +155,11 @@ class LinkCommands(CommandSet):
         return self._appending[key].append(chunk(number), timeout=timeout)
 
     def commit_chunks(self, key: str) -> None:
-        """Commit a stream that grows, and keep its receipt."""
+        """Commit an append stream, and keep its receipt."""
         self._receipts[key] = self._appending.pop(key).commit()
 
     def read_stream(self, link: str, key: str, **options: Any) -> None:
-        """Wait until a stream that grows is opened, and keep it for `receive`."""
+        """Wait until an append stream is opened, and keep it for `receive`."""
         self._growing[key] = self._links[link].read_stream(key, **options)
 
     def receive(self, key: str, timeout: float | None = None) -> tuple[int, str] | None:

@@ -1,4 +1,4 @@
-"""Streams that grow between real processes, killed and frozen: whole chunks, or a typed error."""
+"""Append streams between real processes, killed and frozen: whole chunks, or a typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ChunkStreams`: many streams that grow in one thread; what connectors must do is in the kit."""
+"""`ChunkStreams`: many append streams in one thread; what connectors must do is in the kit."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Ends(NamedTuple):
         return out
 
     def opened(self) -> Any:
-        """A stream that grows."""
+        """An append stream."""
         _opened.append(self.producer.open_stream("s", {"h": T}))
         return _opened[-1]
 

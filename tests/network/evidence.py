@@ -2,7 +2,7 @@
 
 A reader writes down what it has seen before it leaves a payload: the log of a process that was
 killed tells what it had. "read" and "chunk" say that it saw all bytes of the payload, or of one
-chunk of a stream that grows, and leaves them as read; "back" that it gives them back.
+chunk of an append stream, and leaves them as read; "back" that it gives them back.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _receipts(producers: Sequence[Record], readers: Sequence[Record]) -> Iterato
 
 
 class _Chunks:
-    """What all readers together have of each chunk of each stream that grows."""
+    """What all readers together have of each chunk of each append stream."""
 
     def __init__(self, readers: Sequence[Record]):
         self._seen = self._count(chain.from_iterable(reader.entries for reader in readers))
@@ -234,13 +234,13 @@ def _keys_of(record: Record, event: str) -> set[str]:
 
 
 def chunk_counts(producers: Sequence[Record]) -> dict[str, int]:
-    """The number of chunks of each stream that grows."""
+    """The number of chunks of each append stream."""
     puts = (entry for record in producers for entry in record.entries if entry.event == "put")
     return {entry.key: entry.part for entry in puts if entry.part >= 0}
 
 
 def keys_read(reader: Record, counts: Mapping[str, int]) -> set[str]:
-    """What a reader has read to the end, or, of a stream that grows, to the last chunk."""
+    """What a reader has read to the end, or, of an append stream, to the last chunk."""
     last = {
         entry.key
         for entry in reader.entries

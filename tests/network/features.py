@@ -43,8 +43,8 @@ FEATURES = {
 
 `small`, `put`, `bundle`: `put` and `get` of payloads inside offers, of all sizes, and of many
 tensors. `scatter`: received into the reader's own tensors. `many`: `put_many`, `get_many`.
-`allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`. `stream`: a stream
-that grows, from `open_stream` to `read_stream`; `requests`: of many requests in each chunk;
+`allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`. `stream`: an append
+stream, from `open_stream` to `read_stream`; `requests`: of many requests in each chunk;
 `streams`: three, in one thread (`ChunkStreams`). `aio`: the reader awaits. `lookup`: by tokens.
 """
 GROWING = ("stream", "requests", "streams", "aio-stream")

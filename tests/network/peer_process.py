@@ -69,7 +69,7 @@ class Incarnation:
         peer: The process's name.
         seed: Of what it draws by lot.
         leaves: How often a reader leaves a payload unread, and a producer fails one, of all times.
-        positions: Of streams that grow: the chunk behind the last that this reader has read.
+        positions: Of append streams: the chunk behind the last that this reader has read.
         lookups: The URLs of the links by which caches are looked up, by the server's name.
     """
 

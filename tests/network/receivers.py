@@ -291,7 +291,7 @@ class Receiver:
             return []
         return keys
 
-    # Streams that grow
+    # Append streams
 
     async def _take_stream(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         (key,) = keys

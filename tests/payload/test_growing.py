@@ -1,4 +1,4 @@
-"""What streams that grow send: heads, chunks and ends, and what is refused as one."""
+"""What append streams send: heads, chunks and ends, and what is refused as one."""
 
 from __future__ import annotations
 

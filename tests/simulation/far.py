@@ -66,7 +66,7 @@ class FarProducer(Producer):
 
     def __init__(self, clock: Clock):
         self.bytes: dict[int, bytearray] = {}
-        self._nbytes: dict[int, int] = {}  # of the heads and chunks of streams that grow, by epoch
+        self._nbytes: dict[int, int] = {}  # of the heads and chunks of append streams, by epoch
         super().__init__(clock)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:

@@ -1,4 +1,4 @@
-"""A reader of streams that grow without shared memory: the real `ChunkStream` and session."""
+"""A reader of append streams without shared memory: the real `ChunkStream` and session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A writer and a reader of a stream that grows, as `AppendStream` and `ChunkStream` behave."""
+"""A writer and a reader of an append stream, as `AppendStream` and `ChunkStream` behave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads of streams that grow, encoded by the library; key and epoch decide their content."""
+"""Payloads of append streams, encoded by the library; key and epoch decide their content."""
 
 from __future__ import annotations
 

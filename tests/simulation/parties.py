@@ -71,7 +71,7 @@ class Producer:
         self.transfers = TransferTable(lambda peer, message: self._send(peer, message), self._free)
         self.connections: set[SimPeer] = set()
         self.reserved: list[Transfer] = []
-        self.numbers: dict[int, int] = {}  # of each chunk of a stream that grows, by its epoch
+        self.numbers: dict[int, int] = {}  # of each chunk of an append stream, by its epoch
         self.counts: dict[int, int] = {}  # chunks of each stream that was committed
         self.inline_epochs: set[int] = set()  # of the payloads that travel in their offers
         self.alive = True
@@ -259,19 +259,19 @@ class Producer:
         """With shared memory here, a payload has none."""
 
     def begin_growing(self, head: Transfer) -> int:
-        """Write the draft of a stream that grows; return its bytes. None here is read."""
+        """Write the draft of an append stream; return its bytes. None here is read."""
         return 7
 
     def write_chunk(self, chunk: Transfer, head: Transfer, number: int) -> None:
-        """Write a chunk of a stream that grows."""
+        """Write a chunk of an append stream."""
         self._fill(chunk)
 
     def chunk_payload(self, head: Transfer, number: int) -> bytes:
-        """The next chunk of a stream that grows, if it travels in its offers."""
+        """The next chunk of an append stream, if it travels in its offers."""
         return inline_payload(head.key, self.transfers._epoch + 1)
 
     def end_growing(self, head: Transfer, count: int) -> None:
-        """Write the end of a stream that grows. None here is read."""
+        """Write the end of an append stream. None here is read."""
 
     def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
         self._write_header(transfer)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class StreamEnded(TransferFailed):
-    """The stream that grows has ended before the chunk that was requested."""
+    """The append stream has ended before the chunk that was requested."""
 
 
 class ChunkOf(NamedTuple):
@@ -187,7 +187,7 @@ class GetTable:
 
         `incremental`: its bytes may be sent while it is being written, although it is taken whole.
         `verify`: compare them with their digests as they arrive, if they are copied here.
-        `chunk`: request a chunk, or a stream that grows.
+        `chunk`: request a chunk, or an append stream.
         """
         with self._lock:
             get_state = self._add(key, ready, streamed=streamed, verify=verify)

@@ -71,7 +71,7 @@ class Get(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: requests the payload `key`, now or when it is published.
 
     `get_id` is the consumer's number of this get, unique within the connection. `streamed`: offer
-    it while it is still being written, too. A stream that grows is requested with its own `get_id`
+    it while it is still being written, too. An append stream is requested with its own `get_id`
     as `stream`, and the first chunk wanted as `chunk`; then each `chunk` with that get's number as
     `stream`.
     """

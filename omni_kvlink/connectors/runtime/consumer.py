@@ -293,7 +293,7 @@ class SessionConsumer(Consumer):
         return self._live_session(timeout).request_all(keys, verify=verify)
 
     def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
-        """Request a stream that grows; blocks only while it reconnects."""
+        """Request an append stream; blocks only while it reconnects."""
         session = self._live_session(timeout)
         return session.request(key, streamed=True, verify=verify, chunk=ChunkOf(0, start))
 

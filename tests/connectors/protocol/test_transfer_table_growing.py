@@ -1,4 +1,4 @@
-"""The producer's half of the protocol: streams that grow, without I/O."""
+"""The producer's half of the protocol: append streams, without I/O."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_two_that_wait_have_memory_of_their_own(
     assert calls.filled == [True, True]
 
 
-# Chunks of a stream that grows
+# Chunks of an append stream
 
 
 def rows(seed: int, count: int = 3) -> dict[str, torch.Tensor]:
