@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,13 @@ import pytest
 import torch
 
 import omni_kvlink
-from omni_kvlink import KVCacheTransferData, KVLink, Received
+from omni_kvlink import (
+    KVCacheTransferData,
+    KVLink,
+    Received,
+    TensorTransferData,
+    TransferTimeout,
+)
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -82,3 +89,63 @@ def test_the_page_lists_the_files_between_put_and_a_view(sockets: str) -> None:
     listed = set(re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE))
     assert trace.files == listed
     assert len(listed) <= MOST_FILES
+
+
+STEPS = [
+    "PutOperation.run",
+    "PutOperation.reserve",
+    "PooledProducer.reserve",
+    "PutOperation.publish",
+    "PooledProducer.publish",
+    "TransferTable.commit",
+]
+"""The functions that every put passes through, once each, in this order."""
+
+
+def steps_of(call: Callable[[], object]) -> list[str]:
+    """Those of `STEPS` that a call enters, in this thread."""
+    entered = list[str]()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        name = getattr(frame.f_code, "co_qualname", "")  # since Python 3.11
+        if event == "call" and name in STEPS:
+            entered.append(name)
+
+    sys.setprofile(trace)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+def test_every_put_passes_through_the_same_functions(sockets: str) -> None:
+    small, large = torch.ones(16), torch.ones(1 << 19)
+
+    def payload(key: str, tensor: torch.Tensor) -> TensorTransferData:
+        return TensorTransferData(key, {"h": tensor})
+
+    with KVLink.serve("shm://path", directory=sockets, quota=1 << 28) as producer:
+        batch = [payload(f"b{number}", (small, large)[number % 2]) for number in range(64)]
+        allocation = producer.allocate(payload("allocated", large))
+        puts: dict[str, Callable[[], object]] = {
+            "small": lambda: producer.put(payload("small", small)),
+            "large": lambda: producer.put(payload("large", large)),
+            "batch": lambda: producer.put_many(batch),
+            "allocated": lambda: producer.put(allocation.data),
+        }
+        with producer.open_stream("stream", {"h": small}) as stream:
+            puts |= {
+                "small chunk": lambda: stream.append({"h": small}),
+                "large chunk": lambda: stream.append({"h": large}),
+            }
+            assert {kind: steps_of(put) for kind, put in puts.items()} == dict.fromkeys(puts, STEPS)
+    with KVLink.serve(f"zmq+ipc://{sockets}/direct.sock") as producer:
+        put = partial(producer.put, payload("direct", large), direct=True, timeout=0.01)
+
+        def put_in_vain() -> None:
+            with pytest.raises(TransferTimeout):
+                put()
+
+        assert steps_of(put_in_vain)[:5] == STEPS[:5]
