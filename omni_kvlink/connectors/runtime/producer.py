@@ -234,13 +234,10 @@ class PooledProducer(Producer):
                 packed.append(transfer)
                 sizes.append(request.nbytes)
         try:
-            if packed and not self.pool.share_all(sizes, packed):
-                for transfer in packed:  # without room in the quota they get slots, as others do
-                    transfer.inline = b""
-            elif len(packed) == len(transfers):
+            if len(packed) == len(transfers) and self.pool.share_all(sizes, packed):
                 leases.extend(map(PackedLease, transfers, repeat(self._abort)))
-                return
-            self._reserve_slots(transfers, requests, deadline, leases)
+            else:
+                self._reserve_slots(transfers, requests, deadline, leases)
         except BaseException:
             self._end_all(transfers)
             raise
@@ -252,33 +249,37 @@ class PooledProducer(Producer):
         deadline: Deadline,
         leases: list[Lease],
     ) -> None:
-        """Reserve slots of the pool for the payloads that have no part of the quota.
+        """Reserve slots of the pool, and a part of the quota for packed payloads among others.
 
         One call at a time waits for the memory of several payloads: two that each have a part of it
         would wait for each other.
         """
-        pairs = [*zip(transfers, requests, strict=True)]
-        pooled = [transfer for transfer in transfers if not transfer.inline]
-        total = sum(request.nbytes for request in requests)  # packed ones have a part of the quota
-        if len(requests) > 1 and total > self._options.quota:
+        total, is_batch = sum(request.nbytes for request in requests), len(requests) > 1
+        if is_batch and total > self._options.quota:
             text = f"{len(requests)} payloads of {total} bytes never fit together into a quota of "
             text += f"{self._options.quota}: put fewer at once, or raise quota="
             raise CapacityError(text, requested=total, free=self._options.quota)
         try:
             timeout = min(deadline.timeout, threading.TIMEOUT_MAX)
-            if len(pooled) > 1 and not self._reserving.acquire(timeout=timeout):
+            if is_batch and not self._reserving.acquire(timeout=timeout):
                 waited = format_seconds(deadline.timeout)
                 text = f"another put_many waited for memory for all of {waited}"
                 raise CapacityError(text, requested=total)
+            packed = [transfer for transfer in transfers if transfer.inline]
+            sizes = [len(transfer.inline) for transfer in packed]
+            is_mixed = len(packed) < len(transfers)
+            if not (is_mixed and self.pool.share_all(sizes, packed)):
+                for transfer in packed:  # they get slots, as the others do
+                    transfer.inline = b""
             with self.lock:
                 self._coalesce(partial(self.transfers.reserve, transfers))
-            for transfer, request in pairs:
+            for transfer, request in zip(transfers, requests, strict=True):
                 if transfer.inline:
                     leases.append(PackedLease(transfer, self._abort))
                 else:
                     leases.append(self._lease_slot(transfer, request, deadline))
         finally:
-            if len(pooled) > 1:
+            if is_batch:
                 with contextlib.suppress(RuntimeError):  # it was not acquired
                     self._reserving.release()
 

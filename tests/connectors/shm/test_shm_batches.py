@@ -391,6 +391,40 @@ def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]
     assert not producer.stats()["transfers"]["live"]
 
 
+def test_batches_of_packed_and_copied_payloads_do_not_wait_for_each_other(sockets: str) -> None:
+    """Each needs more than half of the quota: the one that waits has no part of it."""
+
+    class Turn:
+        def __init__(self, lock: Any):
+            self._lock, self.waiting, self.begin = lock, Counter[str](), threading.Event()
+            self.release = lock.release
+
+        def acquire(self, timeout: float) -> bool:
+            self.waiting["batches"] += 1
+            self.begin.wait()
+            return bool(self._lock.acquire(timeout=timeout))
+
+    def batch(name: str) -> list[TensorTransferData]:
+        small = [TensorTransferData(f"{name}{n}", {"h": torch.ones(8000)}) for n in range(60)]
+        return [*small, TensorTransferData(f"{name}-large", {"h": torch.ones(3 << 18)})]
+
+    with (
+        KVLink.serve("shm://mixed", directory=sockets, quota=6 << 20) as producer,
+        KVLink.connect(producer.url, timeout=60, directory=sockets) as consumer,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        end: Any = producer._end
+        end._reserving = turn = Turn(end._reserving)
+        putting = [pool.submit(producer.put_many, batch(name), timeout=30) for name in "ab"]
+        until(lambda: turn.waiting["batches"] == 2, "both batches wait for their turn")
+        turn.begin.set()
+        for name in "ab":
+            keys = [data.request_id for data in batch(name)]
+            consumer.get_many(keys, timeout=60).release()
+        for put in putting:
+            put.result(60)
+
+
 def test_readers_of_small_payloads_learn_that_these_wait_for_memory(sockets: str) -> None:
     with (
         KVLink.serve("shm://full", directory=sockets, inline=INLINE, quota=2 << 20) as producer,
