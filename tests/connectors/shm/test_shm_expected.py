@@ -20,7 +20,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.payload.expected import ExpectedPayload
-from omni_kvlink.testing.rig import expect, until, until_freed
+from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,16 +148,18 @@ def test_another_layout_comes(
 
 
 def test_a_link_whose_payloads_do_not_come_inside_their_offers(calls: Calls, sockets: str) -> None:
-    """It is tried once."""
+    """The first one shows that, before there is a layout to expect."""
     with (
         KVLink.serve("shm://other", directory=sockets, inline=0) as producer,
         KVLink.connect("shm://other", timeout=60, directory=sockets) as consumer,
+        ThreadPoolExecutor(1) as pool,
     ):
-        received_while_waiting(producer, consumer, calls, data("k")).release()
-        for number in range(2):
+        for number in range(3):
+            got = pool.submit(consumer.get, f"k{number}", timeout=60)
+            until_requested(producer, 1)
             producer.put(data(f"k{number}"))
-            consumer.get(f"k{number}", timeout=60).release()
-    assert (calls.opened, calls.filled) == (1, [])
+            got.result(60).release()
+    assert (calls.opened, calls.filled) == (0, [])
 
 
 def test_a_get_that_does_not_wait_makes_nothing(consumer: KVConsumer, calls: Calls) -> None:

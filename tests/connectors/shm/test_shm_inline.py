@@ -226,6 +226,10 @@ def receiving_get(
     pool: ThreadPoolExecutor, producer: KVProducer, consumer: KVConsumer, *, requested: int
 ) -> Any:
     """A get of "k" in a thread that receives for the link; `requested` as `until_requested`."""
+    for _ in range(2):  # the loop's thread handles what the last get has left, and sleeps
+        is_handled = threading.Event()
+        session_of(consumer)._loop.call(is_handled.set)
+        is_handled.wait()
     got = get_in_thread(pool, consumer, "k")
     until_requested(producer, requested)
     until(lambda: session_of(consumer)._leader != 0, "it receives")
