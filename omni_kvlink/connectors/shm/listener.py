@@ -190,13 +190,13 @@ class ShmListener(Listener):
         peer = ShmPeerConnection(self, channel, pid, pidfd, refusal)
         self._peers.add(peer)
         self._greeting[peer] = None
-        try:
-            self._watch_in_loop(peer)
-            if peer.pidfd >= 0:
+        self._watch_in_loop(peer)
+        if peer in self._peers and peer.pidfd >= 0:
+            try:
                 self._loop.watch(peer.pidfd, READ, lambda events: self._on_exit_in_loop(peer))
-        except ConnectorError:
-            self._refused["accept failed"] += 1
-            self._disconnect_in_loop(peer)
+            except ConnectorError:
+                self._refused["accept failed"] += 1
+                self._disconnect_in_loop(peer)
         if len(self._greeting) > MAX_GREETING:
             self._refused["no hello"] += 1
             self._disconnect_in_loop(next(iter(self._greeting)))
@@ -213,10 +213,17 @@ class ShmListener(Listener):
         self._watch_in_loop(peer)
 
     def _watch_in_loop(self, peer: ShmPeerConnection) -> None:
-        """Wait for what the peer sends, but for its next turn; and for space, if messages wait."""
+        """Wait for what the peer sends, but for its next turn; and for space, if messages wait.
+
+        A peer that the system has no memory to wait for is disconnected; it connects again.
+        """
         reads = 0 if peer.turns else READ
         events = reads | (WRITE if peer.channel.has_backlog else 0)
-        self._loop.watch(peer.channel, events, partial(self._on_events_in_loop, peer))
+        try:
+            self._loop.watch(peer.channel, events, partial(self._on_events_in_loop, peer))
+        except ConnectorError:
+            self._refused["accept failed"] += 1
+            self._disconnect_in_loop(peer)
 
     def _on_events_in_loop(self, peer: ShmPeerConnection, events: int) -> None:
         if events & WRITE:

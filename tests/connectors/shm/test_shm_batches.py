@@ -411,18 +411,19 @@ def test_batches_of_packed_and_copied_payloads_do_not_wait_for_each_other(socket
     with (
         KVLink.serve("shm://mixed", directory=sockets, quota=6 << 20) as producer,
         KVLink.connect(producer.url, timeout=60, directory=sockets) as consumer,
-        ThreadPoolExecutor(2) as pool,
+        ThreadPoolExecutor(4) as pool,
     ):
         end: Any = producer._end
         end._reserving = turn = Turn(end._reserving)
-        putting = [pool.submit(producer.put_many, batch(name), timeout=30) for name in "ab"]
+        calls = [pool.submit(producer.put_many, batch(name), timeout=30) for name in "ab"]
         until(lambda: turn.waiting["batches"] == 2, "both batches wait for their turn")
         turn.begin.set()
+        get: Any = lambda keys: consumer.get_many(keys, timeout=60).release()  # noqa: E731
         for name in "ab":
             keys = [data.request_id for data in batch(name)]
-            consumer.get_many(keys, timeout=60).release()
-        for put in putting:
-            put.result(60)
+            calls.append(pool.submit(get, keys))
+        for call in calls:
+            call.result(60)
 
 
 def test_readers_of_small_payloads_learn_that_these_wait_for_memory(sockets: str) -> None:
