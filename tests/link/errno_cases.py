@@ -138,7 +138,7 @@ class Session:
     def connect(self) -> None:
         options: Any = {"directory": f"{self.directory}/own"} if self.scheme == "shm" else {}
         url = self.producer.url
-        self.consumer = KVLink.connect(url, timeout=SHORT, quota=16 << 20, **options)
+        self.consumer = KVLink.connect(url, timeout=6 * SHORT, quota=16 << 20, **options)
 
     def put(self) -> None:
         self._transfer(16)
