@@ -113,7 +113,8 @@ class Damage:
         return digests
 
 def changed(stream, tensors):
-    stream._head.copier = Damage(stream._head.copier)
+    operation = stream._head.operation
+    operation.copier = Damage(operation.copier)
     return tensors
 """
 
