@@ -72,7 +72,7 @@ def translate_errors(
 ) -> Iterator[None]:
     """Raise what a system call of this block raises as an error of the library.
 
-    `what` is what it was about: a path, an address, a setting. `other` is what the caller may do
+    `subject` is what the call was about: a path, an address, a setting. `other` is what the caller may do
     about the place, such as "give another directory=". Errors of the library pass.
     """
     try:

@@ -138,7 +138,7 @@ class Session:
     def connect(self) -> None:
         options: Any = {"directory": f"{self.directory}/own"} if self.scheme == "shm" else {}
         url = self.producer.url
-        self.consumer = KVLink.connect(url, timeout=6 * SHORT, quota=16 << 20, **options)
+        self.consumer = KVLink.connect(url, timeout=SHORT, quota=16 << 20, **options)
 
     def put(self) -> None:
         self._transfer(16)
@@ -246,7 +246,7 @@ def run_all(session: Session, *, may_fail: bool) -> list[str]:
                 if ";" not in str(error) and ":" not in str(error):
                     wrong.append(f"{name}: no cure: {error!r}")
                 if session.producer is None or (name == "connect" and attempt):
-                    return [*wrong, f"{name} failed twice"] if attempt else wrong
+                    return [*wrong, f"{name} failed twice: {error!r}"] if attempt else wrong
             except BaseException:
                 wrong.append(f"{name}{attempt}: {traceback.format_exc()}")
     return wrong

@@ -18,14 +18,26 @@ def default_directory() -> str:
     """Return this user's directory of sockets and keys; the caller creates and checks it.
 
     It is below XDG_RUNTIME_DIR, else /tmp; below TMPDIR where /tmp is missing or read-only.
+
+    Raises:
+        ConnectorError: whether one of them is a directory cannot be found out. Another directory
+            would then keep the two ends apart, without a word.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.path.isdir(runtime):
+    if runtime and _is_directory(runtime):
         return os.path.join(runtime, "kvlink")
     base, spare = "/tmp", os.environ.get("TMPDIR", "")
-    if spare and not os.access(base, os.W_OK) and os.path.isdir(spare):
+    if spare and not os.access(base, os.W_OK) and _is_directory(spare):
         base = spare
     return os.path.join(base, f"kvlink-{os.geteuid()}")
+
+
+def _is_directory(path: str) -> bool:
+    with translate_errors(path, OTHER):
+        try:
+            return stat.S_ISDIR(os.stat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def check_private(directory: str, *, forbidden: int = 0o022, other: str = OTHER) -> None:
