@@ -50,11 +50,11 @@ class AutoConsumer(ControlConsumer):
         self._label = self._url = f"auto://{name}?tcp={options.tcp}"
         keep_freed_memory()
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return state and counters, as JSON values; `transport` and `why` tell the choice."""
         transport, reason = self._choice
         ucx_stats = {} if self._ucx_transport is None else {"ucx": self._ucx_transport.stats()}
-        return {**super().health(), **ucx_stats, "transport": transport, "why": reason}
+        return {**super().stats(), **ucx_stats, "transport": transport, "why": reason}
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout

@@ -7,7 +7,6 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.layouts import LayoutCache
 from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,11 +142,12 @@ class Connector(ABC):
     host_reason: str = ""
 
     def __init__(self, label: str):
-        self._label, self._pid, self._closed = label, os.getpid(), False
+        self._label, self._process, self._closed = label, process.current, False
+        process.close_in_children(self)
         self.layouts = LayoutCache()
 
     @abstractmethod
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the state and the counters of this end, as JSON values."""
 
     @abstractmethod
@@ -164,12 +164,12 @@ class Connector(ABC):
 
     def _begin_close(self) -> bool:
         """Refuse new calls; return whether `close` has more to do: once, and in no forked child."""
-        is_first = not self._closed and os.getpid() == self._pid
+        is_first = not self._closed
         self._closed = True
         return is_first
 
     def _check_process(self) -> None:
-        check_process(self._pid, f"link {self._label}")
+        self._process.check(f"link {self._label}")
 
     def _check_open(self) -> None:
         self._check_process()

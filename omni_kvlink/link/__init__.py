@@ -2,7 +2,6 @@
 
 from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT as MAX_TIMEOUT
 from omni_kvlink.connectors.protocol.answer import check_timeout as check_timeout
-from omni_kvlink.connectors.protocol.process_check import check_process as check_process
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.append_stream import AppendStream as AppendStream
 from omni_kvlink.link.background_get import BackgroundGet as BackgroundGet

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.protocol.answer import check_timeout
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import (
     CapacityError,
     ClosedError,
@@ -20,6 +18,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.payload.chunk_requests import PackedRequests
 from omni_kvlink.payload.growing import StreamPosition
+from omni_kvlink.system import process
 from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class AppendStream:
         self.receipt: Receipt | None = None
         self._spec, self._head = spec, head
         self._position = StreamPosition()
-        self._pid = os.getpid()
+        self._process = process.current
         # Chunks follow one another. An RLock, for interrupts: see docs/threads.md.
         self._appending = threading.RLock()
         self._lock = threading.Lock()  # held while the head is written, committed or aborted
@@ -150,7 +149,7 @@ class AppendStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: object
     ) -> None:
-        if os.getpid() != self._pid:
+        if not self._process.is_current:
             return  # in a forked child, the block ends with its own error
         if error is not None:
             self.fail(f"after {self.count} chunks: {error!r}")
@@ -164,7 +163,7 @@ class AppendStream:
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is not None and os.getpid() == self._pid:
+        if lease is not None and self._process.is_current:
             reason = "its producer never committed it"
             self._head.operation.producer.abort(lease, reason, deferred=True)
             text = f"stream {self.request_id!r} was not committed"
@@ -227,7 +226,7 @@ class AppendStream:
         total.seconds["append"] = total.seconds.get("append", 0.0) + seconds
 
     def _check_process(self) -> None:
-        check_process(self._pid, f"stream {self.request_id!r}")
+        self._process.check(f"stream {self.request_id!r}")
 
     def _open_lease(self) -> Lease:
         if self._lease is None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import os
 import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.memory.ownership import CallAtEnd
+from omni_kvlink.system import process
 from omni_kvlink.system.threads import uninterrupted
 
 if TYPE_CHECKING:
@@ -34,8 +33,9 @@ class LinkEnd:
         self._host_reason = host_reason
         self._end = end
         self._copier, self._layouts = copier, end.layouts
-        self._closed, self._pid = False, os.getpid()
-        self._dropped = CallAtEnd.of(self, partial(_close_dropped, url, end, self._pid))
+        self._closed, self._process = False, process.current
+        process.close_in_children(self)
+        self._dropped = CallAtEnd.of(self, partial(_close_dropped, url, end, self._process))
         _open_ends.add(self)
 
     def stats(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class LinkEnd:
             "device_path": "ucx" if device else "host",
             "device_path_reason": f"payloads lie on {device}" if device else self._host_reason,
         }
-        return {"url": self.url, **self._end.health(), "device_copies": copies, **path}
+        return {"url": self.url, **self._end.stats(), "device_copies": copies, **path}
 
     def record(self, views: Sequence[TensorView]) -> StreamEvents:
         """Record what the current CUDA streams of these tensors hold now.
@@ -69,7 +69,7 @@ class LinkEnd:
         An exception of a signal handler ends the wait for it: the link closes all the same.
         """
         self._closed = True
-        if self._is_owned_here():
+        if self._process.is_current:
             uninterrupted(self._close)
 
     def _close(self) -> None:
@@ -91,12 +91,8 @@ class LinkEnd:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}{', closed' if self._closed else ''}>"
 
-    def _is_owned_here(self) -> bool:
-        """Whether this process opened the link, rather than its parent before a fork."""
-        return os.getpid() == self._pid
-
     def _check_process(self) -> None:
-        check_process(self._pid, f"link {self.url}")
+        self._process.check(f"link {self.url}")
 
     def _check_open(self) -> None:
         """Raise ClosedError if the link is closed, or a parent's; takes no lock.
@@ -108,9 +104,9 @@ class LinkEnd:
             raise ClosedError(f"link {self.url} is closed")
 
 
-def _close_dropped(url: str, end: Connector, pid: int) -> None:
+def _close_dropped(url: str, end: Connector, owner: process.Process) -> None:
     """Close a link that nobody has any more, in the process that opened it."""
-    if os.getpid() == pid:
+    if owner.is_current:
         end.close_deferred()
         warnings.warn(f"link {url} was not closed", ResourceWarning, stacklevel=4)
 
@@ -119,5 +115,5 @@ def _close_dropped(url: str, end: Connector, pid: int) -> None:
 def _close_all() -> None:
     """Close open links while threads still run; later, a close could wait for one that is gone."""
     for end in list(_open_ends):
-        if end._dropped.is_alive and end._is_owned_here():  # also one whose `close` was interrupted
+        if end._dropped.is_alive and end._process.is_current:  # also after an interrupted `close`
             end.close()  # no ResourceWarning: an atexit function of the owner may be about to

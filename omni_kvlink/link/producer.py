@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from typing import TYPE_CHECKING
@@ -285,7 +284,7 @@ class KVProducer(LinkEnd):
         self, readers: int, ttl: float, timeout: float, digests: bool | None
     ) -> PutOperation:
         """Check that the link is open, and the arguments of a put; return its operation."""
-        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+        if self._closed:  # the call costs more than the test
             self._check_open()
         deadline = Deadline(check_timeout(timeout))
         _check_delivery(readers, ttl)

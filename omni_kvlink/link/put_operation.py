@@ -255,12 +255,10 @@ class PutOperation:
         leases: list[Lease] = []
         try:
             self.reserve(puts, leases)
-            if fault_points.enabled:
-                fault_points.point("put.reserved")
+            fault_points.point("put.reserved")
             for put, lease in zip(puts, leases, strict=True):
                 put.fill(lease)
-            if fault_points.enabled:
-                fault_points.point("put.copied")
+            fault_points.point("put.copied")
             return self.publish(puts, leases)
         except BaseException:
             for lease in leases:
@@ -298,8 +296,7 @@ class PutOperation:
 
     def publish(self, puts: Sequence[PayloadPut], leases: Sequence[Lease]) -> list[Receipt]:
         """Commit the payloads, which are complete; blocks only for readers of direct ones."""
-        if fault_points.enabled:
-            fault_points.point("put.encoded")
+        fault_points.point("put.encoded")
         started, ledgers = time.perf_counter(), [put.ledger for put in puts]
         receipts = self.producer.publish(
             leases,

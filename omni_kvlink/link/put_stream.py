@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import ClosedError, SchemaError
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.payload.views import check_view
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Receipt
@@ -39,7 +38,7 @@ class PutStream:
         self._missing = {(branch.name, layer): tensors for branch, layer, tensors in plan.layers()}
         self._digests = [spec.digest for spec in plan.tensors]
         self._lease: Lease | None = None
-        self._pid = os.getpid()
+        self._process = process.current
         self._lock = threading.RLock()
         digests = self._digests  # the queue must not keep the stream, whose finalizer fails it
 
@@ -85,8 +84,7 @@ class PutStream:
             part = self.manifest.part(tensors)
             given = [key] if value is None else [key, value]
             views = [check_view(view, f"layer {layer}") for view in given]
-            if fault_points.enabled:
-                fault_points.point("stream.layer")
+            fault_points.point("stream.layer")
             copied = self._put.copy_layer(lease, views, part, after)
             if isinstance(copied, list):
                 self._on_gathered(tensors, copied)
@@ -138,7 +136,7 @@ class PutStream:
     ) -> None:
         if error is None:
             self.commit()
-        elif os.getpid() == self._pid:  # in a forked child, the block ends with its own error
+        elif self._process.is_current:  # in a forked child, the block ends with its own error
             where = f"{self._first_missing()} was not written" if self._missing else "at its end"
             self.fail(f"{where}: {error!r}")
 
@@ -149,7 +147,7 @@ class PutStream:
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is not None and os.getpid() == self._pid:
+        if lease is not None and self._process.is_current:
             reason = "its producer never committed it"
             abort = partial(self._put.operation.producer.abort, lease, reason, deferred=True)
             self._queue.call_when_drained(abort)  # a late copy must not land in another payload
@@ -157,7 +155,7 @@ class PutStream:
             warnings.warn(f"stream {name!r} was not committed", ResourceWarning, stacklevel=2)
 
     def _check_process(self) -> None:
-        check_process(self._pid, f"stream {self.manifest.request_id!r}")
+        self._process.check(f"stream {self.manifest.request_id!r}")
 
     def _close(self) -> None:
         self._queue.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import uuid
@@ -18,8 +17,9 @@ from omni_kvlink.errors import (
     PeerLostError,
     SchemaError,
 )
-from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer, check_process
+from omni_kvlink.link import MAX_TIMEOUT, KVConsumer, KVProducer
 from omni_kvlink.lookup import messages
+from omni_kvlink.system import process
 from omni_kvlink.system.threads import start_thread, uninterrupted
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class LookupProducer:
         self._queue: SimpleQueue[_OpenQuestion | None] = SimpleQueue()
         self._waiting: list[_OpenQuestion] = []
         self._consumers: list[KVConsumer] = []
-        self._closed, self._pid = False, os.getpid()
+        self._closed, self._process = False, process.current
+        process.close_in_children(self)
         self._is_closing = threading.Event()
         self.answered, self.nbytes, self.ignored = 0, 0, 0
         self._recheck = partial(self._queue.put, _RECHECK)
@@ -86,7 +87,7 @@ class LookupProducer:
 
     def listen(self, consumer: KVConsumer) -> None:
         """Answer the questions that come by this link, which a consumer serves."""
-        check_process(self._pid, "this LookupProducer")
+        self._process.check("this LookupProducer")
         if self._closed:
             raise ClosedError("this LookupProducer is closed")
         self._consumers.append(consumer)
@@ -96,7 +97,7 @@ class LookupProducer:
 
     def stats(self) -> dict[str, int]:
         """The store's numbers; `answered` questions, `nbytes` sent, `ignored` messages."""
-        check_process(self._pid, "this LookupProducer")
+        self._process.check("this LookupProducer")
         counters = {"answered": self.answered, "nbytes": self.nbytes, "ignored": self.ignored}
         return {**self._store.stats(), **counters}
 
@@ -105,7 +106,7 @@ class LookupProducer:
 
     def close(self) -> None:
         """Close all links; a consumer that waits for an answer raises PeerLostError."""
-        if not self._closed and os.getpid() == self._pid:  # a forked child has none of its threads
+        if not self._closed:  # nor in a forked child, which has none of its threads
             uninterrupted(self._close)
 
     def _close(self) -> None:

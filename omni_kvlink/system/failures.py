@@ -72,8 +72,8 @@ def translate_errors(
 ) -> Iterator[None]:
     """Raise what a system call of this block raises as an error of the library.
 
-    `subject` is what the call was about: a path, an address, a setting. `other` is what the caller may do
-    about the place, such as "give another directory=". Errors of the library pass.
+    `subject` is what the call was about: a path, an address, a setting. `other` is what the caller
+    may do about the place, such as "give another directory=". Errors of the library pass.
     """
     try:
         yield

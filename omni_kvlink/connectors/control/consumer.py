@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import Counter
 from functools import partial
@@ -112,18 +111,18 @@ class ControlConsumer(SessionConsumer):
             prefault=options.prefault_nbytes,
         )
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""
         verification = {name: self.counters[name] for name in VERIFICATION}
         return {
-            **super().health(),
+            **super().stats(),
             "memory": self._receive_pool.stats(),
             "verification": verification,
         }
 
     def close(self) -> None:
         """Fail all gets, then close; with payloads in use, close when the last is released."""
-        is_first = not self._closed and os.getpid() == self._pid
+        is_first = not self._closed
         super().close()
         if not is_first:
             return

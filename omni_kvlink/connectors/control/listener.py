@@ -128,7 +128,7 @@ class ControlListener(Listener):
         self._zap_auth.watch()
         self._socket.watch()
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""
         return {
             "address": f"{self.address.protocol}://{self.bound_url[1]}",

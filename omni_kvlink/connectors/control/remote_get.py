@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from functools import partial
@@ -20,6 +19,7 @@ from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 from omni_kvlink.errors import ClosedError, KVLinkError, VersionError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.digests import verify
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -47,13 +47,13 @@ class RemoteGet(SessionGet):
         self.session, self._get_table, self._receiver = session, session.get_table, receiver
         assert get_state.ready is not None
         self.get_state = self._get_state = get_state
-        self._done, self._pid = get_state.ready, os.getpid()
+        self._done, self._process = get_state.ready, process.current
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
         timeout = check_timeout(timeout)
         deadline = time.monotonic() + timeout
-        if timeout and not self._get_state.answer.is_set() and os.getpid() == self._pid:
+        if timeout and not self._get_state.answer.is_set() and self._process.is_current:
             self._receiver.receive(self, deadline)
             timeout = max(0.0, deadline - time.monotonic())
         if self.delivery is not None:
@@ -191,8 +191,7 @@ class InlineReceiver(LeadingReceiver):
     def _take(self, offer: Offer, payload: memoryview, get: RemoteGet) -> None:
         """Answer the get with the payload, unless it is damaged or there is no room for it."""
         get_state, owner, has_room = get.get_state, (self._get_table, offer.get_id), False
-        if fault_points.enabled:
-            fault_points.point("get.offered")
+        fault_points.point("get.offered")
         with contextlib.suppress(ClosedError):
             has_room = self._receive_pool.share(owner, payload.nbytes)
         if not has_room:
@@ -202,15 +201,13 @@ class InlineReceiver(LeadingReceiver):
             self._loop.call(partial(self._receive_pool.free_share, owner))
             return
         region, manifest, is_verified = opened
-        if fault_points.enabled:
-            fault_points.point("fetch.chunk")
+        fault_points.point("fetch.chunk")
         self._get_table.on_message(offer)
         if get_state.offer is not offer:  # it was ended meanwhile, and the payload released unread
             if get.inline_target is not None:
                 get.inline_target.discard()
             return
-        if fault_points.enabled:
-            fault_points.point("get.mapped")
+        fault_points.point("get.mapped")
         get.session.has_inline = True
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self._get_table, offer.get_id, offer.epoch)

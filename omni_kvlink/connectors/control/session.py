@@ -143,7 +143,7 @@ class ControlSession(Session):
         """Fail all gets; the connection stays until the last payload that is in use is released."""
         self._loop.call(partial(self._end_gets_in_loop, closed_here(self._url)))
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return how often the producer was throttled."""
         return {"throttled": 0 if self._socket is None else self._socket.throttled}
 
@@ -356,8 +356,7 @@ class ControlSession(Session):
             self._layouts,
         )
         self._inbound_transfers[offer.get_id] = inbound
-        if fault_points.enabled:
-            fault_points.point("get.offered")
+        fault_points.point("get.offered")
         # First, because `allocate` may complete `ready`: whoever it wakes finds the get answered.
         self.get_table.on_message(offer)
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import Outcome, shorten
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError, TransferFailed, WireError
 from omni_kvlink.memory.ownership import Finalizer
 from omni_kvlink.memory.region import LOST, Region
 from omni_kvlink.payload.layouts import KnownHeader
 from omni_kvlink.payload.manifest import header_bytes
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +117,7 @@ class Delivery:
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self.region: Region | None = region
-        self._pid = os.getpid()
+        self._process = process.current
         self._span = LeasedSpan.attach(region, lease)
 
     def __repr__(self) -> str:
@@ -126,8 +125,8 @@ class Delivery:
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
-        if os.getpid() != self._pid:
-            check_process(self._pid, f"payload {self.key!r}")
+        if not self._process.is_current:
+            self._process.check(f"payload {self.key!r}")
 
     @property
     def is_read(self) -> bool:
@@ -178,7 +177,7 @@ class Delivery:
         )
         if at_once:
             self._span.run()
-        elif is_first and self._span.is_alive and os.getpid() == self._pid:
+        elif is_first and self._span.is_alive and self._process.is_current:
             self._span.lease.reject(shorten(reason))
 
     def release(self) -> None:
@@ -232,5 +231,5 @@ class Delivery:
 
     def _drop_region(self, error: KVLinkError) -> None:
         self.region = None
-        if self.progress is not None and os.getpid() == self._pid:  # it takes a lock
+        if self.progress is not None and self._process.is_current:  # it takes a lock
             self.progress.fail(error)

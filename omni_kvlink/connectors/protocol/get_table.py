@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -23,7 +22,6 @@ from omni_kvlink.connectors.protocol.messages import (
     Status,
     unexpected,
 )
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.errors import (
     KVLinkError,
@@ -33,6 +31,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.ownership import Finalizer
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,7 +157,7 @@ class GetTable:
     ):
         self.coalesce = coalesce
         self._send, self._post, self._send_all = send, post, send_all
-        self._pid = os.getpid()
+        self._process = process.current
         self._lock = threading.Lock()
         # Who removes a get from here, or marks it as answered, ends it: its answer, `cancel`, or
         # its finalizer. An answer removes it last, so that after an interrupt it can come again.
@@ -221,7 +220,7 @@ class GetTable:
 
     def cancel(self, get_state: GetState) -> bool:
         """Cancel a get; False if its answer came first, so that the caller must take that."""
-        if os.getpid() != self._pid:
+        if not self._process.is_current:
             return True  # it is its parent's
         with self._lock:
             owned = self._waiting.get(get_state.get_id)
@@ -234,8 +233,8 @@ class GetTable:
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
         """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
-        if os.getpid() != self._pid:
-            check_process(self._pid, f"the get of {get_state.key!r}")
+        if not self._process.is_current:
+            self._process.check(f"the get of {get_state.key!r}")
         try:
             answer = get_state.answer
             if not answer.is_set():
@@ -367,7 +366,7 @@ class GetTable:
 
     def _on_dropped(self, owned: OwnedGet) -> None:
         """For finalizers: takes no lock. An interrupt may call it again."""
-        if os.getpid() != self._pid:
+        if not self._process.is_current:
             return
         if owned.get_id in self._waiting and not owned.is_answered:
             self._post(Cancel(owned.get_id))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.answer import LazyEvent, check_timeout, list_of
-from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
@@ -183,7 +182,7 @@ class Receipt:
     """
 
     def __init__(self, transfer: Transfer, ledger: Ledger):
-        self._transfer, self._pid = transfer, os.getpid()
+        self._transfer, self._process = transfer, process.current
         self.ledger = ledger
 
     @property
@@ -217,7 +216,7 @@ class Receipt:
             TransferTimeout: it was not released within `timeout` seconds.
         """
         limit = check_timeout(timeout)
-        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._process.check(f"the receipt of {self.key!r}")
         self._transfer.done.wait(limit)
         self.check(waited=timeout)
 
@@ -244,7 +243,7 @@ class Receipt:
 
         It runs in any thread, and the link may be locked: it must not block, raise or call back.
         """
-        check_process(self._pid, f"the receipt of {self.key!r}")
+        self._process.check(f"the receipt of {self.key!r}")
         list_of(self._transfer, "done_callbacks").append(callback)
         if self.done:
             self._transfer.call_back()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -40,6 +39,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
+from omni_kvlink.system import process
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import is_abandoned, uninterrupted
 
@@ -90,7 +90,7 @@ class Session(ABC):
         If it disconnected earlier, the producer would reuse memory that a reader still looks at.
         """
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return what is to be known of this connection, as JSON values."""
         return {}
 
@@ -169,11 +169,11 @@ class MappedGet(SessionGet):
     def __init__(self, session: MappedSession, get_state: GetState):
         self.session = self.connection = session
         self._get_state, self._done = get_state, get_state.answer
-        self._pid = os.getpid()
+        self._process = process.current
 
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""
-        if os.getpid() == self._pid:
+        if self._process.is_current:
             self.session.receive_until(event, deadline)
 
     def wait(self, *, timeout: float) -> Delivery:
@@ -184,14 +184,13 @@ class MappedGet(SessionGet):
             deadline = time.monotonic() + limit
             if self.inline_target is not None and limit and self.session.has_inline:
                 self.inline_target.open()
-            if os.getpid() == self._pid:
+            if self._process.is_current:
                 self.session.receive_until(answer, deadline)
             limit = max(0.0, deadline - time.monotonic())
         offer = get_table.wait(get_state, limit)
         lease = GetLease(get_table, get_state.get_id, offer.epoch)
         try:
-            if fault_points.enabled:
-                fault_points.point("get.offered")
+            fault_points.point("get.offered")
             self.session.has_inline = bool(offer.inline)
             if offer.inline:
                 return self._deliver_inline(offer, lease)
@@ -203,8 +202,7 @@ class MappedGet(SessionGet):
                 raise IntegrityError(f"the slot offered for {get_state.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
-            if fault_points.enabled:
-                fault_points.point("get.mapped")
+            fault_points.point("get.mapped")
         except BaseException as error:
             if is_fault_of_payload(error):
                 lease.release("rejected", shorten(repr(error)))
@@ -226,8 +224,7 @@ class MappedGet(SessionGet):
         region = None if target is None else target.fill(offer.inline, verify=False)
         head = offer.inline if region is None else None
         region = region or Region.copy_of(offer.inline)
-        if fault_points.enabled:
-            fault_points.point("get.mapped")
+        fault_points.point("get.mapped")
         delivery = Delivery(get_state.key, region, lease, copies=1, head=head)
         get_state.settle()
         return delivery
@@ -318,7 +315,7 @@ class SessionConsumer(Consumer):
             error = TransferFailed(f"payload {key!r} aborted: {reason}", key=key, reason=reason)
             session.fail(key, error)
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the state of the connection."""
         self._check_process()
         session = self._session
@@ -329,7 +326,7 @@ class SessionConsumer(Consumer):
             "connected": self.is_connected,
             "sessions": self._sessions,
             "waiting": session.get_table.waiting if session else 0,
-            **(session.health() if session else {}),
+            **(session.stats() if session else {}),
         }
 
     def close(self) -> None:
@@ -350,7 +347,7 @@ class SessionConsumer(Consumer):
 
     def _live_session(self, timeout: float) -> Session:
         """Return the session, a new one if the last has ended."""
-        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+        if self._closed:  # the call costs more than the test
             self._check_open()
         session = self._session
         if session is not None and not session.is_closed:

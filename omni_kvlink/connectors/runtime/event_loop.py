@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink.errors import CapacityError
 from omni_kvlink.memory.ownership import CallAtEnd, closer, take
+from omni_kvlink.system import process
 from omni_kvlink.system.failures import system_error
 from omni_kvlink.system.threads import start_thread
 
@@ -112,7 +113,7 @@ class EventLoop:
         # last one that a call has ended.
         self._sleeping = self._sleeps = self._woken = 0
         self._running = True
-        self._pid = os.getpid()
+        self._process = process.current
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watched: dict[int, tuple[int, Handler]] = {}
         self._epoll = select.epoll()
@@ -211,7 +212,7 @@ class EventLoop:
 
     def close(self) -> None:
         """Run the pending calls, then end the thread; blocks unless called in that thread."""
-        if os.getpid() != self._pid:
+        if not self._process.is_current:
             return  # a forked child has no such thread, and shares the descriptors
         self.call(self._end_run)
         if not self.is_own_thread:
@@ -223,7 +224,7 @@ class EventLoop:
     def _wake_up(self) -> None:
         wake = self._wake
         # A forked child shares the descriptor, not the thread.
-        if wake is not None and os.getpid() == self._pid:
+        if wake is not None and self._process.is_current:
             os.eventfd_write(wake.fd, 1)
 
     def _on_wake(self, events: int) -> None:
@@ -283,7 +284,7 @@ class EventLoop:
 def _drain_all() -> None:
     """Run pending calls before the process exits: a view freed a moment before counts as read."""
     for loop in list(_loops):
-        if loop._pid == os.getpid() and loop._thread.is_alive() and not loop.is_own_thread:
+        if loop._process.is_current and loop._thread.is_alive() and not loop.is_own_thread:
             done = threading.Event()
             loop.call(done.set)
             done.wait(_AT_EXIT)

@@ -107,8 +107,7 @@ class InboundTransfer:
 
     def deliver(self) -> Delivery:
         """Return the payload, once, after `ready` has completed."""
-        if fault_points.enabled:
-            fault_points.point("get.mapped")
+        fault_points.point("get.mapped")
         assert self._block is not None
         region = self._receive_pool.region(self._block).slice(0, self.offer.location.nbytes)
         region.readonly = True
@@ -163,8 +162,7 @@ class InboundTransfer:
                 verify(manifest, part)
             except (WireError, VersionError):
                 return False
-        if fault_points.enabled:
-            fault_points.point("fetch.chunk")
+        fault_points.point("fetch.chunk")
         self._inline_bytes, self._manifest = b"", manifest
         if self._decide():
             self.ready.set_result(None)
@@ -295,8 +293,7 @@ class InboundTransfer:
         self, start: int, nbytes: int, pieces: Sequence[Piece], crcs: Sequence[int]
     ) -> None:
         """Record bytes that are in the memory; fetch those again that are not as committed."""
-        if fault_points.enabled:
-            fault_points.point("fetch.chunk")
+        fault_points.point("fetch.chunk")
         self.plan.on_received(start, nbytes)
         self._compare(pieces, crcs)
         if self._manifest is None and not self._error_text and self.plan.has(*self._header_range):

@@ -53,7 +53,7 @@ class Listener(ABC):
     def close(self) -> None:
         """Send the last messages, then close every connection; called once."""
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""
         return {}
 

@@ -185,8 +185,7 @@ class PooledProducer(Producer):
 
         Then `sent` is called with their number, in the loop. Raises WireError as `piece` does.
         """
-        if fault_points.enabled:
-            fault_points.point("send.chunk")
+        fault_points.point("send.chunk")
         piece, block = self.piece(transfer, start, stop), transfer.block
         if _is_in_arena(block):
             with self.lock:
@@ -221,7 +220,7 @@ class PooledProducer(Producer):
         self, requests: Sequence[PutRequest], *, deadline: Deadline, leases: list[Lease]
     ) -> None:
         """Reserve memory; blocks while the pool, or the window of an append stream, is full."""
-        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+        if self._closed:  # the call costs more than the test
             self._check_open()
         transfers, packed, sizes = list[Transfer](), list[Transfer](), list[int]()
         for request in requests:
@@ -378,14 +377,13 @@ class PooledProducer(Producer):
         deadline: float = 0.0,
     ) -> list[Receipt]:
         """Commit the payloads; blocks only for readers of the caller's own tensors."""
-        if self._closed or os.getpid() != self._pid:  # the call costs more than the test
+        if self._closed:  # the call costs more than the test
             self._check_open()
         if readers < 1 or not ttl > 0:
             raise SchemaError(f"readers {readers}, ttl {ttl}: at least one reader, more than 0 s")
         expires = time.monotonic() + ttl
         try:
-            if fault_points.enabled:
-                fault_points.point("publish.before")
+            fault_points.point("publish.before")
             payloads = [self._complete(lease) for lease in leases]
             while (unsent := self._commit(payloads, readers, expires)) is not None:
                 unsent.wait_sent(deadline)
@@ -396,8 +394,7 @@ class PooledProducer(Producer):
             self._end_all([_transfer(lease) for lease in leases])
             raise
         self.loop.tick_by(expires)
-        if fault_points.enabled:
-            fault_points.point("publish.after")
+        fault_points.point("publish.after")
         pairs = zip(payloads, ledgers, strict=True)
         return [Receipt(transfer, ledger) for (transfer, _), ledger in pairs]
 
@@ -443,12 +440,12 @@ class PooledProducer(Producer):
             now = time.monotonic()
             self.transfers.fail(key, reason, "aborted" if aborted else "failed", now)
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the state, the counters of the transfers and of the pool."""
         self._check_process()  # before the lock: the fork may have happened while it was held
         with self.lock:
             transfers = self.transfers.stats()
-        listeners = [listener.health() for listener in self.listeners]
+        listeners = [listener.stats() for listener in self.listeners]
         return {
             "role": "producer",
             "name": self._name,
@@ -477,7 +474,7 @@ class PooledProducer(Producer):
     # Inside
 
     def _abort(self, transfer: Transfer, reason: str = "") -> None:
-        if os.getpid() == self._pid:  # a forked child shares no state with the producer
+        if self._process.is_current:  # a forked child shares no state with the producer
             with self.lock:
                 self.transfers.abort(transfer, reason, time.monotonic())
 

@@ -58,6 +58,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import GRAIN
+from omni_kvlink.system import process
 from omni_kvlink.system.failures import is_of_system, system_error
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._watching = threading.Lock()  # held while it is decided what the loop waits for
         self._has_exited = False  # the producer's process
         self._posted = deque[Message]()  # by finalizers, to be sent in this order
-        self._pid = os.getpid()
+        self._process = process.current
         self._flushing = threading.RLock()  # held by the thread that sends them
         self._coalescing = set[int]()  # threads that send themselves what they post
         self._leases = set[int]()  # gets whose offers are not released
@@ -185,7 +186,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         Releases of finalizers at other times are sent by the loop, which must be woken for that.
         """
         thread = threading.get_ident()
-        if thread in self._coalescing or os.getpid() != self._pid:
+        if thread in self._coalescing or not self._process.is_current:
             return act()  # a forked child sends nothing
         try:
             self._coalescing.add(thread)
@@ -204,7 +205,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         super().fail(key, error)
         self._wake_leader()
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return how much of the producer's memory is mapped, and how often it was throttled."""
         return {"mapped": self._arenas.stats(), "throttled": self._throttled}
 

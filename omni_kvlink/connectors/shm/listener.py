@@ -88,7 +88,7 @@ class ShmListener(Listener):
             self.open()
         return self._accept_again
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the socket, readers, refusals by reason, floods, and bytes of detached readers."""
         detached = Counter[str]()
         for peer in list(self._detached):

@@ -30,10 +30,10 @@ class UcxConsumer(ControlConsumer):
 
     _ucx_transport: UcxTransport | None = None
 
-    def health(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""
         ucx_transport = self._ucx_transport
-        return super().health() | ({"ucx": ucx_transport.stats()} if ucx_transport else {})
+        return super().stats() | ({"ucx": ucx_transport.stats()} if ucx_transport else {})
 
     def close(self) -> None:
         """Close the link; blocks up to 1.5 s more if UCX waits for a peer that does not answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import select
 import threading
 import time
@@ -18,6 +17,7 @@ from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.worker import UcxWorker
 from omni_kvlink.errors import ClosedError, NativeError, PeerLostError, WireError
 from omni_kvlink.memory.region import Region
+from omni_kvlink.system import process
 
 DoneCallback = Callable[[BaseException | None], None]
 
@@ -87,7 +87,7 @@ class UcxTransport:
         self._counts = dict.fromkeys(("finished", "failed", "stale", "lost"), 0)
         self._closed = False
         self._lock = threading.Lock()  # guards `_closed`: no call is queued behind the last one
-        self._pid = os.getpid()
+        process.close_in_children(self)
         self._worker: UcxWorker | None = None
         self._device = device or "cpu"  # the last one whose context became the thread's
         self._context = cuda_context.current() if "cuda" in self.settings.transports else 0
@@ -178,8 +178,10 @@ class UcxTransport:
         Blocks up to 1.5 s if a peer does not answer. ucxx 0.52 does not free its worker if such a
         peer was being sent to: its descriptors stay open until the process ends.
         """
+        if self._closed:
+            return  # in a forked child, too
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._closed = True
             self._loop.call(self._close_worker_in_loop)
@@ -194,10 +196,14 @@ class UcxTransport:
         return UcxRequest(endpoint, memory, worker.array(memory), tag, done)
 
     def _call(self, function: Callable[[], None]) -> None:
+        self._check_open()
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
-                raise ClosedError("the UCX transport is closed")
+            self._check_open()
             self._loop.call(function)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the UCX transport is closed")
 
     def _open_in_loop(self, opened: Answer[tuple[bytes, dict[str, Any]]]) -> None:
         try:

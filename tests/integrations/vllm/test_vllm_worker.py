@@ -132,7 +132,6 @@ def test_the_engine_computes_while_a_layer_is_copied(
     """No call of a forward pass waits for a copy: each returns while the first one is held up."""
     may_copy = threading.Event()
     monkeypatch.setattr(fault_points, "point", lambda name: may_copy.wait())
-    monkeypatch.setattr(fault_points, "enabled", True)
     halves.saver.begin([CACHE])
     for number in range(len(LAYERS)):
         halves.saver.layer(number)
