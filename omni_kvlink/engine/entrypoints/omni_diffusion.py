@@ -26,6 +26,7 @@ from omni_kvlink.engine.entrypoints.stage_configs import (
     with_sources,
 )
 from omni_kvlink.engine.entrypoints.streams import RequestStream, StreamEvent, StreamTable
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
@@ -121,7 +122,10 @@ class OmniDiffusion:
 
         Raises:
             TransferTimeout: not done in time.
-            SchemaError: sampling params of an unknown name; no prompt runs.
+            SchemaError: sampling params of an unknown name, or another number of them or of
+                request ids than of prompts; no prompt runs.
+            EngineError: a request id is in use. After it, a signal handler's exception or a
+                timeout, the prompts that were queued are aborted.
             KVLinkError: why a prompt has no image.
         """
         prompt_list = prompts if isinstance(prompts, list) else [prompts]
@@ -129,19 +133,24 @@ class OmniDiffusion:
         names = request_ids or [uuid.uuid4().hex for _ in prompt_list]
         for one_params in params:
             self._params(one_params, 0)  # wrong ones are refused before a prompt runs
+        if len(names) != len(prompt_list):
+            raise SchemaError(f"{len(names)} request ids for {len(prompt_list)} prompts")
         bar = _Bar(len(prompt_list), progress)
-        futures = []
-        for name, prompt, one_params in zip(names, prompt_list, params, strict=True):
-            futures.append(self.submit(prompt, one_params, request_id=name))
-            futures[-1].add_done_callback(bar.count)
-        pending = wait(futures, timeout).not_done
-        if pending:
-            for name in names:
+        futures: dict[str, Future[DiffusionOutput]] = {}
+        try:
+            for name, prompt, one_params in zip(names, prompt_list, params, strict=True):
+                futures[name] = self.submit(prompt, one_params, request_id=name)
+                futures[name].add_done_callback(bar.count)
+            pending = wait(futures.values(), timeout).not_done
+            if pending:
+                waited = format_seconds(timeout or 0.0)
+                text = f"{len(pending)} of {len(prompt_list)} prompts not done after {waited}"
+                raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
+        except BaseException:
+            for name in futures:  # not one whose id another caller uses
                 self.abort(name)
-            waited = format_seconds(timeout or 0.0)
-            text = f"{len(pending)} of {len(prompt_list)} prompts not done after {waited}"
-            raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
-        outputs = [future.result() for future in futures]
+            raise
+        outputs = [future.result() for future in futures.values()]
         if on_error == "return":
             return outputs
         return [_answer(output, output_type) for output in outputs]
@@ -316,6 +325,8 @@ class OmniDiffusion:
         done: Future[DiffusionOutput] = Future()
         done.set_running_or_notify_cancel()
         with self._lock:
+            if request_id in self._open:
+                raise EngineError(f"request {request_id!r} is here already")
             self._open.add(request_id)
         try:
             first = self.stages[0].submit(request)
@@ -452,5 +463,5 @@ def _params_by_prompt(params: Params | Sequence[Params], count: int) -> Sequence
     if params is None or isinstance(params, (OmniDiffusionSamplingParams, Mapping)):
         return [params] * count
     if len(params) != count:
-        raise ValueError(f"{len(params)} sampling params for {count} prompts")
+        raise SchemaError(f"{len(params)} sampling params for {count} prompts")
     return params

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from omni_kvlink import KVCacheTransferData, KVLink, KVMetadata
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.errors import (
-    ClosedError,
+    KVLinkError,
     PeerLostError,
     TransferFailed,
     TransferTimeout,
@@ -44,7 +44,7 @@ class KVTransferProducer:
         self._store = PrefixStore(config.budget)
         link = KVLink.serve(config.url, **config.options)
         self._producer = LookupProducer(self._store, link, model=model)
-        self._peers = _Peers(config, self._producer.listen)
+        self._peers = PeerConnections(config, self._producer.listen)
 
     def insert(
         self, token_ids: Sequence[int], pools: KVPools, block_ids: list[int], hidden: torch.Tensor
@@ -79,7 +79,7 @@ class KVTransferConsumer:
         self._timeout = config.timeout
         link = KVLink.serve(config.url, **config.options)
         self._lookup = LookupConsumer(link, [], model=model, verify="full")
-        self._peers = _Peers(config, self._lookup.add)
+        self._peers = PeerConnections(config, self._lookup.add)
         self._counters: Counter[str] = Counter()
 
     def receive(
@@ -132,13 +132,14 @@ class KVTransferConsumer:
         self._counters["tokens"] += stop - start
 
 
-class _Peers:
+class PeerConnections:
     """Connects to the stages of the other role, which may start later, in a thread."""
 
     def __init__(self, config: KVTransferConfig, add: Callable[[KVConsumer], None]):
         self._config, self._add = config, add
         self._connected, self._is_closing = threading.Event(), threading.Event()
         self._count, self._has_waited = 0, False
+        self._failures: dict[str, KVLinkError] = {}
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -147,9 +148,11 @@ class _Peers:
         self._connected.wait(0.0 if self._has_waited else timeout)
         self._has_waited = True
         if not self._count:
-            text = (
-                f"not connected to {', '.join(self._config.peers)} within {format_seconds(timeout)}"
+            peers = "; ".join(
+                f"{url}: {self._failures[url]}" if url in self._failures else url
+                for url in self._config.peers
             )
+            text = f"not connected to {peers} within {format_seconds(timeout)}"
             raise TransferTimeout(text, waited=timeout)
 
     def close(self) -> None:
@@ -158,23 +161,22 @@ class _Peers:
         self._thread.join()
 
     def _run(self) -> None:
-        for url in self._config.peers:
-            link = self._connect(url)
-            if link is None:
-                return
-            self._add(link)
-            self._count += 1
-        self._connected.set()
-
-    def _connect(self, url: str) -> KVConsumer | None:
-        while not self._is_closing.is_set():
+        missing = deque(self._config.peers)
+        while missing and not self._is_closing.is_set():
+            url = missing.popleft()  # one that is absent keeps no other one waiting
             try:
-                return KVLink.connect(url, timeout=_CONNECT_SECONDS, **self._config.options)
-            except TransferTimeout:  # noqa: PERF203 - each attempt waits
-                continue
-            except ClosedError:
-                return None
-        return None
+                link = KVLink.connect(url, timeout=_CONNECT_SECONDS, **self._config.options)
+            except (TransferTimeout, PeerLostError) as error:
+                missing.append(url)
+                if isinstance(error, PeerLostError):  # which came at once
+                    self._is_closing.wait(_CONNECT_SECONDS)
+            except KVLinkError as error:
+                self._failures[url] = error
+                _log.error("%s is not connected to: %s", url, error)
+            else:
+                self._add(link)
+                self._count += 1
+        self._connected.set()
 
 
 def name_of_weights(modules: Mapping[str, torch.nn.Module]) -> str:

@@ -11,6 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import ChainMap
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
@@ -66,27 +67,32 @@ class ActorHandle:
         self._sending = threading.Lock()
         self._order = itertools.count()
         self._closing: Future[Message] | None = None
-        self._answers: queue.SimpleQueue[Future[Message] | None] = queue.SimpleQueue()
+        self._answers = queue.SimpleQueue[tuple[Any, Future[Message]] | None]()
         ray = library()
         self._kill_actor = ray.kill
         defaults = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": _MAX_CALLS}
         self._actor = ray.remote(host).options(**defaults, **options).remote(rank)
-        self._actor.wait_forever.remote().future().add_done_callback(self._answers.put)
+        exited: Future[Message] = self._actor.wait_forever.remote().future()
+        exited.add_done_callback(partial(self._on_answer, None))
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; see `RpcTransport.send`."""
         # Ray's thread runs the callback, which must not block
-        self._call(message).add_done_callback(self._answers.put)
+        self._call(message).add_done_callback(partial(self._on_answer, message.get("number")))
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message; see `RpcTransport.receive`."""
-        answer = self._answers.get()
-        if answer is None:
+        received = self._answers.get()
+        if received is None:
             raise PeerLostError("Ray does not say why")
+        number, answer = received
         error = answer.exception()
         if error is not None:
             raise PeerLostError(_shortened(str(error)))
-        return decode(answer.result())
+        message = decode(answer.result())
+        if message["number"] is None:  # the actor could not decode the call
+            message["number"] = number
+        return message
 
     def describe_exit(self, error: Exception) -> str:
         """Kill the actor, which may live on behind a broken network; say why it is gone."""
@@ -112,6 +118,9 @@ class ActorHandle:
     def close(self) -> None:
         """Let `receive` raise: Ray reports nothing more after `ray.shutdown`."""
         self._answers.put(None)
+
+    def _on_answer(self, number: Any, answer: Future[Message]) -> None:
+        self._answers.put((number, answer))
 
     def _call(self, message: dict[str, Any]) -> Future[Message]:
         encoded = encode(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 from ar_fixtures import TOLERANCE, Passes, SentKV, ar_engine, difference, kv_of, prompt, read_alone
 from engine_fixtures import WAIT, checkpoint, url
 
-from omni_kvlink import SchemaError
+from omni_kvlink import KVConsumer, KVLink, SchemaError
 from omni_kvlink.engine import (
     AREngine,
     DiffusionParallelConfig,
@@ -19,6 +20,7 @@ from omni_kvlink.engine import (
     KVTransferConfig,
     OmniARConfig,
 )
+from omni_kvlink.engine.kv.kv_transfer import PeerConnections
 from omni_kvlink.models.bagel import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -63,6 +65,23 @@ def stages(
         stack.enter_context(prefill)
         decode = stack.enter_context(ar_engine(sockets, kv_transfer=take, **{**HOW, **fields}))
         yield prefill, decode
+
+
+def test_an_absent_peer_keeps_no_other_one_waiting(sockets: str) -> None:
+    """The first peer never serves; the second one is connected all the same."""
+    how = {"options": {"directory": sockets}, "timeout": WAIT}
+    absent, present = url(), url()
+    config = KVTransferConfig("kv_producer", url(), (absent, present), **how)  # type: ignore[arg-type]
+    with KVLink.serve(present, directory=sockets):
+        connected = queue.SimpleQueue[KVConsumer]()
+        peers = PeerConnections(config, connected.put)
+        try:
+            link = connected.get(timeout=WAIT)
+            assert link.url == present
+            peers.wait(0.0)
+        finally:
+            peers.close()
+        link.close()
 
 
 def read(engine: AREngine, name: str, text: Any, **fields: Any) -> Any:

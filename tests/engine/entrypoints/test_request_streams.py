@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, checkpoint
+from engine_fixtures import WAIT, checkpoint, until
 
-from omni_kvlink.engine import OmniDiffusion, RequestAborted
+from omni_kvlink.engine import EngineError, OmniDiffusion, RequestAborted
 from omni_kvlink.engine.entrypoints.streams import OutputEvent, RequestStream
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.tokens.event_buffer import EventBuffer
@@ -121,6 +121,16 @@ def test_asyncio(omni: OmniDiffusion) -> None:
         assert output.error is None
 
     asyncio.run(run())
+    omni.generate("a fox", TEXT, timeout=WAIT, request_ids=["a"])  # the id is free again
+
+
+def test_prompts_that_cannot_all_be_queued_are_aborted(omni: OmniDiffusion) -> None:
+    endless = {**TEXT, "max_tokens": 200_000}
+    with pytest.raises(EngineError, match="'a'"):
+        omni.generate(["a fox", "an owl"], endless, request_ids=["a", "a"])
+    with pytest.raises(SchemaError, match="1 request ids for 2 prompts"):
+        omni.generate(["a fox", "an owl"], TEXT, request_ids=["b"])
+    until(lambda: not omni._open)  # the first prompt has ended
     omni.generate("a fox", TEXT, timeout=WAIT, request_ids=["a"])  # the id is free again
 
 

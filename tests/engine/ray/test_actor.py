@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import socket
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from omni_kvlink import SchemaError, WireError
 from omni_kvlink.engine import RayConfig, StageConfig
 from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
 from omni_kvlink.engine.parallel.process_group import join_rendezvous, open_rendezvous
-from omni_kvlink.engine.ray.actor import ActorHost, Message, Service, decode, encode
+from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, Message, Service, decode, encode
 
 
 class Echo(ActorHost):
@@ -59,6 +61,18 @@ def test_calls_run_in_their_order_however_they_arrive() -> None:
     numbers = [3, 1, 4, 2, 0, 6, 5]
     assert asyncio.run(call(numbers)) == numbers
     assert host.called == sorted(numbers)
+
+
+def test_the_caller_of_an_invalid_call_hears_of_it() -> None:
+    """Its answer has no number; the handle knows which call it belongs to."""
+    handle = object.__new__(ActorHandle)  # without Ray
+    handle._answers = queue.SimpleQueue()
+    answer: Future[Message] = Future()
+    answer.set_result(encode({"number": None, "error": WireError("x")}))
+    handle._on_answer(7, answer)
+    received = handle.receive()
+    assert received["number"] == 7
+    assert isinstance(received["error"], WireError)
 
 
 def test_an_invalid_call_is_answered_with_an_error() -> None:
