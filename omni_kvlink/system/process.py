@@ -1,9 +1,9 @@
-"""`Process`: the process that opened an object; a fork of it must leave that object alone.
+"""`OwnerProcess`: the process that opened an object; a fork of it must leave that object alone.
 
 A forked child has none of its parent's threads, and any lock may be held in it for ever. One hook
-runs in each child, before any other code: it marks the parent's `Process` as another one, and the
-ends that are open as closed. So an object that keeps `current` asks with one attribute, and an end
-with the flag that it tests anyway. Neither takes a lock: see docs/threads.md.
+runs in each child, before any other code: it marks the parent's `OwnerProcess` as another one, and
+the ends that are open as closed. So an object that keeps `current` asks with one attribute, and an
+end with the flag that it tests anyway. Neither takes a lock: see docs/threads.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from omni_kvlink.errors import ClosedError
 
 
-class Process:
+class OwnerProcess:
     """A process. `is_current` becomes False in its forked children."""
 
     __slots__ = ("is_current", "pid")
@@ -33,12 +33,12 @@ class Process:
 
 
 class OpenEnd(Protocol):
-    """What is marked as closed in a forked child."""
+    """An end of a link, or another object that a forked child must find closed."""
 
     _closed: bool
 
 
-current = Process()
+current = OwnerProcess()
 """This process. Read it as `process.current`: a forked child replaces it."""
 _open_ends: weakref.WeakSet[OpenEnd] = weakref.WeakSet()
 
@@ -51,7 +51,7 @@ def close_in_children(end: OpenEnd) -> None:
 def _leave_parent() -> None:
     global current
     current.is_current = False
-    current = Process()
+    current = OwnerProcess()
     for end in list(_open_ends):
         end._closed = True
     _open_ends.clear()
