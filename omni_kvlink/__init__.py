@@ -117,6 +117,21 @@ _REMOVED = {
 }
 """Public names of 0.1 and their replacements; they raise for one release."""
 
+_ELSEWHERE = {
+    "adapters": ("BagelAdapter", "DynamicCacheAdapter", "PagedAdapter"),
+    "connectors": ("OmniConnector", "SharedMemoryConnector", "UCXConnector", "ZMQConnector"),
+    "copier": ("NativeCopier", "PinnedCopier", "TorchCopier"),
+    "engine": (
+        *("AREngine", "DiffusionEngine", "DiffusionKVManager", "DiffusersPipelineExecutor"),
+        *("GPUARModelRunner", "GPUARWorker", "GPUDiffusionModelRunner", "GPUDiffusionWorker"),
+        *("IntermediateTensors", "KVManager", "MultiprocExecutor", "OmniARScheduler"),
+        *("OmniDiffusion", "OmniDiffusionConfig", "OmniDiffusionRequest", "SyncScheduler"),
+        "TeaCache",
+    ),
+    "models.bagel": ("BagelPipeline", "NaiveCache"),
+}
+"""Names of other modules that people look for here, by module; each raises with its import line."""
+
 if not TYPE_CHECKING:  # a type checker knows the names of the block above, and reports all others
     _HOMES = {name: module for module, names in _NAMES.items() for name in names}
     __all__ = sorted(
@@ -131,6 +146,9 @@ if not TYPE_CHECKING:  # a type checker knows the names of the block above, and 
         if name in _REMOVED:
             # Not AttributeError, whose text `from omni_kvlink import name` would replace.
             raise ImportError(f"omni_kvlink.{name} was removed: use omni_kvlink.{_REMOVED[name]}")
+        for module, names in _ELSEWHERE.items():
+            if name in names:
+                raise ImportError(f"{name}: from omni_kvlink.{module} import {name}")
         raise AttributeError(f"module 'omni_kvlink' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -214,6 +214,18 @@ def test_a_removed_name_says_its_replacement(name: str) -> None:
         found = getattr(found, part)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module, names in omni_kvlink._ELSEWHERE.items() for name in names],
+)
+def test_a_name_of_another_module_says_its_import_line(module: str, name: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        getattr(omni_kvlink, name)
+    line = str(caught.value).partition(": ")[2]
+    assert line == f"from omni_kvlink.{module} import {name}"
+    exec(line, {})
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(omni_kvlink, "nonsense")
 

@@ -28,6 +28,7 @@ from omni_kvlink.engine.errors import RequestAborted as RequestAborted
 from omni_kvlink.engine.errors import RequestFailed as RequestFailed
 from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
+from omni_kvlink.engine.executor.multiproc import MultiprocExecutor as MultiprocExecutor
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt as EmbedsPrompt
 from omni_kvlink.engine.inputs.prompt import Prompt as Prompt
 from omni_kvlink.engine.kv.block_manager import KVPools as KVPools
@@ -37,6 +38,9 @@ from omni_kvlink.engine.kv.kv_manager import KVState as KVState
 from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks as SequenceBlocks
 from omni_kvlink.engine.kv_sent import KVSent as KVSent
 from omni_kvlink.engine.lora.request import LoRARequest as LoRARequest
+from omni_kvlink.engine.models.diffusers_executor import (
+    DiffusersPipelineExecutor as DiffusersPipelineExecutor,
+)
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput
@@ -59,6 +63,11 @@ from omni_kvlink.engine.step_cache.cache_backend import CacheBackend as CacheBac
 from omni_kvlink.engine.step_cache.cache_backend import (
     register_cache_backend as register_cache_backend,
 )
+from omni_kvlink.engine.step_cache.tea_cache import TeaCache as TeaCache
+from omni_kvlink.engine.worker import GPUARModelRunner as GPUARModelRunner
+from omni_kvlink.engine.worker import GPUARWorker as GPUARWorker
+from omni_kvlink.engine.worker import GPUDiffusionModelRunner as GPUDiffusionModelRunner
+from omni_kvlink.engine.worker import GPUDiffusionWorker as GPUDiffusionWorker
 from omni_kvlink.engine.worker.model import DiffusionPipeline as DiffusionPipeline
 from omni_kvlink.engine.worker.model import ModelUtility as ModelUtility
 from omni_kvlink.engine.worker.model import model_utility as model_utility
@@ -67,3 +76,4 @@ from omni_kvlink.engine.worker.model import register_model as register_model
 from omni_kvlink.engine.worker.prefill_utility import PrefillSteps as PrefillSteps
 from omni_kvlink.engine.worker.prefill_utility import TextPass as TextPass
 from omni_kvlink.engine.worker.step_execution import SupportsStepExecution as SupportsStepExecution
+from omni_kvlink.models.bagel.layers import IntermediateTensors as IntermediateTensors

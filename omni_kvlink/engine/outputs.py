@@ -89,22 +89,25 @@ class ModelRunnerOutput(TokenOutputs):
     """An executor's output of a step: images, or hidden states of an AR stage, if any.
 
     `results` has errors, texts and `kv_sent`; a request that has just an output may be missing.
+    `req_id_to_index`, the position of each request, is made of `req_ids` if it is not given.
     """
 
     req_ids: list[str]
     pooler_output: list[torch.Tensor | None]
     results: dict[str, DiffusionOutput] = dataclasses.field(default_factory=dict)
+    req_id_to_index: dict[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        index = {request_id: number for number, request_id in enumerate(self.req_ids)}
+        if self.req_id_to_index not in ({}, index):
+            raise ValueError(f"req_id_to_index {self.req_id_to_index}: req_ids say {index}")
+        self.req_id_to_index = index
 
     @classmethod
     def failed(cls, request_ids: list[str], error: Exception) -> ModelRunnerOutput:
         """The same error for each of some requests."""
         results = {key: DiffusionOutput(key, error=error) for key in request_ids}
         return cls(request_ids, [None] * len(results), results)
-
-    @property
-    def req_id_to_index(self) -> dict[str, int]:
-        """The position of each request."""
-        return {request_id: index for index, request_id in enumerate(self.req_ids)}
 
     def result_of(self, request_id: str) -> DiffusionOutput:
         """The result of a scheduled request: an EngineError if there is none."""

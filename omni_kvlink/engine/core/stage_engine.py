@@ -62,6 +62,10 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
             raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         return [future.result() for future in futures.values()]
 
+    def step(self, requests: Sequence[OmniDiffusionRequest] = ()) -> list[DiffusionOutput]:
+        """Run requests as `generate` does; without any, do one step of the engine's own loop."""
+        return self.generate(requests) if requests else super().step()
+
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Fail a KV that this stage sent: its memory is released, its readers get `reason`."""
         self.executor.fail_kv(request_id, reason)

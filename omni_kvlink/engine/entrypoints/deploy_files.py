@@ -85,6 +85,7 @@ def _flat(values: Mapping[str, Any], file_name: str) -> dict[str, Any]:
     deployment = _from_stage_args(values, file_name) if "stage_args" in values else dict(values)
     if isinstance(deployment.get("stages"), list):
         deployment["stages"] = [_flat_stage(stage) for stage in deployment["stages"]]
+    deployment = _with_class_name(deployment, "the deployment")
     platforms = deployment.pop("platforms", None)
     if isinstance(platforms, Mapping):
         deployment["platforms"] = {
@@ -169,6 +170,17 @@ def _flat_stage(stage: Any) -> dict[str, Any]:
                     "say it once"
                 )
             fields[field] = value
+    return _with_class_name(fields, f"stage {number}")
+
+
+def _with_class_name(fields: dict[str, Any], location: str) -> dict[str, Any]:
+    """Take `model_cls`, the RFC's word, for `model_class_name`."""
+    name = fields.pop("model_cls", None)
+    if name is not None and fields.setdefault("model_class_name", name) != name:
+        other = fields["model_class_name"]
+        raise SchemaError(
+            f"{location}: model_cls {name!r} and model_class_name {other!r}: one of them"
+        )
     return fields
 
 

@@ -99,6 +99,7 @@ class OmniDiffusion:
         output_type: Literal["pil", "pt"] = "pil",
         on_error: Literal["raise", "return"] = "raise",
         request_ids: Sequence[str] | None = None,
+        **params_of_all: Any,
     ) -> list[Any]:
         """Generate the images, or texts, of prompts, in their order; blocks until all are done.
 
@@ -119,6 +120,8 @@ class OmniDiffusion:
             on_error: "raise" the first prompt's error when all have ended; or "return" a
                 `DiffusionOutput` for each, whose `result()` raises its own.
             request_ids: for `abort`; generated if None.
+            params_of_all: sampling params of all prompts by their names, in place of
+                `sampling_params`: `generate("a fox", num_inference_steps=24)`.
 
         Raises:
             TransferTimeout: not done in time.
@@ -129,6 +132,10 @@ class OmniDiffusion:
             KVLinkError: why a prompt has no image.
         """
         prompt_list = prompts if isinstance(prompts, list) else [prompts]
+        if params_of_all and sampling_params is not None:
+            given = ", ".join(params_of_all)
+            raise SchemaError(f"{given}: beside sampling_params; give all of them in one way")
+        sampling_params = params_of_all or sampling_params
         params = _params_by_prompt(sampling_params, len(prompt_list))
         names = request_ids or [uuid.uuid4().hex for _ in prompt_list]
         for one_params in params:

@@ -54,6 +54,16 @@ class WorkerCalls(ABC):
         """Bring back what `sleep` took: "weights", "kv_cache", or both if None."""
         return all(self.collective_rpc("wake_up", args=(tags,)))
 
+    @property
+    def sleeping_tags(self) -> set[str]:
+        """The tags that `sleep` has taken, such as "weights"; asks all workers, and blocks."""
+        return set[str]().union(*self.collective_rpc("sleeping_tags"))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` has taken anything that `wake_up` has not brought back; blocks."""
+        return bool(self.sleeping_tags)
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter on every worker, or on none; False if it was there.
 

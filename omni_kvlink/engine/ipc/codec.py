@@ -54,8 +54,11 @@ _CLASSES: dict[str, type[Any]] = {
     )
 }
 _CONFIGS = {kind.__name__: kind for kind in (OmniARConfig, OmniDiffusionConfig)}
-_NOT_SENT = {"past_key_values", "lora", "is_cancelled", "generator", "token_log", "emit"}
-"""Fields of `_CLASSES` that have a meaning in their own process only."""
+_NOT_SENT = {
+    *("past_key_values", "lora", "is_cancelled", "generator", "token_log", "emit"),
+    "req_id_to_index",
+}
+"""Fields of `_CLASSES` that have a meaning in their own process only, or are made of others."""
 
 
 def pack(value: Any, write: WriteTensor | None = None) -> Any:

@@ -138,6 +138,11 @@ class KVPools:
         """V, a pool for each layer."""
         return self._awake()[1]
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the memory is there."""
+        return bool(self._pools)
+
     def sleep(self) -> None:
         """Release the memory and its contents."""
         self._pools = []

@@ -255,8 +255,11 @@ class DiffusionKVManager:
         if entry is not None and entry.error is not None:
             raise entry.error
         if entry is None or entry.data is None:
-            state = self.state(request_id).value
-            raise EngineError(f"the KV of {request_id!r} is {state}: wait until it is ready")
+            state = self.state(request_id)
+            if state is KVState.ABSENT:
+                text = f"the KV of {request_id!r} is absent: it was freed, or never received"
+                raise EngineError(f"{text}; take what is needed of it before `free`")
+            raise EngineError(f"the KV of {request_id!r} is {state.value}: wait until it is ready")
         return entry.data
 
     def free(self, request: OmniDiffusionRequest) -> None:

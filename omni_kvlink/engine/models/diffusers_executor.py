@@ -192,6 +192,11 @@ class DiffusersPipelineExecutor(AdapterHolder, Executor):
         """Bring back what `sleep` took; there is no "kv_cache" to bring back."""
         return (tags is None or "weights" in tags) and self._weights.wake_up()
 
+    @property
+    def sleeping_tags(self) -> set[str]:
+        """The tags that `sleep` has taken: {"weights"} or none; does not block."""
+        return {"weights"} if self._weights.level else set()
+
     def profile(self, directory: str | None) -> list[str]:
         """Record what the pipeline computes; with None, stop and write its Chrome trace."""
         if directory is None:

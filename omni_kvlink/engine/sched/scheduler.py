@@ -95,6 +95,11 @@ class Scheduler(ABC):
         return self.max_num_seqs
 
     @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait to run."""
+        return len(self._waiting)
+
+    @property
     def num_running(self) -> int:
         """The number of running requests."""
         return len(self._running)

@@ -127,6 +127,10 @@ class WorkerBase(ProfiledRank, AdapterHolder, Generic[R]):
             raise ValueError(f"tags {unknown}; there are {', '.join(TAGS)}")
         return (tags is None or "weights" in tags) and self.weights.wake_up()
 
+    def sleeping_tags(self) -> list[str]:
+        """Return what `sleep` has taken and `wake_up` has not brought back."""
+        return ["weights"] if self.weights.level else []
+
     def _drop_weights(self) -> None:
         self.runner.lora_manager.drop()
         if self.cpu_offload is not None:

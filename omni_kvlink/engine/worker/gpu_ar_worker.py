@@ -65,5 +65,9 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
             self.runner.pools.wake_up()
         return woke
 
+    def sleeping_tags(self) -> list[str]:
+        """Return what `sleep` has taken and `wake_up` has not brought back."""
+        return super().sleeping_tags() + ([] if self.runner.pools.is_awake else ["kv_cache"])
+
     def _make_runner(self) -> GPUARModelRunner:
         return GPUARModelRunner(self.ar_config, self.device, self.process_group)

@@ -629,7 +629,10 @@ class BagelPipeline:
 
     def _last_contexts(self) -> BagelContexts:
         if self._last is None:
-            raise RuntimeError("no request has run yet")
+            raise RuntimeError(
+                "no request has run, or its caches were released: an engine's runner releases them "
+                "after the pass, once they are sent"
+            )
         return self._last
 
     def _text_ids(self, item: str | TokenIds) -> list[int]:

@@ -64,7 +64,7 @@ def test_kv_manager_data_handling(fixture: ManagerFixture) -> None:
     sent = bundle("r")
     receipt = fixture.producer.put(sent)
     manager, expected = fixture.manager, request("r")
-    with pytest.raises(EngineError, match="absent"):
+    with pytest.raises(EngineError, match="absent: it was freed"):
         manager.get_kv_cache("r")
 
     manager.receive_from_connector(fixture.consumer, expected, timeout=WAIT)

@@ -95,6 +95,9 @@ def test_kv_transfer_end_to_end(connector: str, sockets: str) -> None:
             timeout=WAIT,
             output_type="pt",
         )
+        size: Any = {"height": 16, "width": 24, "num_inference_steps": 5}
+        (image,) = omni.generate("a fox", timeout=WAIT, output_type="pt", seed=0, **size)
+        assert torch.equal(image, images[0])
     for seed, (name, image) in enumerate(zip(PROMPTS, images, strict=True)):
         assert torch.equal(image[0], reference(name, seed)), name
 

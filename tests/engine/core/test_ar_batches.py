@@ -187,7 +187,11 @@ def test_sleep_empties_the_cache(sockets: str, level: int) -> None:
         run(engine, [LONG], "a")
         assert cached(engine)["blocks"] > 4
         assert engine.sleep(level, timeout=WAIT)
-        assert engine.wake_up(timeout=WAIT)
+        assert engine.executor.sleeping_tags == {"weights", "kv_cache"}
+        assert engine.wake_up(["weights"], timeout=WAIT)
+        assert engine.executor.sleeping_tags == {"kv_cache"}
+        engine.wake_up(timeout=WAIT)
+        assert not engine.executor.is_sleeping
         assert cached(engine)["blocks"] == 0
         (name,) = run(engine, [LONG], "b")
         assert cached(engine)["hits"] == 0

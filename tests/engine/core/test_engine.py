@@ -324,6 +324,9 @@ def test_a_timeout_aborts_what_is_late(fixture: EngineFixture) -> None:
     fixture.send("a")
     fixture.send("b")
     fixture.engine.generate([request("a"), request("b")], timeout=WAIT)
+    fixture.send("c")
+    (output,) = fixture.engine.step([request("c")])
+    assert (output.request_id, output.error) == ("c", None)
 
 
 def test_closing_ends_what_waits_and_what_runs(sockets: str) -> None:

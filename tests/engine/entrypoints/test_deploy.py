@@ -462,6 +462,15 @@ def test_the_form_of_the_rfc(tmp_path: Path) -> None:
     assert DeployConfig.load(written(tmp_path, thinking)).pipeline == "bagel_think"
 
 
+def test_the_class_of_a_model_by_the_name_of_the_rfc() -> None:
+    stage = {"stage_id": 0, "model_cls": "my.models:Mine"}
+    deploy = DeployConfig.from_dict({"pipeline": "bagel_single_stage", "stages": [stage]})
+    assert deploy.stages[0].settings["model_class_name"] == "my.models:Mine"
+    both = {**stage, "model_class_name": "other"}
+    with pytest.raises(SchemaError, match=r"model_cls 'my\.models:Mine' and model_class_name"):
+        DeployConfig.from_dict({"pipeline": "bagel_single_stage", "stages": [both]})
+
+
 @pytest.mark.parametrize(
     ("old", "new", "word"),
     [

@@ -89,11 +89,13 @@ def test_calls_of_all_ranks(sockets: str) -> None:
             executor.collective_rpc("no_such_method")
         assert executor.collective_rpc("sleep", kwargs={"level": 1}) == [True, True]
         assert executor.collective_rpc("sleep") == [False, False]
+        assert executor.is_sleeping
         asleep = stage.submit("r")
         stage.send("r")
         with pytest.raises(Exception, match="wake_up"):
             asleep.result(WAIT).result()
         assert stage.engine.wake_up()
+        assert executor.sleeping_tags == set()
         one = stage.submit("s", seed=2)
         stage.send("s", seed=2)
         assert torch.equal(one.result(WAIT).result()[0], alone(seed=2))

@@ -260,6 +260,7 @@ def test_sleep_gives_the_weights_back(checkpoint: str, pipe: Any, level: int) ->
         assert weights(engine.executor) <= before // 10
         with pytest.raises(EngineAsleepError):
             engine.generate([request("a")], timeout=WAIT)[0].result()
+        assert engine.executor.sleeping_tags == {"weights"}
         assert not engine.wake_up(["kv_cache"])
         assert engine.wake_up()
         assert not engine.wake_up()

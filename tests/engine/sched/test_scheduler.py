@@ -94,7 +94,26 @@ def test_first_come_first_served_up_to_the_limit() -> None:
     assert made.max_num_running_reqs == made.max_num_seqs == 3
     for name in "abcde":
         made.add_request(plain(name))
+    assert (made.num_waiting, made.num_running) == (5, 0)
     assert [run(made), run(made), run(made)] == [["a", "b", "c"], ["d", "e"], []]
+    assert made.num_waiting == 0
+
+
+def test_a_model_runners_output_by_the_names_of_its_document() -> None:
+    fields: dict[str, Any] = {"sampled_token_ids": [], "spec_token_ids": None, "logprobs": None}
+    output = ModelRunnerOutput(
+        req_ids=["a", "b"],
+        req_id_to_index={"a": 0, "b": 1},
+        prompt_logprobs_dict={},
+        pooler_output=[torch.zeros(1), torch.ones(1)],
+        kv_connector_output=None,
+        num_nans_in_logits=None,
+        **fields,
+    )
+    assert output.result_of("b").output is output.pooler_output[1]
+    assert ModelRunnerOutput(["a", "b"], [None, None]).req_id_to_index == {"a": 0, "b": 1}
+    with pytest.raises(ValueError, match="req_ids say"):
+        ModelRunnerOutput(["a", "b"], [None, None], req_id_to_index={"a": 1, "b": 0})
 
 
 @pytest.mark.parametrize(
