@@ -52,7 +52,6 @@ napoleon_use_ivar = True
 default_role = "code"
 intersphinx_mapping: dict[str, tuple[str, None]] = {}
 
-README_SECTION = re.compile(r"<!-- README: ([\w -]+) -->")
 WHOLE_FILE = re.compile(r"<!-- FILE: ([\w./-]+) -->")
 HELP = re.compile(r"<!-- HELP: ([\w -]+) -->")
 LINK = re.compile(r"\]\((?!https?:|#)([\w./-]+)(#[\w-]+)?\)")
@@ -67,20 +66,11 @@ PAGES = {
 
 
 def _insert_files(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Insert files and sections of the README where a page names them; adjust the links."""
+    """Insert files where a page names them; adjust the links."""
     here = f"docs/{docname}"
     text = _local_links(source[0], here, here)
-    text = README_SECTION.sub(lambda m: _local_links(_section(m[1]), "README.md", here), text)
     text = WHOLE_FILE.sub(lambda m: _local_links(_body(m[1]), m[1], here), text)
     source[0] = HELP.sub(lambda m: f"```text\n{_help(*m[1].split())}```", text)
-
-
-def _section(heading: str) -> str:
-    """A section of the README without its heading, one level up."""
-    body = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2]
-    if not body:
-        raise ValueError(f"the README has no section {heading!r}")
-    return re.sub("^###", "##", body.partition("\n## ")[0], flags=re.MULTILINE)
 
 
 def _body(path: str) -> str:

@@ -1,7 +1,7 @@
 """Every code block of README and docs is run, or is in the table of those that are not.
 
 Python: the blocks of a page share one namespace, in this process; an `output` block is what the one
-before printed. The README's start is run as pairs of processes. Shell: `kvlink`, `mkdir` and `cp`
+before printed. The five-minute start is run as pairs of processes. Shell: `kvlink`, `mkdir` and `cp`
 are run; of other commands, targets, options, files, extras and modules must exist.
 """
 
@@ -67,7 +67,9 @@ PAIRS = {
     "Send any tensors": "torch.Size([64, 896]) {'finished': False}",
     "Send between machines": "tensor(57344.)",
 }
-"""Sections of the README with a producer's and a consumer's script; what the consumer prints."""
+"""Sections of the five-minute start with a producer's and a consumer's script; what the consumer prints."""
+
+START = "docs/start.md"
 
 ALL = {page: blocks(page) for page in pages()}
 
@@ -77,7 +79,7 @@ def is_in(table: dict[tuple[str, str], str], block: Block) -> bool:
 
 
 def runs_here(block: Block) -> bool:
-    in_a_pair = block.page == "README.md" and block.section in PAIRS
+    in_a_pair = block.page == START and block.section in PAIRS
     return not (in_a_pair or is_in(ELSEWHERE, block) or is_in(NOT_RUN, block))
 
 
@@ -109,8 +111,8 @@ class Model:
 
 
 @contextlib.contextmanager
-def readme() -> Iterator[dict[str, Any]]:
-    """What the fragments of the README take for granted, over a link that has all features."""
+def sending() -> Iterator[dict[str, Any]]:
+    """What the fragments of "Send and receive" take for granted, over a link that has all features."""
     pools = [layers(2, 12, 16, 4, 128) for _ in range(4)]
     fifth, mine = cache("req-5"), layers(4, 40, 4, 128)
     keys, values = (layers(2, 40, 4, 128, value=0.0) for _ in range(2))
@@ -171,7 +173,7 @@ def engine() -> Iterator[dict[str, Any]]:
     assert len(namespace["images"]) == 2
 
 
-PRELUDES = {"README.md": readme, "docs/engine.md": engine}
+PRELUDES = {"docs/sending.md": sending, "docs/engine.md": engine}
 PYTHON = [page for page in ALL if any(one.language == "python" for one in python_of(page))]
 
 
@@ -202,13 +204,13 @@ def test_the_python_of_a_page_runs(page: str, here: Path) -> None:
     run_commands([block for block in ALL[page] if runs_here(block)])
     with PRELUDES.get(page, lambda: contextlib.nullcontext({}))() as namespace:
         execute(python_of(page), namespace)
-        if page == "README.md":
+        if page == "docs/sending.md":
             namespace.clear()
 
 
 @pytest.mark.parametrize("section", PAIRS)
 def test_the_scripts_of_the_start_run_in_two_processes(section: str, here: Path) -> None:
-    found = [block for block in ALL["README.md"] if block.section == section]
+    found = [block for block in ALL[START] if block.section == section]
     run_commands(found)
     scripts = [block.text for block in found if block.language == "python"]
     assert len(scripts) == 2

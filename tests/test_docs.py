@@ -131,3 +131,7 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         (protocol, f"consumers of a listener | {MAX_PEERS:,}"),
     ):
         assert figure in text, figure
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((DOCS.parent / "README.md").read_text().split()) <= 1000
