@@ -8,11 +8,33 @@ export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
+.PHONY: help check mutants-check demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/bagel_two_stage.py --out out $(ARGS)
+
+# The targets, in the order to learn them.
+define targets
+make demo           BAGEL in two processes: an image, and whether it is bit-exact
+make check          lint, types, and the tests of what changed since main: two minutes
+make test           the tests that need no host engine, no UCX and no GPU
+make lint           ruff, clang-format and mypy over everything
+make format         what lint would change
+make docs           the documentation site, in docs/_build/html
+make test-all       what test leaves out: the slow ones
+make test-hf test-vllm test-vllm-omni test-diffusers test-ray test-ucx test-torchao  one suite for each host
+make asan tsan asan-tensors fuzz mutants  sanitizers, random bytes, broken code
+make wheel wheel-test pythons licences    what is published
+make gpu            on a machine with a GPU: builds, tests and measures the CUDA part
+endef
+export targets
+
+help:
+	@echo "$$targets"
+
+check: $(VENV)/.native
+	$(BIN)/python .ci/check.py $(ARGS)
 
 # More processes than cores: some tests wait for processes that they start.
 JOBS ?= 4
@@ -38,6 +60,9 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	$(BIN)/mypy
+
+# Each mutant still finds the code that it breaks.
+mutants-check: $(VENV)/.ready
 	$(BIN)/python .ci/mutants.py --check
 
 format: $(VENV)/.ready

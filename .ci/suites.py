@@ -34,7 +34,7 @@ HARDWARE = "this processor has no "
 """The beginning of a reason to skip that no package can remove."""
 RESULTS = ROOT / "build" / "ci"
 SLOW = "test-all"
-SOURCES = ("lint", "licences", "docs", "demo", "fuzz")
+SOURCES = ("lint", "mutants-check", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
 TESTS = ("test", SLOW, "asan-tensors", "test-ucx")

@@ -1,0 +1,84 @@
+"""Checks what changed since main: lint, types, the layout, and the tests of the changed files.
+
+    python .ci/check.py [REVISION]     REVISION in place of the point where this branch left main
+
+A test belongs to a changed file if it is that file, has its name (`test_listener.py` for
+`listener.py`), or names the changed module. Helpers of the tests choose the tests that import them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_TESTS = 12
+"""Test files that run; more are named and left to `make test`."""
+PAGES = ("tests/test_doc_blocks.py", "tests/test_doc_links.py", "tests/test_docs.py")
+
+
+def git(*arguments: str) -> list[str]:
+    """Return the lines that git prints."""
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.splitlines()
+
+
+def changed_files(revision: str = "") -> list[str]:
+    """Return what differs from where this branch left main, new files included."""
+    base = [revision] if revision else []
+    for main in ("origin/main", "main"):
+        base = base or git("merge-base", "HEAD", main)
+    names = git("diff", "--name-only", *base[:1])
+    return sorted({*names, *git("ls-files", "--others", "--exclude-standard")})
+
+
+def tests_of(changed: list[str]) -> list[str]:
+    """Return the test files of the changed files, those that changed themselves first."""
+    sources = {
+        str(path.relative_to(ROOT)): path.read_text() for path in ROOT.glob("tests/**/test_*.py")
+    }
+    first = [name for name in changed if name in sources]
+    chosen = dict.fromkeys(first)
+    for name in changed:
+        path = Path(name)
+        if path.suffix == ".md":
+            chosen.update(dict.fromkeys(page for page in PAGES if page in sources))
+        elif path.suffix == ".py" and name not in sources:
+            module = rf"\b{re.escape('.'.join(path.with_suffix('').parts))}\b"
+            alone = rf"^(from|import) {re.escape(path.stem)}\b"  # a helper of the tests
+            pattern = alone if path.parts[0] == "tests" else module
+            named = [test for test in sources if Path(test).stem == f"test_{path.stem}"]
+            using = [
+                test for test, text in sources.items() if re.search(pattern, text, re.MULTILINE)
+            ]
+            chosen.update(dict.fromkeys(named + using))
+    return [*chosen, *(name for name in ["tests/test_layout.py"] if name in sources)]
+
+
+def main(argv: list[str]) -> int:
+    """Run the checks; 1 if one of them failed."""
+    changed = [name for name in changed_files(*argv) if (ROOT / name).exists()]
+    tests, rest = (found := tests_of(changed))[:MOST_TESTS], found[MOST_TESTS:]
+    python = [name for name in changed if name.endswith(".py")]
+    typed = [name for name in python if not name.startswith(("docs/", ".ci/"))]
+    steps = [["ruff", "check", *python], ["ruff", "format", "--check", *python]] if python else []
+    steps += [["mypy", *typed]] if typed else []
+    steps.append(["pytest", "-q", "-n", "4", "-m", "not slow and not gpu", *tests])
+    failed = []
+    for step in steps:
+        print("+", *step, flush=True)
+        program = [sys.executable, "-m", *step]
+        if subprocess.run(program, cwd=ROOT, check=False).returncode:
+            failed.append(step[0])
+    if rest:
+        print(f"left to `make test`: {len(rest)} more files, {', '.join(rest[:3])}, …")
+    print(f"failed: {', '.join(failed)}" if failed else f"{len(changed)} changed files are fine")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
