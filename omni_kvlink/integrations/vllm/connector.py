@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink
 from omni_kvlink.integrations.vllm.device import link_options, log_path
-from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.heads import HeadPools
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.peers import Peers
@@ -16,10 +15,10 @@ from omni_kvlink.integrations.vllm.pools import Pools
 from omni_kvlink.integrations.vllm.ranks import rank_url
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.scheduling import SchedulerCalls
-from omni_kvlink.integrations.vllm.settings import EXTRA, VllmSettings
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.siblings import SiblingWatch, sibling_pids
 from omni_kvlink.integrations.vllm.stats import KVLinkPrometheus, KVLinkStats, Meter
-from omni_kvlink.integrations.vllm.step import StepMetadata
+from omni_kvlink.integrations.vllm.step import FailedLoads, StepMetadata
 from omni_kvlink.lowlevel import Options
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class OmniKVLinkConnector(SchedulerCalls):
 
         vLLM calls this before it loads the weights: SchemaError if a setting is wrong.
         """
-        VllmSettings.read(extra_config, EXTRA)
+        VllmSettings.read(extra_config, VllmSettings.EXTRA)
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -81,7 +81,7 @@ class Decliner:
         self._lock = threading.Lock()
         self._reads: dict[tuple[str, str], DeclinedRead] = {}  # the oldest first
 
-    def decline(self, declined: CancelledLoad, rank: int) -> None:
+    def decline(self, declined: CancelledLoad, rank: int = 0) -> None:
         """Take the read of a request at a rank of its producer when it is there; does not block."""
         read = DeclinedRead(declined, rank, self._peers, self._submit, self._forget)
         oldest: DeclinedRead | None = None

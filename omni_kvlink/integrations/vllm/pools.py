@@ -23,7 +23,7 @@ from omni_kvlink.integrations.vllm.groups import (
     present,
     spec_of,
 )
-from omni_kvlink.integrations.vllm.identity import model_identity
+from omni_kvlink.integrations.vllm.identity import differences, model_identity
 from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart
 
 if TYPE_CHECKING:
@@ -259,14 +259,14 @@ class Pools:
             remote = branch.extra.get("format")
             if not isinstance(remote, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
-            if wrong := _differences(self.part.describe(), branch.extra.get("rank")):
+            if wrong := differences(self.part.describe(), branch.extra.get("rank")):
                 raise SchemaError(
                     f"{peer} is another rank, or of another engine, than the one to read from: "
                     f"{wrong}; peer_tp is the tensor-parallel size of the other side"
                 )
             if wrong := _other_draft(self.format.describe(), remote):
                 raise SchemaError(f"the cache of {peer} is of other layers: {wrong}")
-            if wrong := _differences(self._expected(remote, peer), remote):
+            if wrong := differences(self._expected(remote, peer), remote):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
             if wrong := ", ".join(_other_inputs(load, branch.extra)):
                 key = manifest.request_id
@@ -423,28 +423,6 @@ def _layers_of(format: Mapping[str, Any]) -> set[str]:
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning("%s", text)
-
-
-def _differences(expected: Mapping[str, Any], actual: object) -> str:
-    """The fields of `expected` that differ, each with both values; "" if none does."""
-    if not isinstance(actual, Mapping):
-        return f"it sent {actual!r:.100}"
-    differences = []
-    for name, value in expected.items():
-        other = actual.get(name)
-        if name == "groups" and _are_alike(other, value):
-            for number, pair in enumerate(zip(value, other, strict=True)):
-                if wrong := _differences(*pair):
-                    differences.append(f"of group {number} {wrong}")
-        elif other != value:
-            differences.append(f"{name} is {other!r:.200} there and {value!r:.200} here")
-    return "; ".join(differences)
-
-
-def _are_alike(actual: Any, expected: list[Any]) -> TypeGuard[list[Any]]:
-    """Whether these are as many groups, which can be compared one by one."""
-    is_list = isinstance(actual, list) and len(actual) == len(expected)
-    return is_list and all(isinstance(group, Mapping) for group in actual)
 
 
 def _is_range(blocks: Any) -> TypeGuard[list[int]]:

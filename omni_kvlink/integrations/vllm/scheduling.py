@@ -15,16 +15,16 @@ from vllm.v1.request import RequestStatus
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
-from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.groups import CacheGroups
 from omni_kvlink.integrations.vllm.identity import prompt_identity
 from omni_kvlink.integrations.vllm.kept import KeptBlocks
 from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
 from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url
-from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
+from omni_kvlink.integrations.vllm.reads import PayloadReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import (
     CancelledLoad,
+    FailedLoads,
     FailedSave,
     Load,
     PromptCache,
@@ -99,7 +99,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             _check_sync(self._groups, transfer.kv_load_failure_policy)
         self._planned = StepMetadata()
         self._params: dict[str, TransferParams] = {}
-        self._reads: dict[tuple[str, str], CacheReads] = {}
+        self._reads: dict[tuple[str, str], PayloadReads] = {}
         self._shortened: dict[str, Prompt] = {}
         self._kept = KeptBlocks(self._groups)
         self._sending: dict[str, Request] = {}
@@ -134,7 +134,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             params = dataclasses.replace(params, error=params.error or text)
         self._params[request.request_id] = params
         if params.fetches and not params.error:
-            reads = self._reads.setdefault((params.url, params.source), CacheReads())
+            reads = self._reads.setdefault((params.url, params.source), PayloadReads())
             reads.add(request, params.source_readers)
 
     def get_num_new_matched_tokens(
@@ -303,7 +303,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def _params_of(self, request: Request) -> TransferParams:
         return self._params.get(request.request_id, _NO_TRANSFER)
 
-    def _reads_of(self, request: Request) -> CacheReads | None:
+    def _reads_of(self, request: Request) -> PayloadReads | None:
         """The reads of the cache that a request names; None if it names none."""
         params = self._params_of(request)
         named = params.fetches and not params.error

@@ -7,8 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.encoder.identity import ExpectedOutput
-from omni_kvlink.integrations.vllm.encoder.params import Source, other_items, read_sources
+from omni_kvlink.integrations.vllm.encoder.loader import ExpectedOutput
+from omni_kvlink.integrations.vllm.params import Source, read_sources
+from omni_kvlink.integrations.vllm.reads import PayloadReads, ReadEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -52,6 +53,7 @@ class LoadPlan:
         self._loader, self._cached, self._adapter = loader, cached, adapter
         self._can_encode, self._encodes_failed = can_encode, encodes_failed
         self._named: dict[str, dict[str, NamedSource]] = {}  # by live request and item
+        self._reads: dict[tuple[str, Source], PayloadReads] = {}  # by item and source
         self._loads: dict[str, OutputLoad] = {}  # by item; kept until the engine takes the output
         self._unavailable: set[str] = set()  # requests to end, since the last call
         self._ended: set[str] = set()  # those that were reported, while they live
@@ -88,14 +90,17 @@ class LoadPlan:
     def finish(self, request: Request) -> None:
         """A request has ended: forget what only it names, and free what it has not read."""
         self._named_by(request)  # also if it was never considered
-        for item, named in self._named.pop(request.request_id).items():
-            sources = self._sources(item)
-            if not named.is_used and all(other.source != named.source for other in sources):
-                self._loader.decline(named.source)
-            load = None if sources else self._loads.pop(item, None)
+        name = request.request_id
+        for item, named in self._named.pop(name).items():
+            reads = self._reads[item, named.source]
+            if name not in reads.taken and reads.give_up(request) is ReadEnd.DECLINE:
+                self._loader.decline(named.source, name)
+            if reads.remove(request):
+                del self._reads[item, named.source]
+            load = None if self._sources(item) else self._loads.pop(item, None)
             if load is not None and load.get.cancel():
-                self._loader.decline(load.source)
-        self._ended.discard(request.request_id)
+                self._loader.decline(load.source, load.request_id)
+        self._ended.discard(name)
 
     def _sources(self, item: str) -> list[NamedSource]:
         """The sources that live requests name for an item."""
@@ -105,9 +110,12 @@ class LoadPlan:
         name, params = request.request_id, request.ec_transfer_params
         if name not in self._named:
             items = {feature.identifier for feature in request.mm_features}
-            sources = read_sources(params, items)
+            sources, unknown = read_sources(params, items)
             self._named[name] = {item: NamedSource(source) for item, source in sources.items()}
-            if unknown := other_items(params, items):
+            for named in sources.items():
+                reads = self._reads.setdefault(named, PayloadReads())
+                reads.add(request, named[1].readers)
+            if unknown:
                 log.warning(
                     "request %.200r names encoder outputs of %s; its own items are %s: is `model` "
                     "the same text in both engines?",
@@ -147,7 +155,9 @@ class LoadPlan:
         except SchemaError as unknown:
             error = str(unknown)
         named.is_used = True
-        load = self._loader.load(named.source, ExpectedOutput(item, embeds, adapter), error)
+        self._reads[item, named.source].take(request)
+        expected = ExpectedOutput(item, embeds, adapter)
+        load = self._loader.load(named.source, expected, request.request_id, error)
         self._loads[item] = load
         return load
 

@@ -11,8 +11,8 @@ from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_meta
 from vllm.v1.request import Request
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.encoder.params import KEY, READERS, URL, read_readers
-from omni_kvlink.integrations.vllm.encoder.step import Save
+from omni_kvlink.integrations.vllm.params import KEY, READERS, URL, read_readers
+from omni_kvlink.integrations.vllm.step import OutputSave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -29,7 +29,7 @@ class _SendingRequest:
     request: Request
     readers: int
     adapter: str  # that the encoder runs with
-    saves: dict[str, Save] = dataclasses.field(default_factory=dict)  # planned, by item
+    saves: dict[str, OutputSave] = dataclasses.field(default_factory=dict)  # planned, by item
 
 
 class SendPlan:
@@ -67,13 +67,13 @@ class SendPlan:
             log.error("encoder outputs of %.200r are not sent: %s", request.request_id, error)
         self._sending[request.request_id] = _SendingRequest(request, readers, adapter)
 
-    def plan(self, scheduled: Iterable[str]) -> list[Save]:
+    def plan(self, scheduled: Iterable[str]) -> list[OutputSave]:
         """The puts of a step that runs these requests."""
         saves = []
         for sending in (self._sending[name] for name in scheduled if name in self._sending):
             for item in _items(sending.request) if sending.readers else ():
                 if item in self._cached and item not in sending.saves:
-                    save = Save(uuid.uuid4().hex, item, sending.readers, sending.adapter)
+                    save = OutputSave(uuid.uuid4().hex, item, sending.readers, sending.adapter)
                     sending.saves[item] = save
                     saves.append(save)
         return saves

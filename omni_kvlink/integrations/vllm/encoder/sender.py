@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink import TensorTransferData
 from omni_kvlink.errors import ClosedError, KVLinkError
-from omni_kvlink.integrations.vllm.encoder.identity import OUTPUT
+from omni_kvlink.integrations.vllm.encoder.loader import OUTPUT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink import KVProducer
-    from omni_kvlink.integrations.vllm.encoder.step import EncoderStep, Save
+    from omni_kvlink.integrations.vllm.step import EncoderStep, OutputSave
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -31,7 +31,7 @@ class EncoderSender:
 
     def __init__(self, link: KVProducer, identity: Mapping[str, str], ttl: float):
         self._link, self._identity, self._ttl = link, dict(identity), ttl
-        self._saves: defaultdict[str, list[Save]] = defaultdict(list)  # of this step, by item
+        self._saves: defaultdict[str, list[OutputSave]] = defaultdict(list)  # of this step, by item
 
     def begin(self, step: EncoderStep, cache: Mapping[str, torch.Tensor]) -> None:
         """Begin a step: put the outputs that are in the encoder cache already."""
@@ -64,7 +64,7 @@ class EncoderSender:
         """Close the link; unread outputs fail at their readers."""
         self._link.close()
 
-    def _fail(self, save: Save, error: Exception) -> None:
+    def _fail(self, save: OutputSave, error: Exception) -> None:
         trace = None if isinstance(error, KVLinkError) else error
         log.error("encoder output %.200r was not sent: %s", save.item, error, exc_info=trace)
         with suppress(ClosedError):
