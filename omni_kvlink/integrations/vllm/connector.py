@@ -77,10 +77,11 @@ class OmniKVLinkConnector(SchedulerCalls):
         self._layers = {layer.name: number for number, layer in enumerate(pools.layers)}
         self._meter = Meter()
         model_heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        parts = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
+        divided = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
         options: dict[str, Any]
         if self._produces:
-            sent, options = parts.sent(), {"quota": max(Options.quota, pools.nbytes)}
+            sent, nbytes = divided.parts(sends=True), sum(pool.numel() for pool in pools.tensors)
+            options = {"quota": max(Options.quota, nbytes)}
             url = rank_url(settings.url, self._rank.index)
             options |= link_options(settings.serve, kv_caches.values())
             link = KVLink.serve(url, **options)
@@ -89,7 +90,8 @@ class OmniKVLinkConnector(SchedulerCalls):
         if self._consumes:
             options = link_options(settings.connect, kv_caches.values())
             peers = Peers(settings.peers, options, file=settings.peers_file)
-            self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
+            received = divided.parts(sends=False)
+            self._loader = Loader(received, peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
             self._siblings = SiblingWatch(sibling_pids(), self._on_rank_ended)
 

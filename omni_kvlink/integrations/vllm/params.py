@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.lowlevel import check_request_id
@@ -15,6 +15,8 @@ from omni_kvlink.settings import shown
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+T = TypeVar("T")
 
 SEND, FETCH = "do_remote_decode", "do_remote_prefill"
 """vLLM's own keys in `kv_transfer_params`, so that its routers work with this connector."""
@@ -37,35 +39,38 @@ class ParamFields:
 
     def flag(self, name: str) -> bool:
         """Whether a flag is set. Another value than a boolean counts as set."""
-        is_set = self._params.get(name) not in (None, False)
-        return bool(self._read(name, False, _is_flag, "true or false", empty=is_set))
+        value = self._value(name, False)
+        is_set = value not in (None, False)
+        return value if isinstance(value, bool) else self._refuse(name, "true or false", is_set)
 
     def text(self, name: str) -> str:
         """A text; "" by default."""
-        return str(self._read(name, "", _is_text, "a string", empty=""))
+        value = self._value(name, "")
+        return value if isinstance(value, str) else self._refuse(name, "a string", "")
 
     def key(self, name: str, default: object = None, rule: str = "") -> str:
         """The request id of a payload."""
-        rule = rule or "a string of 1 to 1024 characters, no lone surrogates"
-        return str(self._read(name, default, _is_key, rule, empty=""))
+        value: Any = self._value(name, default)
+        try:
+            return check_request_id(value)
+        except SchemaError:
+            rule = rule or "a string of 1 to 1024 characters, no lone surrogates"
+            return self._refuse(name, rule, "", default=default)
 
     def count(self, name: str, most: int, of: str = "", *, least: int = 1, default: int = 1) -> int:
         """A whole number from `least` to `most`, which is the number `of` something."""
-
-        def is_count(value: object) -> bool:
-            return type(value) is int and least <= value <= most
-
-        rule = f"an integer from {least} to {most}{of}"
-        return int(self._read(name, default, is_count, rule, empty=0))
-
-    def _read(
-        self, name: str, default: object, is_right: Callable[[object], bool], rule: str, empty: Any
-    ) -> Any:
-        value = self._params.get(name)
-        value = default if value is None else value
-        if is_right(value):
+        value = self._value(name, default)
+        if type(value) is int and least <= value <= most:
             return value
-        self.error += f"{'; ' if self.error else ''}{_wrong(name, value, rule)}"
+        return self._refuse(name, f"an integer from {least} to {most}{of}", 0)
+
+    def _value(self, name: str, default: object) -> object:
+        value = self._params.get(name)
+        return default if value is None else value
+
+    def _refuse(self, name: str, rule: str, empty: T, *, default: object = None) -> T:
+        error = _wrong(name, self._value(name, default), rule)
+        self.error = f"{self.error}; {error}" if self.error else error
         return empty
 
 
@@ -155,21 +160,6 @@ def read_readers(params: object, default: int) -> tuple[int, str]:
     fields = ParamFields("ec_transfer_params", {} if params is None else params)
     readers = fields.count(READERS, MAX_READERS, least=0, default=default)
     return (0 if fields.error else readers), fields.error
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_key(value: Any) -> bool:
-    try:
-        return bool(check_request_id(value))
-    except SchemaError:
-        return False
 
 
 def _wrong(name: str, value: object, rule: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.allowed_peers import AllowedPeers, PeerEntry, PeerPattern
+from omni_kvlink.integrations.vllm.peers import AllowedPeers, PeerEntry, PeerPattern
 from omni_kvlink.lowlevel import ConnectOptions, Device, LinkUrl, ServeOptions
 from omni_kvlink.settings import (
     LARGEST_SIZE,

@@ -346,6 +346,20 @@ def test_half_built_ones_close() -> None:
     gc.collect()
 
 
+def test_one_that_is_dropped_takes_no_lock(sockets: str) -> None:
+    """The garbage collector may come at any line, in a thread that has one of the locks."""
+    dropped = [make("zmq+tcp", sockets, "dropped")]
+    dropped[0].put(*EDGE, "r_0_0", 1)
+    links, pending = dropped[0]._links, dropped[0]._pending
+    collecting = threading.Thread(target=lambda: (dropped.clear(), gc.collect()), daemon=True)
+    with links._lock, pending._lock:
+        collecting.start()
+        collecting.join(60)
+        assert not collecting.is_alive()
+        assert not links._closed
+    until(lambda: links._closed, "it is closed by another thread")
+
+
 UNCLOSED = """
 import sys
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
