@@ -1,4 +1,4 @@
-"""What a KV cache and an encoder output depend on: a request's inputs, and the engine's model."""
+"""Identities: a request's inputs, and the model behind its KV cache and encoder outputs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ CONNECTING_THREADS = 16
 
 
 MAX_COPY_SECONDS = 1e9
-"""What every clock of the system accepts."""
+"""A time that every clock of the system accepts."""
 
 
 class Target(NamedTuple):

@@ -90,7 +90,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         )
         url = engine_url(settings.url, vllm_config)
         self._settings = dataclasses.replace(settings, url=url)
-        self._rank.check(self._settings, produces=self._produces, consumes=self._consumes)
+        self._settings.check_ranks(self._rank, produces=self._produces, consumes=self._consumes)
         self._adapters = AdapterIdentities(settings.adapters, vllm_config)
         self._is_async = self._settings.load == "async"
         self._groups = CacheGroups.of(kv_cache_config)

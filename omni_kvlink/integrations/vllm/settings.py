@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.peers import AllowedPeers, PeerEntry, PeerPattern
+from omni_kvlink.integrations.vllm.ranks import rank_url
 from omni_kvlink.lowlevel import ConnectOptions, Device, LinkUrl, ServeOptions
 from omni_kvlink.settings import (
     LARGEST_SIZE,
@@ -23,6 +24,8 @@ from omni_kvlink.settings import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from omni_kvlink.integrations.vllm.ranks import EngineRank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ class EngineSettings(Settings):
         return next((entry for entry in self.peers if not PeerPattern(entry).is_wild), "")
 
     def _problem(self, produces: bool, consumes: bool, *, peers_file: str = "") -> str:
-        """What an engine of these roles cannot do with the settings, and the cure, or ""."""
+        """The setting that an engine of these roles cannot run with, and the cure, or ""."""
         if produces and not self.url:
             return f'url is missing: what this producer serves, such as "{self.EXAMPLE}"'
         if consumes and not (self.peers or peers_file):
@@ -105,6 +108,26 @@ class VllmSettings(EngineSettings):
     connect: Annotated[dict[str, Any], SomeOf(PoolConnectOptions)] = dataclasses.field(
         default_factory=dict
     )
+
+    def check_ranks(self, rank: EngineRank, *, produces: bool, consumes: bool) -> None:
+        """Check the settings for the number of an engine's ranks.
+
+        Raises:
+            SchemaError: a rank has no URL, or a cache could be sent before another rank's load of
+                it has failed.
+        """
+        tp_size, peer_tp = rank.tp_size, self.peer_tp or rank.tp_size
+        for url in (self.url,) if produces else ():
+            rank_url(url, rank.world_size - 1)
+        for url in self.peers if consumes else ():
+            rank_url(url, rank.pp_size * peer_tp - 1)
+        is_relay = produces and consumes and self.load == "sync"
+        if is_relay and peer_tp != tp_size and rank.world_size > 1:
+            raise SchemaError(
+                f'{self.EXTRA}load "sync" in an engine that also sends, with peer_tp {peer_tp} and '
+                f"{tp_size} ranks here: a rank would send what it computed from a part that "
+                'another one failed to load; set "load": "async"'
+            )
 
     def _problem(self, produces: bool, consumes: bool, *, peers_file: str = "") -> str:
         if self.offer_decoded and not (produces and consumes):

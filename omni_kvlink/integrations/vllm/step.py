@@ -1,4 +1,4 @@
-"""What the scheduler sends to the workers with each step, and the report of the ranks to it."""
+"""Metadata that the scheduler sends to the workers with each step, and the report of the ranks."""
 
 from __future__ import annotations
 
