@@ -121,6 +121,11 @@ class TransferParams:
         return self.readers if self.turn_key is None else 1
 
 
+def is_answered(request: Request) -> bool:
+    """Whether a request that has ended has an answer, in which params are passed on."""
+    return str(request.get_finished_reason()) in ("stop", "length", "repetition")
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The place of one encoder output; with an `error`, it cannot be loaded."""

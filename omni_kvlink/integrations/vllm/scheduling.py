@@ -17,7 +17,7 @@ from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
 from omni_kvlink.integrations.vllm.groups import CacheGroups, KeptBlocks
 from omni_kvlink.integrations.vllm.identity import prompt_identity
-from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
+from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams, is_answered
 from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url
 from omni_kvlink.integrations.vllm.reads import PayloadReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
@@ -249,11 +249,12 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def _end_save(
         self, request: Request, params: TransferParams
     ) -> tuple[bool, dict[str, Any] | None]:
-        name, reason = request.request_id, str(request.get_finished_reason())
+        name = request.request_id
         self._sending.pop(name, None)
         key = self._sent.pop(name, None)
-        if key is None or reason not in ("stop", "length", "repetition"):
-            reason = params.error or f"the request that computes it ended: {reason}"
+        if key is None or not is_answered(request):
+            ending = str(request.get_finished_reason())
+            reason = params.error or f"the request that computes it ended: {ending}"
             if params.error:
                 log.error("the cache of request %.200r is not sent: %s", name, reason)
             if params.key:
@@ -275,9 +276,9 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """Offer the whole blocks of a prompt and its answer to the next turn's prefill."""
         name, size = request.request_id, self._groups.alignment
         tokens = (request.num_tokens - 1) // size * size  # the last one was not computed
-        is_right = str(request.get_finished_reason()) in ("stop", "length", "repetition")
-        is_right &= request.prompt_embeds is None  # the next prompt's are more
-        if not (tokens and is_right and self._produces and self._groups.is_whole):
+        can_offer = self._produces and self._groups.is_whole
+        can_offer &= request.prompt_embeds is None  # the next prompt's are more
+        if not (tokens and can_offer and is_answered(request)):
             return False, None
         inputs = prompt_identity(request, adapter, tokens)
         cache = PromptCache(name, name, inputs, tokens, [[*table] for table in block_ids], 1)

@@ -15,7 +15,7 @@ import torch
 from vllm_encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
 
 from omni_kvlink import KVLink, TensorTransferData
-from omni_kvlink.integrations.vllm.encoder.loader import OUTPUT, THREADS
+from omni_kvlink.integrations.vllm.encoder.loading import OUTPUT, THREADS
 from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
 

@@ -12,10 +12,8 @@ from vllm.platforms import current_platform
 from omni_kvlink import KVLink
 from omni_kvlink.errors import UnavailableError
 from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
-from omni_kvlink.integrations.vllm.encoder.load_plan import LoadPlan
-from omni_kvlink.integrations.vllm.encoder.loader import EncoderLoader
-from omni_kvlink.integrations.vllm.encoder.send_plan import SendPlan
-from omni_kvlink.integrations.vllm.encoder.sender import EncoderSender
+from omni_kvlink.integrations.vllm.encoder.loading import EncoderLoader, LoadPlan
+from omni_kvlink.integrations.vllm.encoder.sending import EncoderSender, SendPlan
 from omni_kvlink.integrations.vllm.identity import encoder_identity, tower_adapter
 from omni_kvlink.integrations.vllm.settings import EncoderSettings
 from omni_kvlink.integrations.vllm.step import EncoderStep
