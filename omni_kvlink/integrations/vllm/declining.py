@@ -98,9 +98,9 @@ class Decliner:
 
     def _fail(self, read: DeclinedRead, error: Exception) -> None:
         if read.get.is_requested:  # the payload has failed, or its producer: nothing waits there
-            log.debug("cache %.200r was not declined: %s", read.declined.key, str(error))
+            log.debug("payload %.200r was not declined: %s", read.declined.key, str(error))
         else:
-            log.warning("cache %.200r could not be declined: %s", read.declined.key, str(error))
+            log.warning("payload %.200r could not be declined: %s", read.declined.key, str(error))
         self._forget(read)
 
     def _forget(self, read: DeclinedRead) -> None:
