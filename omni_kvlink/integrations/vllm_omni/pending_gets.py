@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.errors import TransferTimeout
@@ -53,8 +52,9 @@ class PendingGets:
         with self._lock:
             kept = self._gets.pop((edge, key), None)
         if kept is None:
-            kept = PolledGet(begin_get(link, key, timeout=timeout), LazyEvent(), started)
-            kept.pending.add_done_callback(partial(_set, kept.done))
+            done = LazyEvent()
+            kept = PolledGet(begin_get(link, key, timeout=timeout), done, started)
+            kept.pending.add_done_callback(lambda _: done.set())
         pending = kept.pending
         try:
             if timeout >= MIN_WAIT and not pending.is_done:
@@ -93,7 +93,3 @@ class PendingGets:
                 get = self._gets.pop(name, None)
             if get is not None:
                 get.pending.cancel()
-
-
-def _set(done: LazyEvent, _: object) -> None:
-    done.set()
