@@ -16,6 +16,7 @@ thread pool.
 | `begin_chunks`, `open_chunks` | the same for append streams |
 | `PendingGet`, `Delivery` | what they return |
 | `BackgroundGet`, `GetPhase` | one get with a deadline that no thread waits for |
+| `LazyEvent` | an event whose wait an interrupt may cut at any line |
 | `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |
 | `backend`, `check_verify` | validate a configuration before a link is opened |
 | `check_request_id` | validate a key that a client chose |
@@ -30,6 +31,7 @@ thread pool.
 from omni_kvlink.connectors.base import Device as Device
 from omni_kvlink.connectors.base import Options as Options
 from omni_kvlink.connectors.base import PendingGet as PendingGet
+from omni_kvlink.connectors.protocol.answer import LazyEvent as LazyEvent
 from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
 from omni_kvlink.connectors.registry import backend as backend
 from omni_kvlink.connectors.runtime.lock_file import LockFile as LockFile

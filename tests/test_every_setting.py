@@ -19,8 +19,8 @@ from omni_kvlink.connectors.base import Options
 from omni_kvlink.engine import config as engine
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
-from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
 from omni_kvlink.integrations.vllm.settings import (
+    EncoderSettings,
     EngineSettings,
     PoolConnectOptions,
     PoolServeOptions,

@@ -55,6 +55,9 @@ class LazyEvent:
         self._is_set = False
         self._waiting: list[threading.Lock] | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'set' if self._is_set else 'not set'}>"
+
     def is_set(self) -> bool:
         """Whether it is set."""
         return self._is_set

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink
 from omni_kvlink.integrations.vllm.device import link_options, log_path
-from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
 from omni_kvlink.integrations.vllm.heads import HeadPools
 from omni_kvlink.integrations.vllm.loading import Loader
 from omni_kvlink.integrations.vllm.peers import Peers
@@ -16,10 +15,10 @@ from omni_kvlink.integrations.vllm.pools import Pools
 from omni_kvlink.integrations.vllm.ranks import rank_url
 from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.scheduling import SchedulerCalls
-from omni_kvlink.integrations.vllm.settings import EXTRA, VllmSettings
+from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.siblings import SiblingWatch, sibling_pids
 from omni_kvlink.integrations.vllm.stats import KVLinkPrometheus, KVLinkStats, Meter
-from omni_kvlink.integrations.vllm.step import StepMetadata
+from omni_kvlink.integrations.vllm.step import FailedLoads, StepMetadata
 from omni_kvlink.lowlevel import Options
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class OmniKVLinkConnector(SchedulerCalls):
 
         vLLM calls this before it loads the weights: SchemaError if a setting is wrong.
         """
-        VllmSettings.read(extra_config, EXTRA)
+        VllmSettings.read(extra_config, VllmSettings.EXTRA)
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -78,10 +77,11 @@ class OmniKVLinkConnector(SchedulerCalls):
         self._layers = {layer.name: number for number, layer in enumerate(pools.layers)}
         self._meter = Meter()
         model_heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        parts = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
+        divided = HeadPools(pools, kv_caches, self._rank, settings.peer_tp, model_heads)
         options: dict[str, Any]
         if self._produces:
-            sent, options = parts.sent(), {"quota": max(Options.quota, pools.nbytes)}
+            sent, nbytes = divided.parts(sends=True), sum(pool.numel() for pool in pools.tensors)
+            options = {"quota": max(Options.quota, nbytes)}
             url = rank_url(settings.url, self._rank.index)
             options |= link_options(settings.serve, kv_caches.values())
             link = KVLink.serve(url, **options)
@@ -90,7 +90,8 @@ class OmniKVLinkConnector(SchedulerCalls):
         if self._consumes:
             options = link_options(settings.connect, kv_caches.values())
             peers = Peers(settings.peers, options, file=settings.peers_file)
-            self._loader = Loader(parts.received(), peers, self._meter, timeout=settings.timeout)
+            received = divided.parts(sends=False)
+            self._loader = Loader(received, peers, self._meter, timeout=settings.timeout)
         if self._rank.world_size > 1:
             self._siblings = SiblingWatch(sibling_pids(), self._on_rank_ended)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.lowlevel import BackgroundGet, begin_get
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_kvlink.integrations.vllm.peers import Peers
     from omni_kvlink.integrations.vllm.step import CancelledLoad
     from omni_kvlink.lowlevel import Delivery
@@ -19,73 +20,43 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"vllm.{__name__}")
 
 MAX_DECLINED = 4096
-"""Reads that may wait for their caches; the oldest is withdrawn for another one."""
-
-Submit: TypeAlias = Callable[[Callable[[], None]], object]
-"""Runs a function in the thread pool."""
+"""Reads that may wait for their payloads; the oldest is withdrawn for another one."""
 
 
-class DeclinedRead:
-    """One declined read: a get that waits, without a thread, until its cache is put.
+class DeclinedRead(NamedTuple):
+    """A declined read: a get that waits, without a thread, until its payload is put."""
 
-    The get, unlike an abort, also reaches a cache that is put later. The cache is aborted if the
-    read was its only one, and else released as read.
-    """
-
-    def __init__(
-        self,
-        declined: CancelledLoad,
-        rank: int,
-        peers: Peers,
-        submit: Submit,
-        end: Callable[[CancelledLoad], None],
-    ):
-        self.declined, self._end = declined, end
-        self.get = BackgroundGet(
-            declined.key,
-            partial(peers.link, declined.url, rank=rank),
-            partial(begin_get, streamed=True),
-            math.inf,
-            submit=submit,
-            copy=self._take,
-            fail=self._fail,
-        )
-
-    def _take(self, delivery: Delivery) -> None:
-        """Abort or release the cache, which is there."""
-        declined = self.declined
-        try:
-            try:
-                if declined.readers == 1:
-                    self.get.link.abort(declined.key, declined.reason)
-            finally:
-                delivery.release()
-        except Exception as error:
-            self._fail(error)
-        else:
-            self._end(declined)
-
-    def _fail(self, error: Exception) -> None:
-        if self.get.is_requested:  # the cache has failed, or its producer: nothing waits there
-            log.debug("cache %.200r was not declined: %s", self.declined.key, str(error))
-        else:
-            log.warning("cache %.200r could not be declined: %s", self.declined.key, str(error))
-        self._end(self.declined)
+    declined: CancelledLoad
+    get: BackgroundGet
 
 
 class Decliner:
-    """The declined reads of a consumer's worker; thread-safe."""
+    """The declined reads of a consumer; thread-safe. `submit` runs a function in a thread pool.
 
-    def __init__(self, peers: Peers, submit: Submit, timeout: float):
+    The get of a read, unlike an abort, also reaches a payload that is put later, which is aborted
+    if the read was its only one, and else released as read.
+    """
+
+    def __init__(
+        self, peers: Peers, submit: Callable[[Callable[[], None]], object], timeout: float
+    ):
         self._peers, self._submit, self._timeout = peers, submit, timeout
         self._lock = threading.Lock()
         self._reads: dict[tuple[str, str], DeclinedRead] = {}  # the oldest first
 
-    def decline(self, declined: CancelledLoad, rank: int) -> None:
+    def decline(self, declined: CancelledLoad, rank: int = 0) -> None:
         """Take the read of a request at a rank of its producer when it is there; does not block."""
-        read = DeclinedRead(declined, rank, self._peers, self._submit, self._forget)
+        get = BackgroundGet(
+            declined.key,
+            partial(self._peers.link, declined.url, rank=rank),
+            partial(begin_get, streamed=True),
+            math.inf,
+            submit=self._submit,
+            copy=lambda delivery: self._take(read, delivery),
+            fail=lambda error: self._fail(read, error),
+        )
+        read, name = DeclinedRead(declined, get), (declined.request_id, declined.key)
         oldest: DeclinedRead | None = None
-        name = declined.request_id, declined.key
         with self._lock:
             if name in self._reads:
                 return
@@ -94,10 +65,10 @@ class Decliner:
             self._reads[name] = read
         if oldest is not None:
             oldest.get.cancel()
-        self._submit(partial(read.get.request, self._timeout))
+        self._submit(partial(get.request, self._timeout))
 
     def withdraw(self, url: str, key: str) -> None:
-        """Leave the reads of a cache to a request that names it again."""
+        """Leave the reads of a payload to a request that names it again."""
         self._withdraw(lambda read: (read.url, read.key) == (url, key))
 
     def close(self) -> None:
@@ -106,12 +77,32 @@ class Decliner:
 
     def _withdraw(self, matches: Callable[[CancelledLoad], bool]) -> None:
         with self._lock:
-            reads = [(name, read) for name, read in self._reads.items() if matches(read.declined)]
-            for name, _ in reads:
-                del self._reads[name]
-        for _, read in reads:
+            reads = [read for read in self._reads.values() if matches(read.declined)]
+        for read in reads:
+            self._forget(read)
             read.get.cancel()
 
-    def _forget(self, declined: CancelledLoad) -> None:
+    def _take(self, read: DeclinedRead, delivery: Delivery) -> None:
+        """Abort or release the payload, which is there."""
+        declined, get = read
+        try:
+            try:
+                if declined.readers == 1:
+                    get.link.abort(declined.key, declined.reason)
+            finally:
+                delivery.release()
+        except Exception as error:
+            self._fail(read, error)
+        else:
+            self._forget(read)
+
+    def _fail(self, read: DeclinedRead, error: Exception) -> None:
+        if read.get.is_requested:  # the payload has failed, or its producer: nothing waits there
+            log.debug("payload %.200r was not declined: %s", read.declined.key, str(error))
+        else:
+            log.warning("payload %.200r could not be declined: %s", read.declined.key, str(error))
+        self._forget(read)
+
+    def _forget(self, read: DeclinedRead) -> None:
         with self._lock:
-            self._reads.pop((declined.request_id, declined.key), None)
+            self._reads.pop((read.declined.request_id, read.declined.key), None)

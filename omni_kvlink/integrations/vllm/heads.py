@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.pools import Pools
+from omni_kvlink.integrations.vllm.pools import Pools, block_nbytes
 from omni_kvlink.integrations.vllm.ranks import EngineRank
 from omni_kvlink.topology import shard_of
 
@@ -37,17 +37,14 @@ class HeadPools:
     peer_tp: int
     model_heads: int
 
-    def sent(self) -> list[Pools]:
-        """The pools of each part that this rank sends; may be none.
+    def parts(self, *, sends: bool) -> list[Pools]:
+        """The pools of each part that this rank sends, or reads; may be none.
 
         Raises:
             SchemaError: the blocks, or the heads, cannot be divided so; the error says why.
         """
-        return [self._part(part) for part in self.rank.sent(self._heads(), self.peer_tp)]
-
-    def received(self) -> list[Pools]:
-        """The pools of each part that this rank reads; raises as `sent` does."""
-        return [self._part(part) for part in self.rank.received(self._heads(), self.peer_tp)]
+        parts = self.rank.parts(self._heads(), self.peer_tp, sends=sends)
+        return [self._part(part) for part in parts]
 
     def _heads(self) -> int:
         """KV heads of the whole model, the same in each group; 1 where a rank has all of it."""
@@ -80,7 +77,7 @@ class HeadPools:
             dataclasses.replace(
                 group,
                 kv_heads=stop - start,
-                block_nbytes=_block_nbytes(layers),
+                block_nbytes=block_nbytes(layers),
                 shape=[*group.shape[:1], stop - start, *group.shape[2:]],
             )
             for group, layers in zip(self.pools.format.groups, pools, strict=True)
@@ -104,7 +101,3 @@ class HeadPools:
             f"the cache of {self.rank.tp_size} ranks cannot be divided for peer_tp {self.peer_tp}: "
             f"{reason}; use engines of one tensor-parallel size, and leave peer_tp out"
         )
-
-
-def _block_nbytes(layers: Mapping[str, torch.Tensor]) -> int:
-    return next((pool[0].numel() for pool in layers.values()), 0)

@@ -1,21 +1,26 @@
-"""The inputs of a request, and the engine's model: what a KV cache's values depend on."""
+"""Identities: a request's inputs, and the model behind its KV cache and encoder outputs."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+    from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
+
+_ENCODER = ("model", "revision", "quantization", "compute_dtype")
+"""The fields of `model_identity` that an encoder depends on, too."""
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _SCALES = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
@@ -62,12 +67,12 @@ def model_identity(vllm_config: VllmConfig, name: str) -> dict[str, Any]:
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text: Any = model.hf_text_config
-    rope = {key: getattr(text, key, None) for key in _ROPE}
+    rope = {key: value for key in _ROPE if (value := getattr(text, key, None)) is not None}
     return {
         "model": name or str(model.model),
         "revision": "" if name else str(model.revision or ""),
         "quantization": str(model.quantization or ""),
-        "rope": json.dumps(_without_none(rope), sort_keys=True, default=str),
+        "rope": _json(rope),
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(cache.cache_dtype),
         "kv_scales": kv_scales(vllm_config.compilation_config.static_forward_context),
@@ -103,5 +108,74 @@ def _plain(scale: Any) -> Any:
     return scale.tolist() if isinstance(scale, torch.Tensor) else scale
 
 
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+def encoder_identity(vllm_config: VllmConfig, name: str) -> dict[str, str]:
+    """The weights and settings that an engine's encoder outputs depend on; equal on both sides.
+
+    `name` names the weights in place of the model's path and revision, if it is not empty.
+    """
+    model = vllm_config.model_config
+    media, model_fields = model.multimodal_config, model_identity(vllm_config, name)
+    processor = dict(media.mm_processor_kwargs or {})
+    processor.pop("device", None)  # vLLM adds it on a producer alone; the transform is the same
+    config = hashlib.sha256(_json(_without_origin(model.hf_config.to_dict())).encode())
+    return {
+        **{field: model_fields[field] for field in _ENCODER},
+        "vllm": vllm.__version__,
+        "config": config.hexdigest(),
+        "processor": _json(processor),
+        "attention_dtype": str(media.mm_encoder_attn_dtype or ""),
+        "video_pruning": str(media.get_video_pruning_spec() or ""),
+    }
+
+
+def tower_adapter(request: Request, vllm_config: VllmConfig, identities: AdapterIdentities) -> str:
+    """The identity of the adapter that a request's encoder runs with; "" if there is none.
+
+    Raises:
+        SchemaError: it is unknown; see `AdapterIdentities`.
+    """
+    lora = vllm_config.lora_config
+    has_adapter = lora is not None and lora.enable_tower_connector_lora
+    return identities.identify(request.lora_request if has_adapter else None)
+
+
+def differences(expected: Mapping[str, Any], actual: object) -> str:
+    """The fields of `expected` that differ, each with both values; "" if none does.
+
+    Of a list of objects, such as the groups of a `BlockFormat`, each object's fields.
+    """
+    if not isinstance(actual, Mapping):
+        return f"it sent {actual!r:.100}"
+    found = []
+    for name, value in expected.items():
+        other = actual.get(name)
+        if pairs := _object_pairs(value, other):
+            for number, pair in enumerate(pairs):
+                if wrong := differences(*pair):
+                    found.append(f"of {name.removesuffix('s')} {number} {wrong}")
+        elif other != value:
+            found.append(f"{name} is {other!r:.200} there and {value!r:.200} here")
+    return "; ".join(found)
+
+
+def _object_pairs(value: Any, other: Any) -> list[tuple[Any, Any]]:
+    """The pairs of two lists of as many objects, which can be compared one by one; else none."""
+    if not (isinstance(value, list) and isinstance(other, list) and len(value) == len(other)):
+        return []
+    is_comparable = all(isinstance(item, Mapping) for item in [*value, *other])
+    return list(zip(value, other, strict=True)) if is_comparable else []
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _without_origin(node: Any) -> Any:
+    """A configuration without where it was loaded from, and what wrote it."""
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _without_origin(value)
+        for key, value in node.items()
+        if not str(key).startswith("_") and key != "transformers_version"
+    }

@@ -23,7 +23,7 @@ from omni_kvlink.integrations.vllm.groups import (
     present,
     spec_of,
 )
-from omni_kvlink.integrations.vllm.identity import model_identity
+from omni_kvlink.integrations.vllm.identity import differences, model_identity
 from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart
 
 if TYPE_CHECKING:
@@ -129,7 +129,6 @@ class Pools:
             )
             for group in groups.groups
         ]
-        tables = kv_cache_config.kv_cache_groups
         isas = {str(getattr(context.get(name), "isa", "")) for name in ordered}
         format = BlockFormat(
             **model_identity(vllm_config, settings.model),
@@ -137,10 +136,7 @@ class Pools:
             layout=str(vllm_config.cache_config.get_resolved_kv_cache_layout()),
             isa=",".join(sorted(isas)),
             groups=[
-                dataclasses.replace(
-                    _group_format(group, tables[group.table].kv_cache_spec, layers),
-                    shape=_block_shape(group, kv_cache_config, ordered),
-                )
+                _group_format(group, kv_cache_config, layers, ordered)
                 for group, layers in zip(groups.groups, pools, strict=True)
             ],
         )
@@ -151,25 +147,6 @@ class Pools:
     def tensors(self) -> list[torch.Tensor]:
         """All pools."""
         return [pool for pools in self.pools for pool in pools.values()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(pool.numel() for pool in self.tensors)
-
-    def sent(self, cache: PromptCache) -> list[dict[str, range]]:
-        """The numbers of the blocks that are sent, of each group, by part.
-
-        Raises:
-            SchemaError: the cache has fewer blocks than its tokens need.
-        """
-        return [
-            {
-                part: _present(group, cache.blocks[group.table], blocks)
-                for part, blocks in parts.items()
-            }
-            for group, parts in zip(self.groups.groups, self.groups.sent(cache.tokens), strict=True)
-        ]
 
     def needed(self, load: Load) -> list[range]:
         """The numbers of the blocks that a load fills, of each group."""
@@ -209,15 +186,20 @@ class Pools:
         return views
 
     def bundle(self, cache: PromptCache) -> KVCacheBundle:
-        """Describe a cache in the pools as a payload: per group and part, rows of whole blocks."""
+        """Describe a cache in the pools as a payload: per group and part, rows of whole blocks.
+
+        Raises:
+            SchemaError: the cache has fewer blocks than its tokens need.
+        """
         metadata = {
             "rank": self.part.describe(),
             "format": self.format.describe(),
             "inputs": cache.inputs,
         }
         branches: dict[str, BundleBranch] = {}
-        for group, parts in enumerate(self.sent(cache)):
-            for part, blocks in parts.items():
+        for group, parts in enumerate(self.groups.sent(cache.tokens)):
+            for part, planned in parts.items():
+                blocks = _present(self.groups.groups[group], cache, planned)
                 if not (blocks and self.pools[group]):
                     continue
                 views = self.views(group, self.block_ids(cache, group, blocks))
@@ -259,16 +241,16 @@ class Pools:
             remote = branch.extra.get("format")
             if not isinstance(remote, Mapping):
                 raise SchemaError(f"{peer} sent a cache that no vLLM connector made")
-            if wrong := _differences(self.part.describe(), branch.extra.get("rank")):
+            if wrong := differences(self.part.describe(), branch.extra.get("rank")):
                 raise SchemaError(
                     f"{peer} is another rank, or of another engine, than the one to read from: "
                     f"{wrong}; peer_tp is the tensor-parallel size of the other side"
                 )
             if wrong := _other_draft(self.format.describe(), remote):
                 raise SchemaError(f"the cache of {peer} is of other layers: {wrong}")
-            if wrong := _differences(self._expected(remote, peer), remote):
+            if wrong := differences(self._expected(remote, peer), remote):
                 raise SchemaError(f"the blocks of {peer} do not fit this engine: {wrong}")
-            if wrong := ", ".join(_other_inputs(load, branch.extra)):
+            if wrong := _other_inputs(load.inputs, branch.extra.get("inputs")):
                 key = manifest.request_id
                 raise SchemaError(f"{peer} computed {key!r} from another prompt: other {wrong}")
         self._check_rows(manifest, peer)
@@ -346,8 +328,9 @@ def byte_pools(
     }
 
 
-def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
+def _present(group: CacheGroup, cache: PromptCache, blocks: range) -> range:
     """The blocks of a part that a producer has; only the first ones of a window may be gone."""
+    table = cache.blocks[group.table]
     tail = present(table, blocks)
     if tail != blocks and (group.is_whole or group.is_state or not tail):
         raise SchemaError(
@@ -357,46 +340,53 @@ def _present(group: CacheGroup, table: Sequence[int], blocks: range) -> range:
     return tail
 
 
-def _group_format(group: CacheGroup, spec: Any, layers: Mapping[str, torch.Tensor]) -> GroupFormat:
-    spec = spec_of(spec, next(iter(group.layers), ""))
+def _group_format(
+    group: CacheGroup,
+    config: KVCacheConfig,
+    layers: Mapping[str, torch.Tensor],
+    caches: Mapping[str, torch.Tensor],
+) -> GroupFormat:
+    """The format of a group's blocks; `layers` has its pools as bytes, `caches` all as vLLM's.
+
+    Raises:
+        SchemaError: the blocks of two layers have different shapes.
+    """
+    specs = config.kv_cache_groups[group.table].kv_cache_spec
+    spec = spec_of(specs, next(iter(group.layers), ""))
+    shapes = {
+        BlockShape.of(spec_of(specs, name), caches[name], config.num_blocks, name)
+        for name in group.layers
+        if name in caches
+    }
+    if len(shapes) > 1:
+        raise SchemaError(f"the layers of a group have blocks of several shapes: {shapes}")
     dtypes = spec.dtypes if group.is_state else (spec.dtype,)
-    pool = next(iter(layers.values()), None)
     return GroupFormat(
         kind=group.kind,
         dtype=",".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
         block_size=group.block_size,
         kv_heads=0 if group.is_state else spec.num_kv_heads,
         head_size=0 if group.is_state else spec.head_size,
-        block_nbytes=0 if pool is None else pool[0].numel(),
+        block_nbytes=block_nbytes(layers),
         layers=list(layers),
         window=group.window,
         chunk=group.chunk,
         state=str(spec.shapes) if group.is_state else "",
+        shape=[dim for shape in shapes for dim in dataclasses.astuple(shape)],
     )
 
 
-def _block_shape(
-    group: CacheGroup, config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
-) -> list[int]:
-    """The shape of a group's blocks; SchemaError if the pool of a layer has another one."""
-    spec = config.kv_cache_groups[group.table].kv_cache_spec
-    shapes = {
-        BlockShape.of(spec_of(spec, name), caches[name], config.num_blocks, name)
-        for name in group.layers
-        if name in caches
-    }
-    if len(shapes) > 1:
-        raise SchemaError(f"the layers of a group have blocks of several shapes: {shapes}")
-    return [dim for shape in shapes for dim in dataclasses.astuple(shape)]
+def block_nbytes(layers: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of one block of one layer."""
+    return next((pool[0].numel() for pool in layers.values()), 0)
 
 
-def _other_inputs(cache: PromptCache, extra: Mapping[str, Any]) -> list[str]:
+def _other_inputs(expected: Mapping[str, str], actual: object) -> str:
     """The names of the inputs that differ; of each only digests are known."""
-    inputs = extra.get("inputs")
-    if not isinstance(inputs, Mapping):
-        return ["inputs, which it does not name"]
-    names = sorted({*cache.inputs, *inputs})
-    return [name for name in names if cache.inputs.get(name) != inputs.get(name)]
+    if not isinstance(actual, Mapping):
+        return "inputs, which it does not name"
+    names = sorted({*expected, *actual})
+    return ", ".join(name for name in names if expected.get(name) != actual.get(name))
 
 
 def _other_draft(local: Mapping[str, Any], remote: Mapping[str, Any]) -> str:
@@ -423,28 +413,6 @@ def _layers_of(format: Mapping[str, Any]) -> set[str]:
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning("%s", text)
-
-
-def _differences(expected: Mapping[str, Any], actual: object) -> str:
-    """The fields of `expected` that differ, each with both values; "" if none does."""
-    if not isinstance(actual, Mapping):
-        return f"it sent {actual!r:.100}"
-    differences = []
-    for name, value in expected.items():
-        other = actual.get(name)
-        if name == "groups" and _are_alike(other, value):
-            for number, pair in enumerate(zip(value, other, strict=True)):
-                if wrong := _differences(*pair):
-                    differences.append(f"of group {number} {wrong}")
-        elif other != value:
-            differences.append(f"{name} is {other!r:.200} there and {value!r:.200} here")
-    return "; ".join(differences)
-
-
-def _are_alike(actual: Any, expected: list[Any]) -> TypeGuard[list[Any]]:
-    """Whether these are as many groups, which can be compared one by one."""
-    is_list = isinstance(actual, list) and len(actual) == len(expected)
-    return is_list and all(isinstance(group, Mapping) for group in actual)
 
 
 def _is_range(blocks: Any) -> TypeGuard[list[int]]:

@@ -12,7 +12,6 @@ from omni_kvlink.topology import Topology
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from omni_kvlink.integrations.vllm.settings import VllmSettings
     from omni_kvlink.integrations.vllm.step import PromptCache
 
 MAX_KEY = 1024
@@ -59,58 +58,30 @@ class EngineRank:
         """The number of the engine's ranks."""
         return self.pp_size * self.tp_size
 
-    def check(self, settings: VllmSettings, *, produces: bool, consumes: bool) -> None:
-        """Check an engine's settings for its number of ranks.
-
-        Raises:
-            SchemaError: a rank has no URL, or a cache could be sent before another rank's load of
-                it has failed.
-        """
-        is_other = settings.peer_tp not in (0, self.tp_size)
-        peer_world = self.pp_size * (settings.peer_tp or self.tp_size)
-        for url in (settings.url,) if produces else ():
-            rank_url(url, self.world_size - 1)
-        for url in settings.peers if consumes else ():
-            rank_url(url, peer_world - 1)
-        is_relay = produces and consumes and settings.load == "sync"
-        if is_relay and is_other and self.world_size > 1:
-            raise SchemaError(
-                'kv_connector_extra_config: load "sync" in an engine that also sends, with peer_tp '
-                f"{settings.peer_tp} and {self.tp_size} ranks here: a rank would send what it "
-                'computed from a part that another one failed to load; set "load": "async"'
-            )
-
-    def sent(self, heads: int, peer_tp: int) -> tuple[RankPart, ...]:
-        """The parts of a cache that this rank sends to each consumer; may be none.
+    def parts(self, heads: int, peer_tp: int, *, sends: bool) -> list[RankPart]:
+        """The parts of a cache that this rank sends to each consumer, or reads; may be none.
 
         Args:
             heads: KV heads of the whole model; 1 for latents.
-            peer_tp: tensor-parallel size of the consumers; 0 is this engine's.
+            peer_tp: tensor-parallel size of the other side; 0 is this engine's.
+            sends: whether this engine is the producer.
 
         Raises:
             SchemaError: the heads cannot be divided evenly over the ranks of one side.
         """
         if peer_tp in (0, self.tp_size):
-            return (RankPart(self),)
-        topology = Topology(heads, self.tp_size, peer_tp)
-        return tuple(
-            RankPart(self, _split(topology, part.shard.heads), len(part.receivers))
-            for part in topology.sent_by(self.tp_rank)
-        )
-
-    def received(self, heads: int, peer_tp: int) -> tuple[RankPart, ...]:
-        """The parts of a cache that this rank reads from a producer, as in `sent`."""
-        if peer_tp in (0, self.tp_size):
-            return (RankPart(self),)
-        topology = Topology(heads, peer_tp, self.tp_size)
-        return tuple(
+            return [RankPart(self)]
+        senders, receivers = (self.tp_size, peer_tp) if sends else (peer_tp, self.tp_size)
+        topology = Topology(heads, senders, receivers)
+        parts = topology.sent_by(self.tp_rank) if sends else topology.sent_to(self.tp_rank)
+        return [
             RankPart(
-                EngineRank(part.shard.rank, peer_tp, self.pp_rank, self.pp_size),
+                EngineRank(part.shard.rank, senders, self.pp_rank, self.pp_size),
                 _split(topology, part.shard.heads),
                 len(part.receivers),
             )
-            for part in topology.sent_to(self.tp_rank)
-        )
+            for part in parts
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The requests of one engine that read a cache which several of them name; without I/O."""
+"""The requests of one engine that read a payload which several of them name; without I/O."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class ReadEnd(enum.Enum):
     DECLINE = "no request of this engine takes it: the producer must not wait for it"
 
 
-class CacheReads:
-    """The reads of one cache, and the live requests of this engine that name it.
+class PayloadReads:
+    """The reads of one payload, and the live requests of this engine that name it.
 
-    A cache has `readers` reads, and each request takes one, to load the cache or to decline it. If
-    more requests than `readers` name the cache, the last ones have none: they wait for the loads of
-    the others, whose blocks are in the engine's prefix cache afterwards.
+    A payload has `readers` reads, and each request takes one, to load it or to decline it. If more
+    requests than `readers` name it, the last ones have none: they use what the others have loaded.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class CacheReads:
         return max(0, self.readers - len(self.taken))
 
     def add(self, request: Request, readers: int) -> None:
-        """A request names the cache."""
+        """A request names the payload."""
         self.readers = max(self.readers, readers)
         self._waiting[request.request_id] = request
         self._live.add(request.request_id)
@@ -50,7 +49,7 @@ class CacheReads:
         return True
 
     def give_up(self, request: Request) -> ReadEnd:
-        """The request does not need the cache: it has not used its read, or has taken none."""
+        """The request does not need the payload: it has not used its read, or has taken none."""
         name = request.request_id
         was_waiting = self._waiting.pop(name, None) is not None
         # A request that was waiting would decline one of the unused reads.
@@ -68,6 +67,6 @@ class CacheReads:
         return ReadEnd.DECLINE
 
     def remove(self, request: Request) -> bool:
-        """A request has ended; True if it was the last one that named the cache."""
+        """A request has ended; True if it was the last one that named the payload."""
         self._live.discard(request.request_id)
         return not self._live

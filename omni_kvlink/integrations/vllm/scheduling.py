@@ -15,16 +15,15 @@ from vllm.v1.request import RequestStatus
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
-from omni_kvlink.integrations.vllm.failed_loads import FailedLoads
-from omni_kvlink.integrations.vllm.groups import CacheGroups
+from omni_kvlink.integrations.vllm.groups import CacheGroups, KeptBlocks
 from omni_kvlink.integrations.vllm.identity import prompt_identity
-from omni_kvlink.integrations.vllm.kept import KeptBlocks
-from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams
+from omni_kvlink.integrations.vllm.params import FETCH, SEND, TransferParams, is_answered
 from omni_kvlink.integrations.vllm.ranks import EngineRank, engine_url
-from omni_kvlink.integrations.vllm.reads import CacheReads, ReadEnd
+from omni_kvlink.integrations.vllm.reads import PayloadReads, ReadEnd
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.step import (
     CancelledLoad,
+    FailedLoads,
     FailedSave,
     Load,
     PromptCache,
@@ -91,7 +90,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         )
         url = engine_url(settings.url, vllm_config)
         self._settings = dataclasses.replace(settings, url=url)
-        self._rank.check(self._settings, produces=self._produces, consumes=self._consumes)
+        self._settings.check_ranks(self._rank, produces=self._produces, consumes=self._consumes)
         self._adapters = AdapterIdentities(settings.adapters, vllm_config)
         self._is_async = self._settings.load == "async"
         self._groups = CacheGroups.of(kv_cache_config)
@@ -99,7 +98,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             _check_sync(self._groups, transfer.kv_load_failure_policy)
         self._planned = StepMetadata()
         self._params: dict[str, TransferParams] = {}
-        self._reads: dict[tuple[str, str], CacheReads] = {}
+        self._reads: dict[tuple[str, str], PayloadReads] = {}
         self._shortened: dict[str, Prompt] = {}
         self._kept = KeptBlocks(self._groups)
         self._sending: dict[str, Request] = {}
@@ -112,29 +111,20 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         params = TransferParams.read(request, produces=self._produces, consumes=self._consumes)
         if not isinstance(request.kv_transfer_params, dict):
             request.kv_transfer_params = None  # vLLM 0.32 reads it next, and would end
-        if not params.url:
-            params = dataclasses.replace(params, url=self._settings.default_peer)
+        adapter, error = "", params.error
         try:
-            adapter = request.lora_request if params.sends or params.fetches else None
-            params = dataclasses.replace(params, adapter=self._adapters.identify(adapter))
-        except SchemaError as error:
-            params = dataclasses.replace(params, error=params.error or str(error))
-        if params.sends and self._groups.has_state:
-            if params.fetches or request.prompt_embeds is not None:
-                text = (
-                    "a request that loads a recurrent state cannot send one; use two requests"
-                    if params.fetches
-                    else "a recurrent state of a prompt of embeddings is not sent; send its tokens"
-                )
-                params = dataclasses.replace(params, error=params.error or text)
-            elif not params.error:
-                self._shorten(request, params.adapter)
-        if params.tokens and not self._groups.is_whole:
-            text = "remote_num_tokens needs a model with full attention in all layers"
-            params = dataclasses.replace(params, error=params.error or text)
+            lora = request.lora_request if params.sends or params.fetches else None
+            adapter = self._adapters.identify(lora)
+        except SchemaError as unknown:
+            error = error or str(unknown)
+        error = error or self._refusal(request, params)
+        url = params.url or self._settings.default_peer
+        params = dataclasses.replace(params, url=url, adapter=adapter, error=error)
         self._params[request.request_id] = params
-        if params.fetches and not params.error:
-            reads = self._reads.setdefault((params.url, params.source), CacheReads())
+        if params.sends and self._groups.has_state and not error:
+            self._shorten(request, adapter)
+        if params.fetches and not error:
+            reads = self._reads.setdefault((url, params.source), PayloadReads())
             reads.add(request, params.source_readers)
 
     def get_num_new_matched_tokens(
@@ -152,7 +142,8 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens and reads is not None and not reads.unused:
             if any(map(_is_loading, reads.taken.values())):
                 return None, False
-            if num_computed_tokens >= self._prefix(request):  # the others' blocks are here
+            prefix = self._groups.prefix(self._source_tokens(request))  # of the longest local hit
+            if num_computed_tokens >= prefix:  # the others' blocks are here
                 return 0, False
         return num_external_tokens, self._loads_async(request) and num_external_tokens > 0
 
@@ -219,7 +210,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         failed = connector_output.kv_connector_worker_meta
         if isinstance(failed, FailedLoads):
             for name in failed.request_ids & self._loading:
-                self._end_load(name, self._params[name])
+                self._end_load(name)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -238,7 +229,7 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             elif name in self._loading and not _has_failed(request, params):
                 self._give_up(request, "the request ended while its cache was loaded")
             elif name in self._loading and not params.error:
-                self._end_load(name, params)
+                self._end_load(name)
             self._loading.discard(name)
             self._requested.discard(name)
         reads = self._reads_of(request)
@@ -258,11 +249,12 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
     def _end_save(
         self, request: Request, params: TransferParams
     ) -> tuple[bool, dict[str, Any] | None]:
-        name, reason = request.request_id, str(request.get_finished_reason())
+        name = request.request_id
         self._sending.pop(name, None)
         key = self._sent.pop(name, None)
-        if key is None or reason not in ("stop", "length", "repetition"):
-            reason = params.error or f"the request that computes it ended: {reason}"
+        if key is None or not is_answered(request):
+            ending = str(request.get_finished_reason())
+            reason = params.error or f"the request that computes it ended: {ending}"
             if params.error:
                 log.error("the cache of request %.200r is not sent: %s", name, reason)
             if params.key:
@@ -284,9 +276,9 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """Offer the whole blocks of a prompt and its answer to the next turn's prefill."""
         name, size = request.request_id, self._groups.alignment
         tokens = (request.num_tokens - 1) // size * size  # the last one was not computed
-        is_right = str(request.get_finished_reason()) in ("stop", "length", "repetition")
-        is_right &= request.prompt_embeds is None  # the next prompt's are more
-        if not (tokens and is_right and self._produces and self._groups.is_whole):
+        can_offer = self._produces and self._groups.is_whole
+        can_offer &= request.prompt_embeds is None  # the next prompt's are more
+        if not (tokens and can_offer and is_answered(request)):
             return False, None
         inputs = prompt_identity(request, adapter, tokens)
         cache = PromptCache(name, name, inputs, tokens, [[*table] for table in block_ids], 1)
@@ -300,10 +292,20 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
             "remote_num_tokens": tokens,
         }
 
+    def _refusal(self, request: Request, params: TransferParams) -> str:
+        """Why the caches of this engine's model do not allow the transfers, or ""."""
+        if params.sends and params.fetches and self._groups.has_state:
+            return "a request that loads a recurrent state cannot send one; use two requests"
+        if params.sends and request.prompt_embeds is not None and self._groups.has_state:
+            return "a recurrent state of a prompt of embeddings is not sent; send its tokens"
+        if params.tokens and not self._groups.is_whole:
+            return "remote_num_tokens needs a model with full attention in all layers"
+        return ""
+
     def _params_of(self, request: Request) -> TransferParams:
         return self._params.get(request.request_id, _NO_TRANSFER)
 
-    def _reads_of(self, request: Request) -> CacheReads | None:
+    def _reads_of(self, request: Request) -> PayloadReads | None:
         """The reads of the cache that a request names; None if it names none."""
         params = self._params_of(request)
         named = params.fetches and not params.error
@@ -322,19 +324,14 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         """Tokens of the cache that a request loads: its prompt's, or an earlier turn's."""
         return self._params_of(request).tokens or int(request.num_prompt_tokens)
 
-    def _prefix(self, request: Request) -> int:
-        """The most tokens that a local hit has."""
-        return self._groups.prefix(self._source_tokens(request))
-
     def _shorten(self, request: Request, adapter: str) -> None:
         """Leave the prompt's last token to the consumer, which computes it from the state before.
 
         vLLM's own connector for recurrent states does the same; the token that is sampled here has
         no use, and there is only one.
         """
-        tokens = request.num_prompt_tokens
-        self._shortened[request.request_id] = Prompt(tokens, prompt_identity(request, adapter))
-        if tokens > 1:
+        self._shortened[request.request_id] = _prompt(request, adapter)
+        if request.num_prompt_tokens > 1:
             request.prompt_token_ids = request.prompt_token_ids[:-1]  # the list may be the client's
             request._all_token_ids.pop()
             request.num_prompt_tokens -= 1
@@ -348,15 +345,17 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
         else:
             end = ReadEnd.DECLINE if params.error and params.source else ReadEnd.NONE
         if end is not ReadEnd.NONE:
-            load = (request.request_id, params.source, params.url, params.source_readers, reason)
-            self._planned.cancelled.append(CancelledLoad(*load, end is ReadEnd.DECLINE))
+            self._cancel(request.request_id, reason, declines=end is ReadEnd.DECLINE)
 
-    def _end_load(self, name: str, params: TransferParams) -> None:
+    def _end_load(self, name: str) -> None:
         """End a load that one rank failed at on the others; a rank that has ended it ignores it."""
         if self._rank.world_size > 1:
-            load = (name, params.source, params.url, params.source_readers)
-            reason = "another rank could not load its part"
-            self._planned.cancelled.append(CancelledLoad(*load, reason, declines=True))
+            self._cancel(name, "another rank could not load its part", declines=True)
+
+    def _cancel(self, name: str, reason: str, *, declines: bool) -> None:
+        params = self._params[name]
+        load = (name, params.source, params.url, params.source_readers, reason)
+        self._planned.cancelled.append(CancelledLoad(*load, declines))
 
     def _cache_after(
         self, request: Request, computed: int, tables: tuple[list[int], ...]
@@ -383,11 +382,13 @@ class SchedulerCalls(KVConnectorBase_V1, SupportsHMA):
 
     def _cache(self, request: Request, block_ids: Sequence[Sequence[int]]) -> PromptCache:
         name, params = request.request_id, self._params_of(request)
-        prompt = self._shortened.get(name)
-        if prompt is None:
-            prompt = Prompt(request.num_prompt_tokens, prompt_identity(request, params.adapter))
+        prompt = self._shortened.get(name) or _prompt(request, params.adapter)
         blocks = [[*table] for table in block_ids]
         return PromptCache(name, params.key, prompt.inputs, prompt.tokens, blocks, params.readers)
+
+
+def _prompt(request: Request, adapter: str) -> Prompt:
+    return Prompt(request.num_prompt_tokens, prompt_identity(request, adapter))
 
 
 def _has_failed(request: Request, params: TransferParams) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import os
 import threading
@@ -43,6 +45,8 @@ except ImportError as error:
         "`pip install --no-deps vllm-omni` installs it"
     ) from error
 
+_connectors: weakref.WeakSet[VllmOmniConnector] = weakref.WeakSet()
+
 MIN_CONNECT_SECONDS = 0.25
 """The least time to connect to a sender; the wait of a poll, 1 ms, is too short for it."""
 
@@ -66,8 +70,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
     """
 
     supports_raw_data = True
-    _finalizer: weakref.finalize[..., VllmOmniConnector] | None = None
-    """None until `__init__` returns: the base class's `__del__` closes incomplete objects, too."""
+    _is_open = False
+    """Until `__init__` returns: incomplete objects are closed and freed, too."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.settings = OmniSettings.of(config)
@@ -81,7 +85,8 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
         self._lock = threading.Lock()
         self._counters = Counter(puts=0, gets=0, bytes_transferred=0, timeouts=0, failures=0)
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self._pid, self._pending, self._links)
+        self._is_open = True
+        _connectors.add(self)
 
     def put(
         self, from_stage: str, to_stage: str, put_key: str, data: Any
@@ -160,7 +165,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def abandon_get(self, get_key: str) -> None:
         """Cancel a pending get; the payload goes to another receiver or expires."""
-        if not self._closed:
+        if self._is_open:
             self._pending.cancel(lambda edge, key: key == get_key)
 
     def cleanup(self, request_id: str) -> None:
@@ -168,7 +173,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
         A key instead of a request's id names this payload alone.
         """
-        if self._closed:
+        if not self._is_open:
             return
 
         def is_named(edge: StageEdge, key: str) -> bool:
@@ -187,7 +192,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def reap_consumed(self) -> None:
         """Drop the receipts of payloads that every receiver has released."""
-        if self._closed:
+        if not self._is_open:
             return
         self._pending.cancel_stale()
         with self._lock:
@@ -196,7 +201,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def health(self) -> dict[str, Any]:
         """The connector's state, counters and links, as JSON values."""
-        if self._closed:
+        if not self._is_open:
             return {"status": "closed"}
         self.reap_consumed()
         with self._lock:
@@ -206,12 +211,15 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
     def close(self) -> None:
         """Close all links; unread payloads are lost. A second call does nothing."""
-        if self._finalizer is not None:
-            self._finalizer()
+        was_open, self._is_open = self._is_open, False
+        if was_open:
+            _close(self._pid, self._pending, self._links)
 
-    @property
-    def _closed(self) -> bool:
-        return self._finalizer is None or not self._finalizer.alive
+    def __del__(self) -> None:
+        """Close the links in another thread: this one may hold any lock."""
+        was_open, self._is_open = self._is_open, False
+        if was_open:
+            _thread.start_new_thread(_close, (self._pid, self._pending, self._links))
 
     def _get(
         self, edge: StageEdge, key: str, deadline: float, *, find: float
@@ -261,7 +269,7 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
             )
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._is_open:
             raise ClosedError("the connector is closed")
         if self._pid != os.getpid():
             raise ClosedError(
@@ -270,7 +278,13 @@ class VllmOmniConnector(OmniConnectorBase):  # type: ignore[misc, unused-ignore]
 
 
 def _close(pid: int, pending: PendingGets, links: Links) -> None:
-    """Close the links, also at exit; in a forked child do nothing: the parent owns the links."""
+    """Close the links; in a forked child do nothing: the parent owns the links."""
     if pid == os.getpid():
         pending.cancel()
         links.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for connector in list(_connectors):
+        connector.close()

@@ -56,7 +56,8 @@ class Links:
                 text = f"{edge.name(self._settings)}: no connection after {format_seconds(timeout)}"
                 raise TransferTimeout(text, waited=timeout, phase="connecting")
             link = self._receivers.get(edge)
-            if link is not None and self._has_moved(edge, link):
+            path = edge.url_file(self._settings)
+            if link is not None and path and link.url != announced(path):  # it has moved
                 self.close_receiver(edge, link)
                 link = None
             if link is None:
@@ -115,11 +116,6 @@ class Links:
         url = find(path, timeout=seconds) if path else edge.url(self._settings)
         seconds = max(0.0, deadline - time.monotonic())
         return KVLink.connect(url, timeout=seconds, **self._settings.of_receiver)
-
-    def _has_moved(self, edge: StageEdge, link: KVConsumer) -> bool:
-        """Whether the edge's announced URL differs from the one that the link is connected to."""
-        path = edge.url_file(self._settings)
-        return path != "" and link.url != announced(path)
 
     def _check_open(self) -> None:
         if self._closed:

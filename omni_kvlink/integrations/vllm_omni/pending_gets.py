@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.errors import TransferTimeout
-from omni_kvlink.lowlevel import PendingGet, begin_get, open_delivery
+from omni_kvlink.lowlevel import LazyEvent, PendingGet, begin_get, open_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +21,20 @@ MIN_WAIT = 0.0002
 """Seconds; to wait less takes longer than to look."""
 
 
+class PolledGet(NamedTuple):
+    """A pending get, an event that is set when it is done, and when it was last polled."""
+
+    pending: PendingGet
+    done: LazyEvent
+    polled: float
+
+
 class PendingGets:
     """Pending gets by edge and key, so that a `get` of 1 ms loses no payload; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gets: dict[tuple[StageEdge, str], tuple[PendingGet, float]] = {}
+        self._gets: dict[tuple[StageEdge, str], PolledGet] = {}
         self._checked = time.monotonic()
 
     def share(self, seconds: float) -> float:
@@ -43,19 +50,23 @@ class PendingGets:
         started = time.perf_counter()
         self.cancel_stale()
         with self._lock:
-            pending, _ = self._gets.pop((edge, key), (None, 0.0))
-        if pending is None:
-            pending = begin_get(link, key, timeout=timeout)
+            kept = self._gets.pop((edge, key), None)
+        if kept is None:
+            done = LazyEvent()
+            kept = PolledGet(begin_get(link, key, timeout=timeout), done, started)
+            kept.pending.add_done_callback(lambda _: done.set())
+        pending = kept.pending
         try:
             if timeout >= MIN_WAIT and not pending.is_done:
-                concurrent.futures.wait([pending.future], timeout)
+                kept.done.wait(timeout)
         except BaseException:
             pending.cancel()
             raise
         if not pending.is_done:
+            polled = kept._replace(polled=time.monotonic())
             with self._lock:
-                kept, _ = self._gets.setdefault((edge, key), (pending, time.monotonic()))
-            if kept is not pending:  # another thread began one, too
+                kept = self._gets.setdefault((edge, key), polled)
+            if kept is not polled:  # another thread began one, too
                 pending.cancel()
             text = f"no payload {key!r} yet"
             raise TransferTimeout(text, key=key, waited=timeout, phase="requested")
@@ -71,7 +82,7 @@ class PendingGets:
         if now < self._checked + STALE_SECONDS / 5:
             return
         self._checked, oldest = now, now - STALE_SECONDS
-        self._cancel([name for name, (_, polled) in list(self._gets.items()) if polled < oldest])
+        self._cancel([name for name, get in list(self._gets.items()) if get.polled < oldest])
 
     def __len__(self) -> int:
         return len(self._gets)
@@ -79,6 +90,6 @@ class PendingGets:
     def _cancel(self, names: list[tuple[StageEdge, str]]) -> None:
         for name in names:
             with self._lock:
-                pending, _ = self._gets.pop(name, (None, 0.0))
-            if pending is not None:
-                pending.cancel()
+                get = self._gets.pop(name, None)
+            if get is not None:
+                get.pending.cancel()

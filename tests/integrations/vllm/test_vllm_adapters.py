@@ -19,7 +19,7 @@ from vllm_steps import SteppedEngine
 
 from omni_kvlink import SchemaError
 from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
-from omni_kvlink.integrations.vllm.encoder.identity import tower_adapter
+from omni_kvlink.integrations.vllm.identity import tower_adapter
 
 TOKENS = prompt(2 * BLOCK + 7, seed=3)
 

@@ -15,8 +15,7 @@ import torch
 from vllm_encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
 
 from omni_kvlink import KVLink, TensorTransferData
-from omni_kvlink.integrations.vllm.encoder.identity import OUTPUT
-from omni_kvlink.integrations.vllm.encoder.loader import THREADS
+from omni_kvlink.integrations.vllm.encoder.loading import OUTPUT, THREADS
 from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
 
@@ -68,8 +67,8 @@ def check_nothing_is_kept(producer: SteppedEncoderEngine, consumer: SteppedEncod
     """No payload, and nothing about a request that has ended."""
     consumer.settle()
     until(lambda: producer.live == 0, "every payload is freed", timeout=60)
-    loads, sends = consumer.plans.loads, producer.plans.sends
-    kept = (loads._named, loads._loads, loads._ended)
+    loads, sends = consumer.plans._loads, producer.plans._sends
+    kept = (loads._named, loads._reads, loads._loads, loads._ended)
     assert not any([*kept, sends._sending, consumer.plans._loaded])
 
 
@@ -210,7 +209,7 @@ def test_another_output_is_refused(
     assert consumer.encodes == (["cat"] if policy == "encode" else [])
     text = "\n".join(lines(caplog))
     expected = {
-        "model": "the encoder of shm://e is not this engine's: model is 'another' there, 'this'",
+        "model": "the encoder of shm://e is not this engine's: model is 'another' there and 'this'",
         "item": "shm://e sent the encoder output of item 'dog'; expected that of 'cat'",
         "rows": f"for {EMBEDS} embeddings",
     }
@@ -238,7 +237,7 @@ WRONG = {
     "an object": ["cat"],
     "url is 7, not a string": {"cat": {"url": 7, "key": "k"}},
     "key is '', not a string": {"cat": {"key": ""}},
-    "key is a dict, not a string": {"cat": {"key": {}}},
+    "key is {}, not a string": {"cat": {"key": {}}},
     "readers is True, not an integer from 1": {"cat": {"key": "k", "readers": True}},
     "readers is 0, not an integer from 1": {"cat": {"key": "k", "readers": 0}},
     "'shm://x', which is not one of this engine's peers: shm://e": {
@@ -436,6 +435,23 @@ def test_an_aborted_request_of_a_consumer(engine: Open, steps: int) -> None:
     for _ in range(steps):
         consumer.step()
     consumer.abort("r")
+    check_nothing_is_kept(producer, consumer)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_output_of_several_readers_that_one_does_not_need(engine: Open, steps: int) -> None:
+    """It is kept for the others, and no longer than for them."""
+    producer, consumer, other = engine("producer"), engine("consumer"), engine("consumer")
+    params = producer.encode("r", "cat", params={"readers": 3})
+    for name in ("first", "second"):
+        consumer.add(name, ["cat"], params)
+    for _ in range(steps):
+        consumer.step()
+    consumer.abort("first")
+    assert consumer.run("second") == ["length"]
+    assert producer.live == 1
+    other.add("r", ["cat"], params)
+    assert other.run("r") == ["length"]
     check_nothing_is_kept(producer, consumer)
 
 

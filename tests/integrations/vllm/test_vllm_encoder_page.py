@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 def test_vllm_takes_the_configurations_of_the_page() -> None:
     from vllm.config import ECTransferConfig
 
-    from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
+    from omni_kvlink.integrations.vllm.settings import EncoderSettings
 
     texts = [one.text for one in blocks("docs/vllm_encoder.md") if "vllm serve" in one.first]
     argv = [word for text in texts for word in shlex.split(text)]

@@ -199,11 +199,11 @@ def test_blocks_that_cannot_be_divided(engine: Any, groups: Any, why: str) -> No
 
 def test_pools_of_another_shape(engine: Any) -> None:
     consumer = engine("consumer")
-    (pools,) = consumer.worker._loader._pools
+    (pools,) = consumer.worker._loader.pools
     caches = {each.name: pools.tensors[0] for each in pools.layers}
     heads = HeadPools(pools, caches, EngineRank(), peer_tp=2, model_heads=2)
     with pytest.raises(SchemaError, match=r"is not \[num_blocks, 2 heads, 32 tokens, content\]"):
-        heads.received()
+        heads.parts(sends=False)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import KVLink, SchemaError, TransferTimeout
-from omni_kvlink.integrations.vllm.allowed_peers import AllowedPeers, PeerPattern
-from omni_kvlink.integrations.vllm.peers import Peers
+from omni_kvlink.integrations.vllm.peers import AllowedPeers, PeerPattern, Peers
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:

@@ -326,7 +326,7 @@ def test_the_first_is_aborted_with_the_cache_in_its_blocks(
         consumer.add(name, TOKENS, fetch("k"))
     consumer.step()
     (load,) = consumer.worker._loader._loading.values()
-    assert load.done.wait(60)
+    assert load.parts[0].done.wait(60)
     consumer.abort("one")
     assert consumer.run("two") == ["error" if policy == "fail" else "length"]
     (line,) = lines(caplog, "two")

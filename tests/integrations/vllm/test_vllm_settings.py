@@ -11,8 +11,7 @@ import pytest
 from keyless import is_let_in
 
 from omni_kvlink import KVLink, KVLinkError, SchemaError
-from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
-from omni_kvlink.integrations.vllm.settings import VllmSettings
+from omni_kvlink.integrations.vllm.settings import EncoderSettings, VllmSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import linecache
+import sys
 import threading
 import time
 from functools import partial
@@ -32,7 +36,8 @@ from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache,
 from omni_kvlink.testing.rig import until, until_requested
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 BLOCKS, BLOCK, HEADS, ROW = 12, 4, 2, 6
 LAYERS = ["a", "b", "c"]
@@ -111,11 +116,11 @@ def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: 
     halves.loader.start([load([1, 3, 8], is_async=is_async)])
     for number, layer in enumerate(LAYERS):
         halves.saver.layer(number)
-        halves.loader._loading["r"].wait_for_layer(number)
+        halves.loader._loading["r"].parts[0].wait_for_layer(number)
         assert halves.is_same(layer, [5, 2], [1, 3])
         assert halves.is_same(layer, [7], [8]) == is_async, "the part of a block that is computed"
         assert not any(self.any() for self in list(halves.mine.values())[number + 1 :])
-    assert not halves.loader._loading["r"].done.is_set(), "it is not committed"
+    assert not halves.loader._loading["r"].is_done, "it is not committed"
     halves.saver.commit()
     if is_async:
         assert halves.settled() == {"r"}
@@ -124,6 +129,51 @@ def test_a_layer_is_there_before_the_next_is_computed(halves: Halves, is_async: 
     assert halves.loader.take_invalid_blocks() == set()
     untouched = [block for block in range(BLOCKS) if block not in (1, 3, 8)]
     assert not any(cache[untouched].any() for cache in halves.mine.values())
+
+
+BLOCKS_OF_PYTHON = ("with ", "try:", "finally:", "pass", "def ", "@")
+"""Beginnings of lines that are traced, too, where Python itself looks for no signal."""
+
+
+def interrupted(number: int, call: Callable[[], object]) -> bool:
+    """Raise KeyboardInterrupt at the n-th line that a call runs; False if it runs fewer."""
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(BLOCKS_OF_PYTHON) and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
+
+
+def test_a_wait_that_is_interrupted_at_any_line(halves: Halves) -> None:
+    """It ends with the interrupt; the load goes on, and can be waited for again."""
+    for number in itertools.count():
+        name = f"r{number}"
+        named: dict[str, Any] = {"request_id": name, "key": name}
+        halves.loader.start([load([1, 3, 8], is_async=False, **named)])
+        (part,) = halves.loader._loading[name].parts
+        cache = dataclasses.replace(CACHE, **named)
+        sending = threading.Timer(0.02, halves.send, [cache])
+        sending.start()
+        was_interrupted = interrupted(number, partial(part.wait_for_layer, 0))
+        sending.join()
+        halves.loader.wait_for_layer(len(LAYERS) - 1)
+        assert halves.loader.wait_for_pass() == set()
+        assert halves.is_same(LAYERS[0], [5, 2], [1, 3])
+        if not was_interrupted:
+            break
+    assert number > 10
 
 
 def test_the_engine_computes_while_a_layer_is_copied(
@@ -180,7 +230,7 @@ def test_a_taken_key_is_the_first_ones(halves: Halves) -> None:
 
 def test_nobody_sends_it(halves: Halves) -> None:
     """The deadline holds; the blocks not yet there are reported, and not those that were."""
-    halves.loader._timeout = 0.4
+    halves.loader.timeout = 0.4
     began = time.monotonic()
     halves.loader.start(
         [load([1, 3, 8], local=BLOCK), load([4, 6, 9], request_id="s", is_async=False)]
@@ -196,7 +246,7 @@ def test_nobody_sends_it(halves: Halves) -> None:
 
 
 def test_a_dropped_load_ends_at_once(halves: Halves) -> None:
-    halves.loader._timeout = 1e6
+    halves.loader.timeout = 1e6
     halves.loader.start([load([1, 3, 8])])
     halves.loader.cancel(cancelled("r", declines=True))
     assert halves.settled() == {"r"}
@@ -329,7 +379,7 @@ def test_a_copy_that_is_cancelled_returns_its_read(halves: Halves) -> None:
     halves.saver.begin([CACHE])
     halves.saver.layer(0)
     halves.loader.start([load([1, 3, 8])])
-    halves.loader._loading["r"].wait_for_layer(0)
+    halves.loader._loading["r"].parts[0].wait_for_layer(0)
     halves.loader.cancel(cancelled("r", declines=False))
     halves.loader.start([load([4, 6, 9], request_id="s")])
     for number in range(1, len(LAYERS)):
@@ -348,10 +398,10 @@ def test_a_read_that_was_used_cannot_be_returned(halves: Halves) -> None:
     """The scheduler did not know yet; the request that would take it fails at once."""
     halves.send(CACHE)
     halves.loader.start([load([1, 3, 8])])
-    assert halves.loader._loading["r"].done.wait(60)
+    assert halves.loader._loading["r"].parts[0].done.wait(60)
     halves.loader.cancel(cancelled("r", declines=False))
     halves.loader.start([load([4, 6, 9], request_id="s")])
-    assert halves.loader._loading["s"].done.is_set()
+    assert halves.loader._loading["s"].is_done
     assert halves.settled() == {"r", "s"}
     assert halves.loader.take_invalid_blocks() == {4, 6, 9}
 

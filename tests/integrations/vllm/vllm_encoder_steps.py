@@ -166,7 +166,7 @@ class SteppedEncoderEngine:
     @property
     def plans(self) -> Any:
         """The scheduler's half."""
-        return self.scheduler.ec_connector._plans
+        return self.scheduler.ec_connector
 
     @property
     def live(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib.util
 import itertools
+import linecache
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,15 +29,18 @@ from omni_kvlink import (
     IntegrityError,
     SchemaError,
     TransferFailed,
+    TransferTimeout,
     UnavailableError,
 )
 from omni_kvlink.integrations.vllm_omni import register
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
+from omni_kvlink.lowlevel import LazyEvent
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 EDGE = ("0", "1")
 CACHE = "omni_0_to_1_kv_cache_r"
@@ -125,6 +130,20 @@ def test_polling_many_keys_asks_once_and_holds_nobody_up(ends: tuple[Any, Any]) 
     assert len(reader._pending) == 0
 
 
+class WaitlessEvent(LazyEvent):
+    """An event that notes for how long it is waited for, and does not wait."""
+
+    __slots__ = ("_waits",)
+
+    def __init__(self, waits: list[float]):
+        super().__init__()
+        self._waits = waits
+
+    def wait(self, timeout: float) -> bool:
+        self._waits.append(timeout)
+        return self.is_set()
+
+
 def test_gets_that_are_pending_share_the_wait(
     ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +152,8 @@ def test_gets_that_are_pending_share_the_wait(
     sender.put(*EDGE, "first_0_0", 1)
     assert polled(reader, "first_0_0") == 1
     waits = list[float]()
-    monkeypatch.setattr("concurrent.futures.wait", lambda _, timeout: waits.append(timeout))
+    wait = "omni_kvlink.integrations.vllm_omni.pending_gets.LazyEvent"
+    monkeypatch.setattr(wait, partial(WaitlessEvent, waits))
     keys = [f"r{i}_0_0" for i in range(64)]
     usual, reader.settings = reader.settings, dataclasses.replace(reader.settings, poll=600.0)
     for key in keys[:4]:
@@ -198,6 +218,44 @@ def test_a_waiting_deadline_is_met_early(ends: tuple[Any, Any]) -> None:
     sender.put(*EDGE, "r_0_0", "here")
     thread.join(60)
     assert found[0][0] == "here"
+
+
+BLOCKS_OF_PYTHON = ("with ", "try:", "finally:", "pass", "def ", "@")
+"""Beginnings of lines that are traced, too, where Python itself looks for no signal."""
+
+
+def test_a_poll_that_is_interrupted_at_any_line(sockets: str) -> None:
+    """No payload is lost, and the next poll of the key has it."""
+    lines, number = itertools.count(), 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in ("pending_gets", "answer", "threading", "futures")):
+            return None
+        line = linecache.getline(path, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(BLOCKS_OF_PYTHON) and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    with make("shm", sockets, "cut") as sender, make("shm", sockets, "cut") as reader:
+        sender.put(*EDGE, "first_0_0", 1)
+        assert polled(reader, "first_0_0") == 1
+        link = reader._links.receiver(StageEdge.of(*EDGE, "r_0_0"), timeout=60)
+        for number in itertools.count():
+            lines, key = itertools.count(), f"r{number}_0_0"
+            wait = partial(reader._pending.get, link, StageEdge.of(*EDGE, key), key, timeout=0.001)
+            sys.settrace(trace)
+            try:
+                wait()
+            except (KeyboardInterrupt, TransferTimeout) as error:
+                ended = type(error)  # its frames would keep the get
+            finally:
+                sys.settrace(None)
+            sender.put(*EDGE, key, number)
+            assert polled(reader, key) == number
+            if ended is TransferTimeout:
+                break
+        assert number > 10
 
 
 def test_a_packed_cache_is_a_buffer(ends: tuple[Any, Any]) -> None:
@@ -344,6 +402,25 @@ def test_half_built_ones_close() -> None:
     with pytest.raises(ValueError, match="trasnport: no such setting; did you mean transport"):
         VllmOmniConnector({"kvlink": {"trasnport": "shm"}})
     gc.collect()
+
+
+def test_one_that_is_dropped_takes_no_lock(sockets: str) -> None:
+    """The garbage collector may come at any line, in a thread that has one of the locks."""
+    dropped = [make("zmq+tcp", sockets, "dropped")]
+    dropped[0].put(*EDGE, "r_0_0", 1)
+    links, pending = dropped[0]._links, dropped[0]._pending
+
+    def collect() -> None:
+        dropped.clear()
+        gc.collect()
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    with links._lock, pending._lock:
+        collecting.start()
+        collecting.join(60)
+        assert not collecting.is_alive()
+        assert not links._closed
+    until(lambda: links._closed, "it is closed by another thread")
 
 
 UNCLOSED = """

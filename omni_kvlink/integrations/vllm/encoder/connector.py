@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.platforms import current_platform
 
 from omni_kvlink import KVLink
 from omni_kvlink.errors import UnavailableError
-from omni_kvlink.integrations.vllm.encoder.identity import encoder_identity
-from omni_kvlink.integrations.vllm.encoder.scheduling import EncoderScheduling
-from omni_kvlink.integrations.vllm.encoder.sender import EncoderSender
-from omni_kvlink.integrations.vllm.encoder.settings import EncoderSettings
-from omni_kvlink.integrations.vllm.encoder.step import EncoderStep
+from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
+from omni_kvlink.integrations.vllm.encoder.loading import EncoderLoader, LoadPlan
+from omni_kvlink.integrations.vllm.encoder.sending import EncoderSender, SendPlan
+from omni_kvlink.integrations.vllm.identity import encoder_identity, tower_adapter
+from omni_kvlink.integrations.vllm.settings import EncoderSettings
+from omni_kvlink.integrations.vllm.step import EncoderStep
 from omni_kvlink.integrations.vllm.versions import warn_if_untested
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -39,27 +43,41 @@ class OmniKVLinkECConnector(ECConnectorBase):
         UnavailableError: vLLM has no encoder cache for this kind of model.
     """
 
-    _scheduling: EncoderScheduling | None = None
-    _sender: EncoderSender | None = None
+    _sender: EncoderSender | None = None  # in a producer's first worker
+    _sends: SendPlan | None = None  # in a producer's scheduler
+    _loader: EncoderLoader | None = None  # in a consumer's scheduler, with `_loads`
+    _loads: LoadPlan | None = None
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole):
         super().__init__(vllm_config, role)
         warn_if_untested()
-        model = vllm_config.model_config
+        model, transfer = vllm_config.model_config, vllm_config.ec_transfer_config
         if model.is_encoder_decoder or model.multimodal_config is None:
             kind = "an encoder-decoder" if model.is_encoder_decoder else "for text alone"
             raise UnavailableError(
                 f"{model.model} is {kind}: vLLM has no encoder cache for it; leave out "
                 "--ec-transfer-config"
             )
-        self._settings = EncoderSettings.of(
-            vllm_config.ec_transfer_config.ec_connector_extra_config,
-            produces=self.is_producer,
-            consumes=self.is_consumer,
-        )
-        self._identity = encoder_identity(vllm_config, self._settings.model)
-        if role == ECConnectorRole.SCHEDULER:
-            self._scheduling = EncoderScheduling(vllm_config, self._settings, self._identity)
+        extra, roles = transfer.ec_connector_extra_config, (self.is_producer, self.is_consumer)
+        settings = EncoderSettings.of(extra, produces=roles[0], consumes=roles[1])
+        self._settings, self._identity = settings, encoder_identity(vllm_config, settings.model)
+        self._cached: set[str] = set()  # the items in the engine's encoder cache
+        self._loaded: dict[str, torch.Tensor] = {}  # the outputs that get into it in this step
+        if role != ECConnectorRole.SCHEDULER:
+            return
+        identities = AdapterIdentities(settings.adapters, vllm_config)
+        adapter = partial(tower_adapter, vllm_config=vllm_config, identities=identities)
+        self._fields = PlaceholderMetadataResolver(model)
+        if self.is_producer:
+            # An engine that also decodes sends only what a request says it is to send.
+            url, readers = settings.url, int(transfer.is_encode_only)
+            self._sends = SendPlan(self._cached, adapter, self._fields, url=url, readers=readers)
+        if self.is_consumer:
+            self._loader = EncoderLoader(settings, self._identity)
+            encodes = settings.load_failure_policy == "encode"
+            self._loads = LoadPlan(
+                self._loader, self._cached, adapter, self._can_encode, encodes_failed=encodes
+            )
 
     # The worker's half
 
@@ -105,37 +123,53 @@ class OmniKVLinkECConnector(ECConnectorBase):
 
     # The scheduler's half
 
-    @property
-    def _plans(self) -> EncoderScheduling:
-        assert self._scheduling is not None, "this is the worker's half"
-        return self._scheduling
-
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the item was loaded; its output is in this process already."""
-        return self._plans.loads is not None and self._plans.loads.has(identifier)
+        return self._loads is not None and self._loads.has(identifier)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request can run; begins the loads that it needs, and does not block."""
-        return self._plans.is_ready(request, num_computed_tokens)
+        if self._sends is not None:
+            self._sends.add(request)
+        return self._loads is None or self._loads.is_ready(request, num_computed_tokens)
 
     def take_unavailable_requests(self) -> set[str]:
         """The requests that cannot have an encoder output; vLLM ends them with an error."""
-        return self._plans.loads.take_unavailable() if self._plans.loads is not None else set()
+        return self._loads.take_unavailable() if self._loads is not None else set()
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """Record that the encoder cache has an item, and give it the loaded output."""
-        self._plans.allocate(request, index)
+        item = request.mm_features[index].identifier
+        if self._loads is not None and (tensor := self._loads.take(request, index)) is not None:
+            self._loaded[item] = tensor
+        self._cached.add(item)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EncoderStep:
         """The transfers of the step that was scheduled."""
-        return self._plans.step(scheduler_output)
+        self._cached.difference_update(scheduler_output.free_encoder_mm_hashes)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EncoderStep()  # vLLM's first model runner passes it to no worker
+        step, self._loaded = EncoderStep(loads=self._loaded), {}
+        if self._sends is not None:
+            step.saves = self._sends.plan(scheduler_output.num_scheduled_tokens)
+            step.dropped = self._sends.take_dropped()
+        return step
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """The `ec_transfer_params` for the requests that read what this one sent."""
-        return False, self._plans.finish(request)
+        if self._loads is not None:
+            self._loads.finish(request)
+        return False, self._sends.finish(request) if self._sends is not None else None
 
     def shutdown(self) -> None:
         """Close the links; unread outputs fail at their readers."""
-        for part in (self._sender, self._scheduling):
+        for part in (self._sender, self._loader):
             if part is not None:
                 part.close()
+
+    def _can_encode(self, feature: MultiModalFeatureSpec) -> bool:
+        """Whether the media are here, and not only what reserves their positions in the prompt."""
+        if feature.data is None:
+            return False
+        sizes = self._fields.fields_for(feature.modality)
+        return any(elem.data is not None for key, elem in feature.data.items() if key not in sizes)

@@ -1,23 +1,31 @@
-"""The producer's scheduler: which encoder outputs are sent, and under which keys."""
+"""The producer: its scheduler plans which encoder outputs are sent, and its worker puts them."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import uuid
+from collections import defaultdict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
 from vllm.v1.request import Request
 
-from omni_kvlink.errors import SchemaError
-from omni_kvlink.integrations.vllm.encoder.params import KEY, READERS, URL, read_readers
-from omni_kvlink.integrations.vllm.encoder.step import Save
+from omni_kvlink import TensorTransferData
+from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
+from omni_kvlink.integrations.vllm.encoder.loading import OUTPUT
+from omni_kvlink.integrations.vllm.params import KEY, READERS, URL, is_answered, read_readers
+from omni_kvlink.integrations.vllm.step import OutputSave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    import torch
     from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+    from omni_kvlink import KVProducer
+    from omni_kvlink.integrations.vllm.step import EncoderStep
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -29,7 +37,7 @@ class _SendingRequest:
     request: Request
     readers: int
     adapter: str  # that the encoder runs with
-    saves: dict[str, Save] = dataclasses.field(default_factory=dict)  # planned, by item
+    saves: dict[str, OutputSave] = dataclasses.field(default_factory=dict)  # planned, by item
 
 
 class SendPlan:
@@ -67,13 +75,13 @@ class SendPlan:
             log.error("encoder outputs of %.200r are not sent: %s", request.request_id, error)
         self._sending[request.request_id] = _SendingRequest(request, readers, adapter)
 
-    def plan(self, scheduled: Iterable[str]) -> list[Save]:
+    def plan(self, scheduled: Iterable[str]) -> list[OutputSave]:
         """The puts of a step that runs these requests."""
         saves = []
         for sending in (self._sending[name] for name in scheduled if name in self._sending):
             for item in _items(sending.request) if sending.readers else ():
                 if item in self._cached and item not in sending.saves:
-                    save = Save(uuid.uuid4().hex, item, sending.readers, sending.adapter)
+                    save = OutputSave(uuid.uuid4().hex, item, sending.readers, sending.adapter)
                     sending.saves[item] = save
                     saves.append(save)
         return saves
@@ -87,7 +95,7 @@ class SendPlan:
         sending = self._sending.pop(request.request_id, None)
         if sending is None or not sending.saves:
             return None
-        if str(request.get_finished_reason()) not in ("stop", "length", "repetition"):
+        if not is_answered(request):
             self._dropped += [save.key for save in sending.saves.values()]
             return None
         metadata: dict[str, Any] = collect_ec_item_metadata(request.mm_features, self._fields)
@@ -104,3 +112,52 @@ class SendPlan:
 def _items(request: Request) -> list[str]:
     """The items that an encoder computes; embeddings in the prompt are not among them."""
     return [item.identifier for item in request.mm_features if item.modality != "prompt_embeds"]
+
+
+class EncoderSender:
+    """The sends of a producer's worker; called by the engine's thread only.
+
+    A step's outputs are put as soon as they are computed; those of earlier steps at its start. An
+    output that could not be put fails at its readers, and never the engine.
+    """
+
+    def __init__(self, link: KVProducer, identity: Mapping[str, str], ttl: float):
+        self._link, self._identity, self._ttl = link, dict(identity), ttl
+        self._saves: defaultdict[str, list[OutputSave]] = defaultdict(list)  # of this step, by item
+
+    def begin(self, step: EncoderStep, cache: Mapping[str, torch.Tensor]) -> None:
+        """Begin a step: put the outputs that are in the encoder cache already."""
+        for key in step.dropped:
+            self._link.abort(key, "the request that computed it ended early")
+        for save in step.saves:
+            self._saves[save.item].append(save)
+        for item in self._saves.keys() & cache.keys():
+            self.put(item, cache[item])
+
+    def put(self, item: str, output: torch.Tensor) -> None:
+        """Copy an output into the link, for each request of this step that sends it."""
+        for save in self._saves.pop(item, ()):
+            metadata = {"item": item, "identity": {**self._identity, "adapter": save.adapter}}
+            try:
+                data = TensorTransferData(save.key, {OUTPUT: output}, metadata)
+                # timeout=0: waiting for memory would stall the engine.
+                self._link.put(data, readers=save.readers, ttl=self._ttl, timeout=0.0)
+            except Exception as error:
+                self._fail(save, error)
+
+    def end(self) -> None:
+        """End the step: fail the outputs that it should have computed and has not."""
+        for saves in self._saves.values():
+            for save in saves:
+                self._fail(save, KVLinkError("its step ended without it"))
+        self._saves.clear()
+
+    def close(self) -> None:
+        """Close the link; unread outputs fail at their readers."""
+        self._link.close()
+
+    def _fail(self, save: OutputSave, error: Exception) -> None:
+        trace = None if isinstance(error, KVLinkError) else error
+        log.error("encoder output %.200r was not sent: %s", save.item, error, exc_info=trace)
+        with suppress(ClosedError):
+            self._link.fail(save.key, f"it could not be sent: {error!r}")
