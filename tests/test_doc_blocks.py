@@ -1,8 +1,8 @@
 """Every code block of README and docs is run, or is in the table of those that are not.
 
 Python: the blocks of a page share one namespace, in this process; an `output` block is what the one
-before printed. The five-minute start is run as pairs of processes. Shell: `kvlink`, `mkdir` and `cp`
-are run; of other commands, targets, options, files, extras and modules must exist.
+before printed. The five-minute start is run as pairs of processes. Shell: `kvlink`, `mkdir` and
+`cp` are run; of other commands, targets, options, files, extras and modules must exist.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PAIRS = {
     "Send any tensors": "torch.Size([64, 896]) {'finished': False}",
     "Send between machines": "tensor(57344.)",
 }
-"""Sections of the five-minute start with a producer's and a consumer's script; what the consumer prints."""
+"""Sections of the start with a producer's and a consumer's script; what the consumer prints."""
 
 START = "docs/start.md"
 
@@ -112,7 +112,7 @@ class Model:
 
 @contextlib.contextmanager
 def sending() -> Iterator[dict[str, Any]]:
-    """What the fragments of "Send and receive" take for granted, over a link that has all features."""
+    """What the fragments of "Send and receive" need, over a link that has all features."""
     pools = [layers(2, 12, 16, 4, 128) for _ in range(4)]
     fifth, mine = cache("req-5"), layers(4, 40, 4, 128)
     keys, values = (layers(2, 40, 4, 128, value=0.0) for _ in range(2))
