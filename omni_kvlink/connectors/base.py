@@ -18,7 +18,7 @@ from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLO
 from omni_kvlink.connectors.protocol.process_check import check_process
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
-from omni_kvlink.payload.layouts import LayoutCache
+from omni_kvlink.payload.manifest import LayoutCache
 from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
 
 if TYPE_CHECKING:

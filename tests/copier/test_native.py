@@ -19,8 +19,7 @@ from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload import views
 from omni_kvlink.payload.format import DIGEST_CHUNK
-from omni_kvlink.payload.layouts import Layout
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing import COPIER_CHECKS
 
@@ -237,7 +236,7 @@ def test_torch_is_asked_nothing_about_tensors_that_lie_as_planned(
     }
     data = TensorTransferData("r", named | {"wide": torch.ones(2, requires_grad=True)})
     known, right = Layout(data.plan()), NativeCopier().pack(data.tensors(), data.plan())
-    assert known.template.packed is not None
+    assert known.packed is not None
     monkeypatch.setattr(native, "dense_addresses", None)
     assert NativeCopier().pack_known(data.tensors(), known, "r") == right
 
