@@ -193,7 +193,7 @@ def test_callers_from_many_threads() -> None:
 
 def test_a_small_payload_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [tensor_of([5, 3, 7], torch.float16, 1), torch.empty(0, 2, 2, dtype=torch.float16)]
-    monkeypatch.setattr(host, "CopyBatch", None)
+    monkeypatch.setattr(native, "_Batch", None)
     for digests in (True, False):
         data = TensorTransferData("r", dict(zip("ab", sources, strict=True)))
         payload = NativeCopier().pack(sources, data.plan(digests=digests))
@@ -289,7 +289,7 @@ def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) ->
         plan = data.plan(digests=digests)
         region = Mapping.anonymous(plan.nbytes).region
         with monkeypatch.context() as patch:
-            patch.setattr(host, "CopyBatch", None)
+            patch.setattr(native, "_Batch", None)
             found = NativeCopier().gather(sources, plan, region)
         assert found == (NativeCopier().digest(plan, region) if digests else ["", ""])
         received = TensorTransferData.from_region(plan, region)
@@ -318,13 +318,13 @@ def test_a_part_of_a_large_payload_goes_past_the_cache(
     monkeypatch: pytest.MonkeyPatch, tokens: int, stores: int
 ) -> None:
     """A layer alone would fit into the cache and evict those before it."""
-    seen, batch = list[int](), host.CopyBatch
+    seen, init = list[int](), host.CopyBatch.__init__
 
-    def watched(*args: int, **options: int) -> host.CopyBatch:
+    def watched(batch: host.CopyBatch, *args: int, **options: int) -> None:
         seen.append(options["stores"])
-        return batch(*args, **options)
+        init(batch, *args, **options)
 
-    monkeypatch.setattr(host, "CopyBatch", watched)
+    monkeypatch.setattr(host.CopyBatch, "__init__", watched)
     layers = [torch.zeros(tokens, 4, 64) for _ in range(2)]
     metadata = {"kv_lens": [tokens], "ropes": [0], "num_layers": 2}
     blocks = {"key_cache": layers, "value_cache": layers}
