@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.chunk_requests import ChunkRequests as ChunkRequests
     from omni_kvlink.payload.paged import BlockTable as BlockTable
     from omni_kvlink.payload.paged import PagedTensor as PagedTensor
-    from omni_kvlink.payload.pools import split_packed as split_packed
-    from omni_kvlink.payload.pools import split_stacked as split_stacked
+    from omni_kvlink.payload.paged import split_packed as split_packed
+    from omni_kvlink.payload.paged import split_stacked as split_stacked
     from omni_kvlink.payload.schema import KVCacheTransferData as KVCacheTransferData
     from omni_kvlink.payload.schema import KVMetadata as KVMetadata
     from omni_kvlink.payload.tensor_data import TensorTransferData as TensorTransferData
@@ -90,8 +90,7 @@ _NAMES = {
     "payload.branches": ("Shard",),
     "payload.bundle": ("BundleBranch", "KVCacheBundle", "KVPayload", "PrefixOf", "SameAs"),
     "payload.chunk_requests": ("ChunkRequests",),
-    "payload.paged": ("BlockTable", "PagedTensor"),
-    "payload.pools": ("split_packed", "split_stacked"),
+    "payload.paged": ("BlockTable", "PagedTensor", "split_packed", "split_stacked"),
     "payload.schema": ("KVCacheTransferData", "KVMetadata"),
     "payload.tensor_data": ("TensorTransferData",),
     "payload.views": ("TensorView",),

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from omni_kvlink._native import cuda, cuda_context
-from omni_kvlink.copier import device_payload, native, pinned, streams
+from omni_kvlink.copier import base, device_payload, native, pinned, streams
 from omni_kvlink.link import put_operation
 from omni_kvlink.payload import views
 
@@ -163,7 +163,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(cuda._part, "loaded", library)
     monkeypatch.setattr(cuda, "_registered", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda, "describe", lambda device: "cuda 13.0, Fake")
-    for module in (pinned, streams):
+    for module in (base, pinned, streams):
         monkeypatch.setattr(module, "device_of", lambda view: 0 if device.holds(view) else None)
     monkeypatch.setattr(put_operation, "is_on_device", lambda view: device.holds(view))
 

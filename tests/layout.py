@@ -86,7 +86,6 @@ ONLY = {
         "_native",
         "payload.digests",
         "payload.format",
-        "payload.layouts",
         "payload.manifest",
         "connectors",
     },

@@ -55,28 +55,24 @@ class Ticket:
 
     def wait(self) -> None:
         """Block until all copies are complete; any thread, several at once."""
-        _check(_load().kvlc_wait(self._number))
+        call("kvlc_wait", self._number)
 
     def is_complete(self) -> bool:
         """Whether all copies are complete; does not block."""
         flag = ctypes.c_uint64()
-        _check(_load().kvlc_poll(self._number, ctypes.byref(flag)))
+        call("kvlc_poll", self._number, ctypes.byref(flag))
         return flag.value > 0
 
     def digests(self) -> bytes:
         """Block until all copies are complete; return their digests, 4 bytes each."""
         buffer = array("I", bytes(4 * self._num_digests))
         address, count = buffer.buffer_info()
-        _check(
-            _load().kvlc_digests(
-                self._number, ctypes.c_void_p(address if count else None), ctypes.c_uint64(count)
-            )
-        )
+        call("kvlc_digests", self._number, address if count else None, count)
         return host.big_endian(buffer).tobytes()
 
     def make_stream_wait(self, stream: int) -> None:
         """Make later work on a stream of this device wait for all copies; does not block."""
-        _check(_load().kvlc_stream_wait(self._number, ctypes.c_uint64(stream)))
+        call("kvlc_stream_wait", self._number, stream)
 
     def close(self) -> None:
         """Block until all copies are complete; a second call does nothing."""
@@ -127,18 +123,14 @@ class DeviceBatch(host.CopyBatch):
 def record(device: int, stream: int) -> Ticket:
     """Record what a stream holds now, as a ticket; neither it nor its end blocks."""
     ticket = Ticket(None)
-    _check(
-        _load().kvlc_record(
-            ctypes.c_uint64(device), ctypes.c_uint64(stream), ctypes.byref(ticket._number)
-        )
-    )
+    call("kvlc_record", device, stream, ctypes.byref(ticket._number))
     return ticket
 
 
 def no_device() -> str | None:
     """Return why there is no device to copy from or to, and what helps; None if there is one."""
     try:
-        _check(_load().kvlc_devices(ctypes.byref(ctypes.c_uint64())))
+        call("kvlc_devices", ctypes.byref(ctypes.c_uint64()))
     except NativeError as error:
         return f"{error}; {DEVICE_CURE}"
     return None
@@ -148,7 +140,7 @@ def no_device() -> str | None:
 def describe(device: int) -> str:
     """Return CUDA's version and the device's name, such as "cuda 13.0, NVIDIA H200"."""
     text = ctypes.create_string_buffer(256)
-    _check(_load().kvlc_describe(ctypes.c_uint64(device), text, ctypes.c_uint64(256)))
+    call("kvlc_describe", device, text, len(text))
     return text.value.decode(errors="replace")
 
 
@@ -161,7 +153,7 @@ def crossover() -> int:
 def measured_crossovers(device: int) -> tuple[int, int]:
     """Return the bytes from which copy engines are faster than a kernel: (gather, scatter)."""
     sizes = (ctypes.c_uint64 * 2)()
-    _check(_load().kvlc_crossover(ctypes.c_uint64(device), sizes))
+    call("kvlc_crossover", device, sizes)
     return sizes[0], sizes[1]
 
 
@@ -186,14 +178,10 @@ _registered: weakref.WeakKeyDictionary[MappedPages, str | None] = weakref.WeakKe
 
 
 def _register(pages: MappedPages, device: int) -> str | None:
-    status = _load().kvlc_register(
-        ctypes.c_uint64(device),
-        ctypes.c_void_p(pages.address),
-        ctypes.c_uint64(pages.nbytes),
-        ctypes.c_uint64(pages.readonly),
-    )
-    if status:
-        return _last_error()
+    try:
+        call("kvlc_register", device, pages.address, pages.nbytes, pages.readonly)
+    except NativeError as error:
+        return str(error)
     finalizer = weakref.finalize(pages, _unregister, pages.address, os.getpid())
     finalizer.atexit = False  # the end of the process unmaps everything
     return None
@@ -228,8 +216,9 @@ _load, missing = _part.load, _part.missing
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function of the library; NativeError with its text if it fails."""
-    _check(getattr(_load(), name)(*arguments))
+    """Call a function of the library, ints and addresses as 64 bits; NativeError if it fails."""
+    wide = [ctypes.c_uint64(each) if isinstance(each, int) else each for each in arguments]
+    _check(getattr(_load(), name)(*wide))
 
 
 def _check(status: int) -> None:

@@ -24,9 +24,7 @@ class DevicePages:
 
     def __init__(self, device: int, nbytes: int):
         address = ctypes.c_void_p()
-        cuda.call(
-            "kvlc_allocate", ctypes.c_uint64(device), ctypes.c_uint64(nbytes), ctypes.byref(address)
-        )
+        cuda.call("kvlc_allocate", device, nbytes, ctypes.byref(address))
         self.device, self.address, self._pid = device, address.value or 0, os.getpid()
         weakref.finalize(self, _free, self.address, self._pid).atexit = False
 
@@ -38,18 +36,12 @@ class DevicePages:
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy a few bytes to the host; blocks for that."""
         buffer = ctypes.create_string_buffer(nbytes)
-        self._copy("kvlc_read", address, ctypes.cast(buffer, ctypes.c_void_p), nbytes)
+        cuda.call("kvlc_read", self.device, address, buffer, nbytes)
         return buffer.raw
 
     def write(self, address: int, data: bytes) -> None:
         """Copy a few bytes to the device; blocks for that."""
-        self._copy("kvlc_write", address, ctypes.c_char_p(data), len(data))
-
-    def _copy(
-        self, name: str, address: int, memory: ctypes.c_void_p | ctypes.c_char_p, nbytes: int
-    ) -> None:
-        location = ctypes.c_uint64(self.device), ctypes.c_void_p(address)
-        cuda.call(name, *location, memory, ctypes.c_uint64(nbytes))
+        cuda.call("kvlc_write", self.device, address, data, len(data))
 
 
 class DeviceMapping(Mapping):
@@ -82,17 +74,12 @@ def crcs_of(region: Region, spans: Sequence[tuple[int, int]]) -> list[int]:
     for start, stop in spans:
         packed.extend((region.address + start, stop - start))
     crcs = array("I", bytes(4 * len(spans)))
-    cuda.call(
-        "kvlc_digest",
-        ctypes.c_uint64(device),
-        ctypes.c_void_p(packed.buffer_info()[0] if packed else None),
-        ctypes.c_uint64(len(spans)),
-        ctypes.c_void_p(crcs.buffer_info()[0] if crcs else None),
-    )
+    addresses = [each.buffer_info()[0] if each else None for each in (packed, crcs)]
+    cuda.call("kvlc_digest", device, addresses[0], len(spans), addresses[1])
     return crcs.tolist()
 
 
 def _free(address: int, pid: int) -> None:
     """A finalizer: runs in any thread at any line, and takes none of this package's locks."""
     if pid == os.getpid():
-        cuda.call("kvlc_free", ctypes.c_void_p(address))
+        cuda.call("kvlc_free", address)

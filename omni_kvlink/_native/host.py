@@ -49,11 +49,6 @@ _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
 
 
-def _nanoseconds(deadline: float) -> int:
-    """A deadline as the library takes it."""
-    return 0 if deadline >= _LAST_SECOND else max(1, int(deadline * 1e9))
-
-
 class _CopyOptions(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("threads", "stores", "deadline"))
 
@@ -118,11 +113,9 @@ def packed_indexed_view(
     return (*view[:12], index, limit, split, stride)
 
 
-def packed_view_at(
-    template: PackedView, base: int, extent: int, *, offset: int, index: int
-) -> PackedView:
+def packed_view_at(template: PackedView, base: int, extent: int, *, index: int) -> PackedView:
     """Return an indexed view with the sizes and strides of `template`, at other addresses."""
-    return (base, extent, offset, *template[3:12], index, *template[13:])
+    return (base, extent, *template[2:12], index, *template[13:])
 
 
 class CopyBatch:
@@ -143,7 +136,8 @@ class CopyBatch:
         deadline: float = NEVER,
     ):
         self._payload = address, nbytes
-        self._options = _CopyOptions(threads, stores, _nanoseconds(deadline))
+        nanoseconds = 0 if deadline >= _LAST_SECOND else max(1, int(deadline * 1e9))
+        self._options = _CopyOptions(threads, stores, nanoseconds)
         self._views: list[int] = []
         self._spans: list[int] = []
         self._num_digests = 0

@@ -9,8 +9,13 @@ from omni_kvlink.adapters.base import CacheAdapter
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.kv_checks import CACHES
 from omni_kvlink.payload.overlap import check_distinct
-from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
+from omni_kvlink.payload.paged import (
+    IndexLike,
+    PagedTensor,
+    PoolLayers,
+    block_table_of,
+    paged_layers,
+)
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_memory import storage_address
 from omni_kvlink.payload.views import TensorView, dense, write

@@ -20,7 +20,7 @@ from omni_kvlink.payload.views import TensorView, dense
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.payload.pools import PoolLayers
+    from omni_kvlink.payload.paged import PoolLayers
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""

@@ -16,7 +16,7 @@ from omni_kvlink._native.device_memory import number_of
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLOT
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
-from omni_kvlink.payload.layouts import LayoutCache
+from omni_kvlink.payload.manifest import LayoutCache
 from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
 from omni_kvlink.system import process
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from omni_kvlink.copier.streams import StreamEvents, TorchEvent, device_of
+import torch
+
+from omni_kvlink.copier.streams import DeviceEvent, StreamEvents, device_of
 from omni_kvlink.memory.region import Scratch
 from omni_kvlink.system.deadline import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.layouts import Layout
-    from omni_kvlink.payload.manifest import Manifest
-    from omni_kvlink.payload.views import TensorView
+    from omni_kvlink.payload.manifest import Layout, Manifest
+    from omni_kvlink.payload.views import Views
 
 
 class GatherHandle:
@@ -71,12 +72,7 @@ class Copier(ABC):
 
     @abstractmethod
     def gather(
-        self,
-        sources: Sequence[TensorView],
-        manifest: Manifest,
-        region: Region,
-        *,
-        deadline: float = NEVER,
+        self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER
     ) -> list[str]:
         """Copy each tensor to its position in the payload; blocks until all are copied.
 
@@ -96,7 +92,7 @@ class Copier(ABC):
             TransferTimeout: the deadline passed; nothing writes to the payload any more.
         """
 
-    def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
+    def pack(self, sources: Views, manifest: Manifest) -> bytes:
         """Copy a small payload together; return all of it, header and tensors, as `bytes`.
 
         Sources and errors are those of `gather`; each source lies on the host.
@@ -107,9 +103,7 @@ class Copier(ABC):
         scratch.region.write(0, manifest.encode(digests))
         return scratch.give_back(manifest.nbytes)
 
-    def pack_known(
-        self, sources: Sequence[TensorView], layout: Layout, request_id: str
-    ) -> bytes | None:
+    def pack_known(self, sources: Views, layout: Layout, request_id: str) -> bytes | None:
         """Do what `pack` does, without a manifest, for the layout of an earlier payload.
 
         None if this copier cannot, or a source is not dense or not as the layout says: `pack` then
@@ -117,18 +111,22 @@ class Copier(ABC):
         """
         return None
 
-    def record(self, views: Sequence[TensorView]) -> StreamEvents:
+    def record(self, views: Views) -> StreamEvents:
         """Record what the calling thread's current streams hold now, on the devices of tensors.
 
         Another thread can then begin to copy them `after` that; it has current streams of its own.
         Does not block.
         """
         devices = {device_of(view) for view in views} - {None}
-        return StreamEvents([TorchEvent(device) for device in devices if device is not None])
+        return StreamEvents([self._event_on(device) for device in devices if device is not None])
+
+    def _event_on(self, device: int) -> DeviceEvent:
+        """Record what the calling thread's current stream of a device holds now."""
+        return _TorchEvent(device)
 
     def begin_gather(
         self,
-        sources: Sequence[TensorView],
+        sources: Views,
         manifest: Manifest,
         region: Region,
         *,
@@ -152,7 +150,7 @@ class Copier(ABC):
         """
 
     @abstractmethod
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Views) -> None:
         """Copy a payload into the caller's dense or paged tensors, checking digests on the way.
 
         Raises:
@@ -165,7 +163,7 @@ class Copier(ABC):
         self,
         manifest: Manifest,
         region: Region,
-        targets: Sequence[TensorView],
+        targets: Views,
         *,
         after: StreamEvents | None = None,
     ) -> StreamEvents:
@@ -188,3 +186,21 @@ class Copier(ABC):
         Raises:
             IntegrityError: names branch, layer, K or V, and the first MiB that differs.
         """
+
+
+class _TorchEvent(DeviceEvent):
+    """An event of torch, recorded on the calling thread's current stream."""
+
+    def __init__(self, device: int):
+        self.device = device
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def make_stream_wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self._event)

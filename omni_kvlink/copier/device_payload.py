@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from omni_kvlink._native import device_memory
@@ -10,7 +11,7 @@ from omni_kvlink.payload.digests import compare
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.tensor_memory import readable, writable
-from omni_kvlink.payload.views import TensorView, dense, tensor_view
+from omni_kvlink.payload.views import Views, dense, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,36 +20,25 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 
-def is_on(region: Region, device: int) -> bool:
-    """Whether a payload lies in the memory of this device."""
-    return device_memory.number_of(region.device) == device
-
-
 def digests(manifest: Manifest, region: Region) -> list[str]:
     """The digests that `Copier.digest` returns, computed by the payload's device."""
-    crcs = iter(_crcs(manifest.tensors, manifest.header_nbytes, region))
-    return ["".join(f"{next(crcs):08x}" for _ in _chunks(spec)) for spec in manifest.tensors]
+    return ["".join(f"{crc:08x}" for crc in crcs) for crcs in _crcs(manifest, region)]
 
 
 def verify(manifest: Manifest, region: Region) -> None:
     """Check every digest of a payload, on its device; see `Copier.verify`."""
-    crcs = iter(_crcs(manifest.tensors, manifest.header_nbytes, region))
-    for spec in manifest.tensors:
-        compare(spec, [next(crcs) for _ in _chunks(spec)])
+    for spec, crcs in zip(manifest.tensors, _crcs(manifest, region), strict=True):
+        compare(spec, crcs)
 
 
-def copy_in(
-    views: Sequence[TensorView], specs: Sequence[TensorSpec], data: int, region: Region
-) -> None:
+def copy_in(views: Views, specs: Sequence[TensorSpec], data: int, region: Region) -> None:
     """Let torch copy tensors of the host, or of another device, into a payload; blocks for that."""
     for view, spec in zip(views, specs, strict=True):
         tensor_view(region, spec, data).copy_(readable(dense(view), spec.where))
     _wait_for_torch(views, region)
 
 
-def copy_out(
-    views: Sequence[TensorView], specs: Sequence[TensorSpec], data: int, region: Region
-) -> None:
+def copy_out(views: Views, specs: Sequence[TensorSpec], data: int, region: Region) -> None:
     """Let torch copy a payload into tensors of the host, or of another device; blocks for that."""
     for view, spec in zip(views, specs, strict=True):
         source = tensor_view(region, spec, data)
@@ -59,21 +49,19 @@ def copy_out(
     _wait_for_torch(views, region)
 
 
-def _wait_for_torch(views: Sequence[TensorView], region: Region) -> None:
+def _wait_for_torch(views: Views, region: Region) -> None:
     device = device_memory.number_of(region.device)
     if views and device is not None:
         synchronize(device)
 
 
-def _chunks(spec: TensorSpec) -> range:
-    """The offsets of the parts with a digest; none if the tensor has no digests."""
-    return range(0, spec.nbytes if spec.digest else 0, DIGEST_CHUNK)
-
-
-def _crcs(specs: Sequence[TensorSpec], data: int, region: Region) -> list[int]:
-    spans = [
-        (data + spec.start + offset, data + min(spec.start + offset + DIGEST_CHUNK, spec.stop))
-        for spec in specs
-        for offset in _chunks(spec)
-    ]
-    return device_memory.crcs_of(region, spans) if spans else []
+def _crcs(manifest: Manifest, region: Region) -> list[list[int]]:
+    """The CRC-32C of each chunk of each tensor; none if the tensor has no digests."""
+    spans, counts = list[tuple[int, int]](), list[int]()
+    for spec in manifest.tensors:
+        first = manifest.header_nbytes + spec.start
+        starts = range(first, first + spec.nbytes if spec.digest else first, DIGEST_CHUNK)
+        spans += [(at, min(at + DIGEST_CHUNK, first + spec.nbytes)) for at in starts]
+        counts.append(len(starts))
+    crcs = iter(device_memory.crcs_of(region, spans) if spans else ())
+    return [list(islice(crcs, count)) for count in counts]

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from omni_kvlink._native import dlpack, host
 from omni_kvlink.copier.base import Copier
-from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.copier.torch_copier import COPYING, LARGE_STEP, gather_steps
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import mismatch
-from omni_kvlink.payload.header_template import SIMPLE_QUOTES, quote_id
+from omni_kvlink.payload.manifest import SIMPLE_QUOTES, quote_id
+from omni_kvlink.payload.overlap import check_targets
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.tensor_memory import address_of, are_whole, writable
 from omni_kvlink.payload.views import (
     TensorView,
+    Views,
     check_fit,
     dense_addresses,
     is_dense,
-    packed_host_view,
+    packed_view,
     tensor_view,
 )
 from omni_kvlink.system.deadline import NEVER, check_deadline, deadline_passed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from array import array
+    from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.layouts import Layout
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import Layout, Manifest, TensorSpec
 
 
 _SMALL = 1 << 20
@@ -71,54 +71,37 @@ class NativeCopier(Copier):
         return self._copies.nbytes()
 
     def gather(
-        self,
-        sources: Sequence[TensorView],
-        manifest: Manifest,
-        region: Region,
-        *,
-        deadline: float = NEVER,
+        self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
         sources = check_fit(sources, manifest, region)
-        if manifest.nbytes <= _SMALL:
-            digests = self._gather_few(sources, manifest, region) if len(sources) <= _FEW else None
+        if manifest.nbytes <= _SMALL and len(sources) <= _FEW:
+            digests = self._gather_few(sources, manifest, region)
             if digests is not None:
                 return digests
-            pairs = zip(sources, manifest.tensors, strict=True)
-            packed = [packed_host_view(source, spec.where) for source, spec in pairs]
-            if all(packed):
-                return self._gather_small(packed, manifest, region)
         native, torch_batch, torch_copies = self._split(sources, manifest, region, deadline)
         for source, target, spec in torch_copies:
             for _ in gather_steps(source, target, spec, LARGE_STEP):
                 check_deadline(deadline, COPYING)
-        by_name = native.gather()
+        by_name = native.by_name(native.gather())
         if torch_batch is not None:
-            by_name |= torch_batch.digest()
+            by_name |= torch_batch.by_name(torch_batch.digest())
         return [by_name[spec.name] for spec in manifest.tensors]
 
-    def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
+    def pack(self, sources: Views, manifest: Manifest) -> bytes:
         """Put dense tensors together in one call of the library."""
-        packed, request_id = manifest.packed, manifest.request_id
-        if packed is None:
+        layout = manifest.layout
+        payload = None if layout is None else self.pack_known(sources, layout, manifest.request_id)
+        if payload is None or len(payload) != manifest.nbytes:
             return super().pack(sources, manifest)
-        sizes = manifest.nbytes, manifest.header_nbytes
-        payload = self._pack_plain(packed, *sizes, request_id, sources)
-        if payload is not None:
-            return payload
-        addresses = dense_addresses(sources, manifest.tensors)
-        if addresses is None:
-            return super().pack(sources, manifest)
-        return packed.pack(*sizes, quote_id(request_id), addresses)
+        return payload
 
-    def pack_known(
-        self, sources: Sequence[TensorView], layout: Layout, request_id: str
-    ) -> bytes | None:
+    def pack_known(self, sources: Views, layout: Layout, request_id: str) -> bytes | None:
         """Put dense tensors together in one call of the library."""
-        packed = layout.template.packed
+        packed = layout.packed
         if packed is None:
             return None
-        header_nbytes = layout.template.header_nbytes(len(request_id) + SIMPLE_QUOTES)
+        header_nbytes = layout.header_nbytes(len(request_id) + SIMPLE_QUOTES)
         nbytes = header_nbytes + layout.data_nbytes
         payload = self._pack_plain(packed, nbytes, header_nbytes, request_id, sources)
         if payload is not None:
@@ -127,7 +110,7 @@ class NativeCopier(Copier):
         if addresses is None:
             return None
         quoted_id = quote_id(request_id)
-        header_nbytes = layout.template.header_nbytes(len(quoted_id))
+        header_nbytes = layout.header_nbytes(len(quoted_id))
         return packed.pack(header_nbytes + layout.data_nbytes, header_nbytes, quoted_id, addresses)
 
     def _pack_plain(
@@ -136,7 +119,7 @@ class NativeCopier(Copier):
         nbytes: int,
         header_nbytes: int,
         request_id: str,
-        sources: Sequence[TensorView],
+        sources: Views,
     ) -> bytes | None:
         """Pack tensors that the library looks at by itself; None if one is not plain and dense.
 
@@ -153,9 +136,7 @@ class NativeCopier(Copier):
         except RuntimeError:  # torch cannot describe one
             return None
 
-    def _gather_few(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region
-    ) -> list[str] | None:
+    def _gather_few(self, sources: Views, manifest: Manifest, region: Region) -> list[str] | None:
         """Gather dense tensors, each by one call; None if a tensor is not dense, or was refused."""
         data, digests = manifest.header_nbytes, []
         for view, spec in zip(sources, manifest.tensors, strict=True):
@@ -171,34 +152,15 @@ class NativeCopier(Copier):
             digests.append(f"{crc:08x}" if digest else "")
         return digests
 
-    def _gather_small(
-        self, packed: Sequence[host.PackedView], manifest: Manifest, region: Region
-    ) -> list[str]:
-        """Gather what costs less to copy than to divide."""
-        batch = host.CopyBatch(region.address, region.nbytes, threads=1, stores=host.AUTO)
-        data, specs = manifest.header_nbytes, manifest.tensors
-        for view, spec in zip(packed, specs, strict=True):
-            batch.add(data + spec.start, spec.stop - spec.start, view, digest=bool(spec.digest))
-        try:
-            text = batch.gather().hex()
-        except host.CopyFailed:
-            with failures(specs):
-                raise
-        if not text:
-            return [""] * len(specs)
-        if len(text) == 8 * len(specs):
-            return [text[start : start + 8] for start in range(0, len(text), 8)]
-        return split_digests(text, specs)
-
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Views) -> None:
         """Copy out and check digests in one call; torch copies what the library cannot address."""
         targets = check_targets(targets, manifest, region)
         native, torch_batch, torch_copies = self._split(
             targets, manifest, region, NEVER, writing=True
         )
-        native.scatter()
+        native.scatter(native.committed())
         if torch_batch is not None:
-            torch_batch.verify()
+            torch_batch.verify(torch_batch.committed())
         for target, source, spec in torch_copies:
             if isinstance(target, PagedTensor):
                 target.fill(source)
@@ -209,20 +171,20 @@ class NativeCopier(Copier):
         """Compute the digests of a payload in one call of the library."""
         batch = _Batch(manifest, region, self.threads, deadline)
         for spec in manifest.tensors:
-            batch.add(spec)
-        return list(batch.digest().values())
+            batch.add_tensor(spec)
+        return list(batch.by_name(batch.digest()).values())
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests in one call of the library."""
         batch = _Batch(manifest, region, self.threads)
         for spec in manifest.tensors:
             if spec.digest:
-                batch.add(spec)
-        batch.verify()
+                batch.add_tensor(spec)
+        batch.verify(batch.committed())
 
     def _split(
         self,
-        views: Sequence[TensorView],
+        views: Views,
         manifest: Manifest,
         region: Region,
         deadline: float,
@@ -233,60 +195,56 @@ class NativeCopier(Copier):
         native, torch_batch = _Batch(manifest, region, self.threads, deadline), None
         torch_copies = []
         for view, spec in zip(views, manifest.tensors, strict=True):
-            packed = packed_host_view(view, spec.where, writing=writing)
+            packed: host.PackedView = ()
+            if view.device.type == "cpu":
+                packed = packed_view(view, spec.where, writing=writing)
             if packed:
-                native.add(spec, packed)
+                native.add_tensor(spec, packed)
             else:
                 torch_batch = torch_batch or _Batch(manifest, region, self.threads, deadline)
-                torch_batch.add(spec)
+                torch_batch.add_tensor(spec)
                 torch_copies.append((view, tensor_view(region, spec, manifest.header_nbytes), spec))
-        self._count([view for view, *_ in torch_copies])
+        if torch_copies:
+            self._count([view for view, *_ in torch_copies])
         return native, torch_batch, torch_copies
 
     def _count(self, views: list[TensorView]) -> None:
         """Count the device tensors among those that torch copies."""
-        if views:
-            self._copies.add("pageable", views)
+        self._copies.add("pageable", views)
 
 
-class _Batch:
-    """A `host.CopyBatch` whose copies and digests are a manifest's tensors."""
+class _Batch(host.CopyBatch):
+    """The copies and digests of a manifest's tensors; an error names the tensor."""
 
     def __init__(self, manifest: Manifest, region: Region, threads: int, deadline: float = NEVER):
         # By the whole payload: one cached layer would evict the others.
         stores = host.STREAM if manifest.nbytes > host.LARGE else host.AUTO
-        self._batch = host.CopyBatch(
-            region.address, region.nbytes, threads=threads, stores=stores, deadline=deadline
+        count = 1 if manifest.nbytes <= _SMALL else threads
+        super().__init__(
+            region.address, region.nbytes, threads=count, stores=stores, deadline=deadline
         )
         self._data = manifest.header_nbytes
         self._specs: list[TensorSpec] = []
 
-    def add(self, spec: TensorSpec, view: host.PackedView = ()) -> None:
+    def add_tensor(self, spec: TensorSpec, view: host.PackedView = ()) -> None:
         self._specs.append(spec)
-        self._batch.add(self._data + spec.start, spec.nbytes, view, digest=bool(spec.digest))
+        start, nbytes = self._data + spec.start, spec.stop - spec.start
+        self.add(start, nbytes, view, digest=bool(spec.digest))
 
-    def gather(self) -> dict[str, str]:
-        with failures(self._specs):
-            return self._by_name(self._batch.gather())
+    def committed(self) -> bytes:
+        """The digests that the manifest has."""
+        return bytes.fromhex("".join([spec.digest for spec in self._specs]))
 
-    def digest(self) -> dict[str, str]:
-        with failures(self._specs):
-            return self._by_name(self._batch.digest())
-
-    def scatter(self) -> None:
-        with failures(self._specs):
-            self._batch.scatter(self._committed())
-
-    def verify(self) -> None:
-        with failures(self._specs):
-            self._batch.verify(self._committed())
-
-    def _committed(self) -> bytes:
-        return bytes.fromhex("".join(spec.digest for spec in self._specs))
-
-    def _by_name(self, digests: bytes) -> dict[str, str]:
-        names = (spec.name for spec in self._specs)
+    def by_name(self, digests: bytes) -> dict[str, str]:
+        """The digests of each tensor, as `TensorSpec.digest` holds them."""
+        names = [spec.name for spec in self._specs]
         return dict(zip(names, split_digests(digests.hex(), self._specs), strict=True))
+
+    def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
+        try:
+            super()._call(name, entries, digests)
+        except host.CopyFailed as failed:
+            raise copy_error(failed, self._specs) from None
 
 
 def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:
@@ -297,15 +255,6 @@ def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:
         digests.append(text[start:stop])
         start = stop
     return digests
-
-
-@contextmanager
-def failures(specs: Sequence[TensorSpec]) -> Iterator[None]:
-    """Translate the library's errors; see `copy_error`."""
-    try:
-        yield
-    except host.CopyFailed as failed:
-        raise copy_error(failed, specs) from None
 
 
 def copy_error(failed: host.CopyFailed, specs: Sequence[TensorSpec]) -> Exception:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from omni_kvlink._native import cuda, host
+from omni_kvlink._native import cuda, device_memory, host
 from omni_kvlink.copier import device_payload
 from omni_kvlink.copier.base import GatherHandle
-from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.native import NativeCopier, copy_error, split_digests
-from omni_kvlink.copier.streams import StreamEvents, current_stream, device_of
+from omni_kvlink.copier.streams import DeviceEvent, StreamEvents, current_stream, device_of
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.payload.digests import chunks_of, compare
-from omni_kvlink.payload.views import TensorView, aliases, check_sizes, check_view_fits, packed_view
+from omni_kvlink.payload.overlap import check_targets
+from omni_kvlink.payload.views import (
+    TensorView,
+    Views,
+    aliases,
+    check_sizes,
+    check_view_fits,
+    packed_view,
+)
 from omni_kvlink.system.deadline import NEVER
 
 if TYPE_CHECKING:
@@ -61,35 +68,22 @@ class PinnedCopier(NativeCopier):
         return f"{host.features()}, {cuda.describe(0)}"
 
     def gather(
-        self,
-        sources: Sequence[TensorView],
-        manifest: Manifest,
-        region: Region,
-        *,
-        deadline: float = NEVER,
+        self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER
     ) -> list[str]:
         """Copy and wait; device tensors are copied while host tensors are."""
         with _CopiesInProgress() as copies:
             return self._begin(sources, manifest, region, copies, deadline=deadline)()
 
-    def pack(self, sources: Sequence[TensorView], manifest: Manifest) -> bytes:
+    def pack(self, sources: Views, manifest: Manifest) -> bytes:
         """Leave it to the native copier: no source lies on a device."""
         return self._native.pack(sources, manifest)
 
-    def record(self, views: Sequence[TensorView]) -> StreamEvents:
-        """Record an event for each device on the calling thread's current stream."""
-        devices = {device_of(view) for view in views} - {None}
-        return StreamEvents(
-            [
-                _TicketEvent(device, cuda.record(device, current_stream(device)))
-                for device in devices
-                if device is not None
-            ]
-        )
+    def _event_on(self, device: int) -> DeviceEvent:
+        return _TicketEvent(device, cuda.record(device, current_stream(device)))
 
     def begin_gather(
         self,
-        sources: Sequence[TensorView],
+        sources: Views,
         manifest: Manifest,
         region: Region,
         *,
@@ -105,14 +99,13 @@ class PinnedCopier(NativeCopier):
 
         return GatherHandle(wait)
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Views) -> None:
         """Copy out, blocking until device copies are complete, whose digests devices compute."""
         targets = check_targets(targets, manifest, region)
         assignment = _Assignment(self, targets, manifest, region, writing=True)
         with _CopiesInProgress() as copies:
             for part in _parts(manifest):
-                assignment.assign(part)
-                assignment.begin("scatter", copies)
+                assignment.begin("scatter", assignment.assign(part), copies)
             if assignment.host_numbers:
                 host_manifest, views = assignment.host_part()
                 self._scatter_others(host_manifest, region, views)
@@ -134,7 +127,7 @@ class PinnedCopier(NativeCopier):
         self,
         manifest: Manifest,
         region: Region,
-        targets: Sequence[TensorView],
+        targets: Views,
         *,
         after: StreamEvents | None = None,
     ) -> StreamEvents:
@@ -144,22 +137,22 @@ class PinnedCopier(NativeCopier):
         """
         targets = check_targets(targets, manifest, region)
         assignment = _Assignment(self, targets, manifest, region, after, digest=False, writing=True)
-        assignment.assign(range(len(manifest.tensors)))
-        for numbers in assignment.by_device():
-            self.verify(_part(manifest, numbers), region)
+        new = assignment.assign(range(len(manifest.tensors)))
+        for each in new:
+            self.verify(_part(manifest, each.numbers), region)
         host_manifest, views = assignment.host_part()
         _follow(views, after)
         if views:
             self._scatter_others(host_manifest, region, views)
         ends = [*self.record(views).events]  # of the copies that torch made
         with _CopiesInProgress() as copies:
-            assignment.begin("scatter", copies)
+            assignment.begin("scatter", new, copies)
         ends += [_TicketEvent(copy.device, copy.ticket) for copy in copies]
         return StreamEvents(ends)
 
     def _begin(
         self,
-        sources: Sequence[TensorView],
+        sources: Views,
         manifest: Manifest,
         region: Region,
         copies: _CopiesInProgress,
@@ -173,8 +166,7 @@ class PinnedCopier(NativeCopier):
         for part in _parts(manifest):
             for number in part:
                 check_view_fits(sources[number], manifest.tensors[number])
-            assignment.assign(part)
-            assignment.begin("gather", copies)
+            assignment.begin("gather", assignment.assign(part), copies)
         digests = [""] * len(sources)
         if assignment.host_numbers:
             host_manifest, views = assignment.host_part()
@@ -194,7 +186,7 @@ class PinnedCopier(NativeCopier):
         self,
         manifest: Manifest,
         region: Region,
-        views: Sequence[TensorView],
+        views: Views,
         after: StreamEvents | None,
         deadline: float,
     ) -> list[str]:
@@ -205,9 +197,7 @@ class PinnedCopier(NativeCopier):
         device_payload.copy_in(views, manifest.tensors, manifest.header_nbytes, region)
         return device_payload.digests(manifest, region)
 
-    def _scatter_others(
-        self, manifest: Manifest, region: Region, views: Sequence[TensorView]
-    ) -> None:
+    def _scatter_others(self, manifest: Manifest, region: Region, views: Views) -> None:
         """Copy out, by the host or by torch, what no device copies by itself."""
         if region.device == "cpu":
             super().scatter(manifest, region, views)
@@ -221,7 +211,7 @@ class PinnedCopier(NativeCopier):
     def _can_reach(self, region: Region, device: int) -> bool:
         """Whether a device copies from and to a payload by itself."""
         if region.device != "cpu":
-            return device_payload.is_on(region, device)
+            return device_memory.number_of(region.device) == device
         reason = cuda.register(region, device)
         if reason and not self._warned:
             self._warned = True
@@ -240,7 +230,7 @@ class _Assignment:
     def __init__(
         self,
         copier: PinnedCopier,
-        views: Sequence[TensorView],
+        views: Views,
         manifest: Manifest,
         region: Region,
         after: StreamEvents | None = None,
@@ -252,41 +242,37 @@ class _Assignment:
         """Numbers of the tensors that are left to the host and torch."""
         self._copier, self._views, self._manifest, self._region = copier, views, manifest, region
         self._after, self._digest, self._writing = after, digest, writing
-        self._devices: dict[int, _OnDevice | None] = {}  # None: it cannot reach the payload
+        self._can_reach: dict[int, bool] = {}
 
-    def assign(self, part: range) -> None:
-        """Assign the tensors of these numbers, which follow those of the call before."""
+    def assign(self, part: range) -> list[_Copies]:
+        """Assign the tensors of these numbers; return the copies of each device, to be begun."""
+        by_device: dict[int, _Copies] = {}
         for number in part:
-            view = self._views[number]
+            view, spec = self._views[number], self._manifest.tensors[number]
             device = device_of(view)
-            label = self._manifest.tensors[number].where
-            packed = () if device is None else packed_view(view, label, writing=self._writing)
-            copies = None
-            if device is not None and packed:
-                if device not in self._devices:
-                    self._devices[device] = self._on_device(device)
-                copies = self._devices[device]
-            if copies is None:
+            packed = () if device is None else packed_view(view, spec.where, writing=self._writing)
+            if device is None or not packed or not self._reaches(device):
                 self.host_numbers.append(number)
-            else:
-                copies.add(number, view, packed, digest=self._digest)
+                continue
+            if device not in by_device:
+                crossover = self._copier._crossover
+                by_device[device] = _Copies(device, self._region, self._after, crossover)
+            start, digest = self._manifest.header_nbytes + spec.start, self._digest
+            by_device[device].add(number, view, spec, start, packed, digest=digest)
+        return list(by_device.values())
 
-    def _on_device(self, device: int) -> _OnDevice | None:
-        if not self._copier._can_reach(self._region, device):
-            return None
-        crossover = self._copier._crossover
-        return _OnDevice(device, self._manifest, self._region, self._after, crossover)
+    def _reaches(self, device: int) -> bool:
+        if device not in self._can_reach:
+            self._can_reach[device] = self._copier._can_reach(self._region, device)
+        return self._can_reach[device]
 
-    def by_device(self) -> list[list[int]]:
-        """For each device, the numbers of the tensors that it will copy."""
-        return [part.numbers for part in self._devices.values() if part is not None]
-
-    def begin(self, verb: str, copies: _CopiesInProgress) -> None:
-        """Begin to copy, on each device, what was assigned to it since the last call."""
+    def begin(self, verb: str, new: list[_Copies], copies: _CopiesInProgress) -> None:
+        """Begin copies that were assigned; `copies` has those that were begun."""
         kind = "pinned" if self._region.device == "cpu" else "device"
-        for part in self._devices.values():
-            if part is not None and part.numbers:
-                self._copier._copies.add_nbytes(kind, part.begin(verb, copies))
+        for each in new:
+            copies.append(each)
+            each.begin(verb)
+            self._copier._copies.add_nbytes(kind, each.nbytes)
 
     def host_part(self) -> tuple[Manifest, list[TensorView]]:
         """The tensors that are left to the host and torch, which are counted as pageable."""
@@ -295,67 +281,51 @@ class _Assignment:
         return _part(self._manifest, self.host_numbers), views
 
 
-class _OnDevice:
-    """The copies of one device, collected and begun part by part."""
+class _Copies:
+    """Tensors that one device copies together, first collected, then begun with a ticket."""
 
-    def __init__(
-        self,
-        device: int,
-        manifest: Manifest,
-        region: Region,
-        after: StreamEvents | None,
-        crossover: int,
-    ):
-        self._device, self._stream, self._crossover = device, current_stream(device), crossover
-        self._manifest, self._region, self._after = manifest, region, _recorded_on(device, after)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.numbers: list[int] = []
+    def __init__(self, device: int, region: Region, after: StreamEvents | None, crossover: int):
+        self.device, self._after = device, _recorded_on(device, after)
+        self._batch = cuda.DeviceBatch(region.address, region.nbytes, crossover)
         self._views: list[TensorView] = []
+        self.ticket, self.nbytes = cuda.Ticket((region, self._views)), 0
+        self.numbers: list[int] = []
         self._specs: list[TensorSpec] = []
-        region = self._region
-        self._batch = cuda.DeviceBatch(region.address, region.nbytes, self._crossover)
-        self._nbytes = 0
 
-    def add(self, number: int, view: TensorView, packed: host.PackedView, *, digest: bool) -> None:
-        spec = self._manifest.tensors[number]
-        start, nbytes = self._manifest.header_nbytes + spec.start, spec.stop - spec.start
+    def add(
+        self,
+        number: int,
+        view: TensorView,
+        spec: TensorSpec,
+        start: int,
+        packed: host.PackedView,
+        *,
+        digest: bool,
+    ) -> None:
         self.numbers.append(number)
         self._views.append(view)
         self._specs.append(spec)
-        self._batch.add(start, nbytes, packed, digest=digest and bool(spec.digest))
-        self._nbytes += nbytes
+        self._batch.add(start, spec.nbytes, packed, digest=digest and bool(spec.digest))
+        self.nbytes += spec.nbytes
 
-    def begin(self, verb: str, copies: _CopiesInProgress) -> int:
-        """Begin what was added since the last call; return its bytes."""
-        ticket, nbytes = cuda.Ticket((self._region, self._views)), self._nbytes
-        copies.append(_Copies(self._device, ticket, self.numbers, self._specs))
+    def begin(self, verb: str) -> None:
+        """Begin to copy what was added."""
+        stream = current_stream(self.device)
         try:
-            self._batch.begin(verb, ticket, self._device, self._stream, self._after)
+            self._batch.begin(verb, self.ticket, self.device, stream, self._after)
         except host.CopyFailed as failed:
             raise copy_error(failed, self._specs) from None
-        self._clear()
-        return nbytes
-
-
-class _Copies(NamedTuple):
-    """The tensors that a ticket's copies move."""
-
-    device: int
-    ticket: cuda.Ticket
-    numbers: Sequence[int]
-    specs: Sequence[TensorSpec]
+        del self._batch, self._views, self._after  # the ticket keeps what the copies use
 
     def digests(self) -> list[str]:
         """Block until all is copied; return the tensors' digests, empty where there are none."""
         text = self.ticket.digests().hex()
         self.ticket.close()
-        return split_digests(text, self.specs)
+        return split_digests(text, self._specs)
 
     def verify(self) -> None:
         """Block until all is copied; IntegrityError for bytes that are not those committed."""
-        for spec, text in zip(self.specs, self.digests(), strict=True):
+        for spec, text in zip(self._specs, self.digests(), strict=True):
             if text != spec.digest:
                 compare(spec, chunks_of(text))
 
@@ -382,8 +352,8 @@ class _CopiesInProgress(list[_Copies]):
                     stack.callback(copy.ticket.close)
 
 
-class _TicketEvent:
-    """A `DeviceEvent` of the CUDA library: the end of a ticket's copies."""
+class _TicketEvent(DeviceEvent):
+    """The end of a ticket's copies."""
 
     def __init__(self, device: int, ticket: cuda.Ticket):
         self.device, self.ticket = device, ticket
@@ -411,7 +381,7 @@ def _recorded_on(device: int, after: StreamEvents | None) -> cuda.Ticket | None:
     return None if event is None else event.ticket
 
 
-def _follow(views: Sequence[TensorView], after: StreamEvents | None) -> None:
+def _follow(views: Views, after: StreamEvents | None) -> None:
     """Let what torch copies follow `after`, too: its copies run on the thread's own streams."""
     if after is not None and any(device_of(view) is not None for view in views):
         after.make_streams_wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,17 +22,20 @@ T = TypeVar("T")
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class DeviceEvent(Protocol):
+class DeviceEvent(ABC):
     """A moment in the work of one device."""
 
     device: int
 
+    @abstractmethod
     def wait(self) -> None:
         """Block until the device has reached it."""
 
+    @abstractmethod
     def is_done(self) -> bool:
         """Whether the device has reached it; does not block."""
 
+    @abstractmethod
     def make_stream_wait(self) -> None:
         """Make later work of the calling thread's current stream wait for it; does not block."""
 
@@ -90,27 +94,6 @@ class StreamEvents:
     def of(self, device: int) -> DeviceEvent | None:
         """The moment of one device; None if it is not one of `devices`, or was waited for."""
         return next((event for event in self.events if event.device == device), None)
-
-
-class TorchEvent:
-    """A `DeviceEvent` of torch, recorded on the calling thread's current stream."""
-
-    def __init__(self, device: int):
-        self.device = device
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        """Block until the device has reached it."""
-        self._event.synchronize()
-
-    def is_done(self) -> bool:
-        """Whether the device has reached it; does not block."""
-        return bool(self._event.query())
-
-    def make_stream_wait(self) -> None:
-        """Make later work of the calling thread's current stream wait for it."""
-        torch.cuda.current_stream(self.device).wait_event(self._event)
 
 
 def device_of(view: TensorView) -> int | None:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.copier.base import Copier
-from omni_kvlink.copier.fit import check_targets
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
+from omni_kvlink.payload.overlap import check_targets
 from omni_kvlink.payload.paged import STEP, PagedTensor
 from omni_kvlink.payload.tensor_memory import readable, writable
-from omni_kvlink.payload.views import TensorView, check_fit, tensor_view
+from omni_kvlink.payload.views import TensorView, Views, check_fit, tensor_view
 from omni_kvlink.system.deadline import NEVER, check_deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from typing_extensions import Self
 
@@ -48,12 +48,7 @@ class TorchCopier(Copier):
         return self._copies.nbytes()
 
     def gather(
-        self,
-        sources: Sequence[TensorView],
-        manifest: Manifest,
-        region: Region,
-        *,
-        deadline: float = NEVER,
+        self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER
     ) -> list[str]:
         """Copy tensor by tensor, hashing each MiB while it is in cache."""
         sources = check_fit(sources, manifest, region)
@@ -76,7 +71,7 @@ class TorchCopier(Copier):
         tensors = manifest.tensors
         return [tensor_digest(manifest, region, spec, deadline).text() for spec in tensors]
 
-    def scatter(self, manifest: Manifest, region: Region, targets: Sequence[TensorView]) -> None:
+    def scatter(self, manifest: Manifest, region: Region, targets: Views) -> None:
         """Copy tensor by tensor, hashing the payload while it is in cache."""
         targets = check_targets(targets, manifest, region)
         self._copies.add("pageable", targets)
@@ -89,7 +84,7 @@ class TorchCopier(Copier):
                 if spec.digest:
                     digest.advance(upto)
             if spec.digest:
-                compare(spec, digest.values())
+                compare(spec, digest.crcs)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Hash every tensor of the payload and compare with the committed digests."""

@@ -16,8 +16,8 @@ from omni_kvlink.errors import (
     TransferTimeout,
     format_seconds,
 )
+from omni_kvlink.payload.append_stream import StreamPosition
 from omni_kvlink.payload.chunk_requests import PackedRequests
-from omni_kvlink.payload.growing import StreamPosition
 from omni_kvlink.system import process
 from omni_kvlink.system.deadline import Deadline
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
     from omni_kvlink.link.put_operation import CopiedPut
     from omni_kvlink.memory.region import Lease
-    from omni_kvlink.payload.growing import StreamSpec
+    from omni_kvlink.payload.append_stream import StreamSpec
 
 
 class AppendStream:

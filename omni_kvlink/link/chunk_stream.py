@@ -15,14 +15,14 @@ from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
 from omni_kvlink.link.read_block import ReadBlock
-from omni_kvlink.payload.expected import ExpectedPayload
-from omni_kvlink.payload.growing import (
+from omni_kvlink.payload.append_stream import (
     PLAIN_CHUNK,
     StreamPosition,
     open_plain_chunk,
     read_end,
     read_head,
 )
+from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.layouts import LayoutCache
+    from omni_kvlink.payload.manifest import LayoutCache
 
 AHEAD = 4
 """Chunks that a reader has requested: each is on its way as soon as it is appended."""

@@ -24,14 +24,13 @@ from omni_kvlink.link.read_block import ReadBlock
 from omni_kvlink.link.received_batch import ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedStream
 from omni_kvlink.link.scatter import scatter_delivery
-from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
+from omni_kvlink.payload.append_stream import check_chunk, open_chunk, tensors_of_chunk
+from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, targets_of
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
-from omni_kvlink.payload.growing import check_chunk, open_chunk, tensors_of_chunk
 from omni_kvlink.payload.kv_checks import check_reason
-from omni_kvlink.payload.layouts import KnownHeader
+from omni_kvlink.payload.manifest import KnownHeader
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.payload.targets import targets_of
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Choice, Integer
 from omni_kvlink.system.deadline import Deadline
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.append_stream import StreamPosition
     from omni_kvlink.payload.chunk_requests import RequestSizes
-    from omni_kvlink.payload.growing import StreamPosition
-    from omni_kvlink.payload.layouts import LayoutCache
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest
     from omni_kvlink.payload.views import TensorView
 
 Verify: TypeAlias = Literal["auto", "full", "off"]

@@ -21,8 +21,8 @@ from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.put_operation import PayloadPut, PutOperation
 from omni_kvlink.link.put_stream import PutStream
 from omni_kvlink.memory.region import Lease
+from omni_kvlink.payload.append_stream import StreamPosition, StreamSpec
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES, check_payload, payload_list
-from omni_kvlink.payload.growing import StreamPosition, StreamSpec
 from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import check_request_id

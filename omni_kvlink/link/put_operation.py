@@ -11,8 +11,7 @@ from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
 from omni_kvlink.errors import CapacityError
 from omni_kvlink.link.in_place import gather_into
-from omni_kvlink.payload.layouts import Layout
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.system.threads import start_detached
 

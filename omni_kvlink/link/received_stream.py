@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.progress import Progress
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.layouts import LayoutCache
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest
 
 LayerKey: TypeAlias = tuple[str, int]
 """A layer's branch and index."""

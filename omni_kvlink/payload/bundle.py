@@ -1,10 +1,10 @@
-"""`KVCacheBundle`: all caches of one request in one payload; and how any payload is opened."""
+"""`KVCacheBundle`: all caches of one request in one payload; how any payload is opened and read."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from omni_kvlink.payload.schema import (
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
@@ -254,3 +254,45 @@ def payload_list(payloads: Iterable[Payload], call: str) -> list[Payload]:
 def open_payload(manifest: Manifest, region: Region) -> Payload:
     """The data that were put, as views of the payload; nothing is copied."""
     return PAYLOAD_KINDS[manifest.kind].views_of(manifest, manifest.branches, region)
+
+
+def targets_of(
+    data: Payload, into: PayloadBase | Mapping[str, Any] | Sequence[TensorView]
+) -> Sequence[TensorView]:
+    """Return the tensors of `into` in the order of `data.tensors()`.
+
+    SchemaError if it is nothing that holds tensors, or has other names than `data`.
+    """
+    if isinstance(into, PayloadBase):
+        return into.tensors()
+    if isinstance(into, Mapping):
+        if isinstance(data, TensorTransferData):
+            named = TensorTransferData(data.request_id, _in_order(data.tree, into, ""))
+            return named.tensors()
+        if isinstance(data, KVCacheTransferData):
+            return KVCacheTransferData(data.request_id, into, (), data.metadata).tensors()
+    elif isinstance(into, Sequence) and not isinstance(into, str):
+        return into
+    raise SchemaError(
+        f"scatter of a {type(data).__name__} takes a list of tensors in the order of "
+        f"data.tensors(), or a payload that holds them; this is a {type(into).__name__}"
+    )
+
+
+def _in_order(tree: Any, given: Any, path: str) -> Any:
+    """The tensors of `given` in the structure and the order of `tree`."""
+    where = f"scatter, tensor {path!r}" if path else "scatter"
+    if isinstance(tree, dict):
+        names = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        if not isinstance(given, Mapping) or set(given) != set(tree):
+            raise SchemaError(f"{where}: the payload has {sorted(tree)}, given are {names}")
+        inside = f"{path}/" if path else ""
+        return {name: _in_order(tree[name], given[name], f"{inside}{name}") for name in tree}
+    if isinstance(tree, list):
+        if not isinstance(given, (list, tuple)) or len(given) != len(tree):
+            raise SchemaError(f"{where}: the payload has a list of {len(tree)}")
+        return [
+            _in_order(child, one, f"{path}/{number}")
+            for number, (child, one) in enumerate(zip(tree, given, strict=True))
+        ]
+    return given

@@ -12,7 +12,7 @@ import torch
 
 from omni_kvlink.errors import SchemaError, WireError
 from omni_kvlink.payload.branches import is_nested
-from omni_kvlink.payload.header_template import MAX_ID
+from omni_kvlink.payload.format import MAX_ID
 from omni_kvlink.payload.tensor_data import filled
 
 if TYPE_CHECKING:

@@ -23,10 +23,14 @@ _MAX_PIECES = 64
 
 
 class ChunkDigest:
-    """The digests of a tensor's bytes in the payload, computed while they are being written."""
+    """The digests of a tensor's bytes in the payload, computed while they are being written.
+
+    `crcs` are the CRC-32C of each chunk so far.
+    """
 
     def __init__(self, data: memoryview):
-        self._data, self._done, self._crcs = data, 0, list[int]()
+        self._data, self._done = data, 0
+        self.crcs: list[int] = []
 
     def advance(self, upto: int, deadline: float = NEVER) -> None:
         """Hash the chunks that are complete, now that the first `upto` bytes are final.
@@ -35,17 +39,13 @@ class ChunkDigest:
         """
         while upto - self._done >= DIGEST_CHUNK or upto == len(self._data) > self._done:
             stop = min(self._done + DIGEST_CHUNK, upto)
-            self._crcs.append(crc32c(self._data[self._done : stop]))
+            self.crcs.append(crc32c(self._data[self._done : stop]))
             self._done = stop
             check_deadline(deadline, "computing its digests")
 
-    def values(self) -> list[int]:
-        """The CRC-32C of each chunk so far."""
-        return self._crcs
-
     def text(self) -> str:
         """The digests as `TensorSpec.digest` holds them: eight hexadecimal digits a chunk."""
-        return "".join(f"{crc:08x}" for crc in self._crcs)
+        return "".join(f"{crc:08x}" for crc in self.crcs)
 
 
 class ArrivingChunk:
@@ -138,7 +138,7 @@ def verify(manifest: Manifest, region: Region) -> None:
     """Check every digest of a payload; IntegrityError names the tensor and the first MiB."""
     for spec in manifest.tensors:
         if spec.digest:
-            compare(spec, tensor_digest(manifest, region, spec).values())
+            compare(spec, tensor_digest(manifest, region, spec).crcs)
 
 
 def chunks_of(text: str) -> list[int]:

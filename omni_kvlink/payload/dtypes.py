@@ -37,10 +37,5 @@ DLPACK = {
 }
 """Code and bits of a DLDataType, by safetensors' dtype code."""
 
-ITEMSIZE = {
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-}
+ITEMSIZE = {code: bits // 8 for code, (_, bits) in DLPACK.items()}
 """Bytes of one element, by safetensors' dtype code."""

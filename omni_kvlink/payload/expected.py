@@ -10,15 +10,13 @@ from omni_kvlink.errors import IntegrityError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.digests import verify as verify_digests
-from omni_kvlink.payload.header_template import is_simple, quote_id
-from omni_kvlink.payload.layouts import KnownHeader
+from omni_kvlink.payload.manifest import KnownHeader, is_simple, quote_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.payload.bundle import Payload
-    from omni_kvlink.payload.layouts import Layout
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import Layout, Manifest
 
 
 class ExpectedPayload:
@@ -57,7 +55,7 @@ class ExpectedPayload:
         self.plan = self._layout.plan(self._request_id)
         self.is_covered = self.plan.is_covered
         region = self._region = Region.private(self.plan.nbytes)
-        packed, sizes = self._layout.template.packed, (self.plan.nbytes, self.plan.header_nbytes)
+        packed, sizes = self._layout.packed, (self.plan.nbytes, self.plan.header_nbytes)
         if packed is not None:
             quoted_id = quote_id(self._request_id)
             self._is_packed = partial(packed.is_packed, region.address, *sizes, quoted_id)
@@ -78,7 +76,8 @@ class ExpectedPayload:
         if not (self._is_packed or self._is_as_expected)(digests=verify):
             return None
         text = bytes(payload[8 : self.plan.header_nbytes])
-        self.header = KnownHeader(self._request_id, self._layout, text)
+        layout, nbytes = self._layout, self.plan.header_nbytes
+        self.header = KnownHeader(self._request_id, layout, text, nbytes, layout.tensors)
         self._region.readonly = True
         return self._region
 

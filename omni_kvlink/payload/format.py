@@ -13,6 +13,8 @@ DIGEST_CHUNK = 1 << 20
 """Each started MiB of a tensor has a CRC-32C, so that a mismatch can be localised."""
 
 MAX_HEADER = 1 << 20
+MAX_ID = 1024
+"""Characters of a request id."""
 MAX_TENSORS = 4096
 MAX_BRANCHES = 256
 MAX_LAYERS = 4096

@@ -5,6 +5,9 @@ A payload is `u64 header length | JSON header | tensor bytes without holes`
 safetensors has no field for is one string of JSON in `__metadata__`, under the key `kvlink`.
 This module imports no torch: a header is read, checked and refused before a payload byte is
 touched. docs/wire.md describes the format; a change here is a change of the format.
+
+`Manifest` is what one payload says, `Layout` what alike payloads have in common. Each makes the
+other, so that one file has both, and is longer than 500 lines.
 """
 
 from __future__ import annotations
@@ -12,66 +15,59 @@ from __future__ import annotations
 import math
 import operator
 import platform
-from typing import TYPE_CHECKING, NoReturn
+import re
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_kvlink._native import host
 from omni_kvlink._version import __version__
 from omni_kvlink.errors import SchemaError, WireError
-from omni_kvlink.payload.branches import PART_WORDS, Branch, check_branches, leaves, tensor_names
-from omni_kvlink.payload.dtypes import ITEMSIZE
-from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_HEADER, MAX_RANK, MAX_TENSORS
-from omni_kvlink.payload.header import Header, HeaderEntry, excess
-from omni_kvlink.payload.header_template import MAX_ID, HeaderTemplate
+from omni_kvlink.payload.branches import Branch, is_nested, leaves
+from omni_kvlink.payload.dtypes import DLPACK, ITEMSIZE
+from omni_kvlink.payload.format import (
+    ALIGN,
+    DIGEST_CHUNK,
+    KV_VERSION,
+    MAX_HEADER,
+    MAX_ID,
+    MAX_MARKS,
+    MAX_TENSORS,
+    VERSION,
+)
+from omni_kvlink.payload.header import Header, excess, list_tensors
+from omni_kvlink.payload.header import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from omni_kvlink._native.host import PackedLayout
     from omni_kvlink.memory.region import Region
 
 SLACK = 4096
 """Bytes of a header that `Manifest.as_capacity` keeps for metadata that is not known yet."""
 _MAX_PAD_TEXT = 100
 """Bytes of a header that one `pad.N` entry takes at most."""
+MAX_SMALL = 64 << 10
+"""Bytes of a header up to which its layout may be kept."""
+_MAX_ID_TEXT = 8 * MAX_ID
+"""Bytes of a request id in a header: a control character takes seven."""
+_SCARCE = {mark: most for mark, most in MAX_MARKS.items() if most < MAX_SMALL}
+_MAX_PLANNED = 256
+_MAX_RECEIVED = 16
 
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor of the payload: `start` and `stop` count bytes from the data section's start."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    digest: str = ""
-    """Eight hexadecimal digits, a CRC-32C, for each started MiB; "" if digests are off."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, padding not counted."""
-        return self.stop - self.start
-
-    def rows(self, rows: range) -> TensorSpec:
-        """Some rows of the tensor, without a digest, which is of the whole tensor.
-
-        Raises:
-            SchemaError: the tensor does not have them, or they are not consecutive.
-        """
-        count = self.shape[0] if self.shape else 0
-        if rows.step != 1 or not 0 <= rows.start < rows.stop <= count:
-            raise SchemaError(f"{self.where()} has {count} rows; {rows} are not some of them")
-        nbytes = self.nbytes // self.shape[0]
-        start, stop = (self.start + row * nbytes for row in (rows.start, rows.stop))
-        return TensorSpec(self.name, self.dtype, (len(rows), *self.shape[1:]), start, stop)
-
-    def where(self) -> str:
-        """The name of the tensor in errors: by branch, layer, K or V, or by branch and path."""
-        branch, is_path, path = self.name.partition("/")
-        if is_path:
-            return f"branch {branch!r}, tensor {path[:80]!r}"
-        branch, layer, part = self.name.split(".")
-        return f"branch {branch!r}, layer {layer}, {PART_WORDS[part]}"
+_CRC = 8
+_HEAD = b'{"__metadata__":{"kvlink":"{\\"version\\":[%d,%d],\\"header_crc32c\\":\\"'
+_AFTER_CRC = b'\\",\\"request_id\\":'
+_SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
+"""Request ids that JSON writes as they are."""
+_IS_SIMPLE = re.compile(_SIMPLE_ID)
+_WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
+_OPEN = b'\\"'
+SIMPLE_QUOTES = 2 * len(_OPEN)
+"""Bytes that `quote_id` adds to a request id that JSON writes as it is."""
+_COMMA = '\\",\\"'
+_BRANCHES = msgspec.json.Decoder(tuple[Branch, ...])
+_ZEROS = bytes.maketrans(b"123456789abcdef", b"0" * 15)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -88,10 +84,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     header_nbytes: int
     nbytes: int
     producer: dict[str, str]
-    template: HeaderTemplate | None = None
-    """The header of its layout, if it is known; two manifests may be equal without it."""
+    layout: Layout | None = None
+    """Its layout, if it is known; two manifests may be equal without it."""
     is_plan: bool = False
-    """Whether `template` says the same of the branches; those of a received one may be modified."""
+    """Whether `layout` says the same of the branches; those of a received one may be modified."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Manifest) and _content(self) == _content(other)
@@ -109,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def is_covered(self) -> bool:
         """Whether every byte of the tensors has a digest."""
-        return all(spec.digest or not spec.nbytes for spec in self.tensors)
+        return all(spec.digest or spec.start == spec.stop for spec in self.tensors)
 
     @property
     def kind(self) -> str:
@@ -153,11 +149,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             branches=tuple(branches),
             tensors=tuple(specs),
             header_nbytes=0 if capacity is None else capacity.header_nbytes,
-            nbytes=0,
+            nbytes=offset,
             producer={"library": __version__, "host": _host()},
         )
-        template = draft.make_template()
-        header = template.render(request_id, draft.digests, draft.header_nbytes)
+        layout = Layout(draft)
+        header = layout.render(request_id, draft.digests, draft.header_nbytes)
         if len(header) > 8 + MAX_HEADER or len(specs) > MAX_TENSORS or excess(header):
             raise SchemaError(
                 f"{len(specs)} tensors and a header of {len(header)} bytes; the limits are "
@@ -169,7 +165,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 "give the plan the extra, or the block_ids, that the payload will have"
             )
         sizes = {"header_nbytes": len(header), "nbytes": len(header) + offset}
-        return msgspec.structs.replace(draft, **sizes, template=template, is_plan=True)
+        return msgspec.structs.replace(draft, **sizes, layout=layout, is_plan=True)
 
     def as_capacity(self) -> Manifest:
         """The plan of a payload whose tensors may turn out smaller, its metadata other numbers."""
@@ -208,7 +204,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def only(self, tensors: Iterable[TensorSpec]) -> Manifest:
         """The same payload, restricted to these tensors."""
-        parts = {"tensors": tuple(tensors), "template": None, "is_plan": False}
+        parts = {"tensors": tuple(tensors), "layout": None, "is_plan": False}
         return msgspec.structs.replace(self, **parts)
 
     def _numbers(self) -> Iterator[tuple[Branch, range]]:
@@ -222,26 +218,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             yield branch, range(start, start + count)
             start += count
 
-    def make_template(self) -> HeaderTemplate:
-        """The header as `encode` writes it, for any request id and digests."""
-        return HeaderTemplate(
-            bundle=self.bundle,
-            branches=self.branches,
-            producer=self.producer,
-            entries=_entries(self.tensors),
-            tensors=[(spec.start, spec.stop, spec.dtype, spec.shape) for spec in self.tensors],
-            digests=self.digests,
-        )
-
     @property
     def digests(self) -> list[str]:
         """The digest of each tensor."""
         return [spec.digest for spec in self.tensors]
-
-    @property
-    def packed(self) -> PackedLayout | None:
-        """The layout as the native library takes it; None if it is not known, or has no library."""
-        return None if self.template is None else self.template.packed
 
     def encode(self, digests: Sequence[str] | None = None) -> bytes:
         """The payload's first `header_nbytes` bytes: length, JSON, and padding with spaces.
@@ -249,11 +229,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         With `digests`, one string a tensor, the same as `with_digests(digests).encode()`, but
         SchemaError if one is not as long as the layout says.
         """
-        template = self.template if self.is_plan else None
+        layout = self.layout if self.is_plan else None
         if digests is None:
             digests = self.digests
-        template = template or self.make_template()
-        return template.render(self.request_id, digests, self.header_nbytes)
+        return (layout or Layout(self)).render(self.request_id, digests, self.header_nbytes)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
@@ -265,44 +244,291 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             WireError: anything else that is not a payload of this library.
         """
         total = len(buffer) if nbytes is None else nbytes
-        return decode_header(header_text(buffer, total), total)
+        return decode_header(_header_text(buffer, total), total)
 
 
-_content = operator.attrgetter(*Manifest.__struct_fields__[:-2])  # all but template and is_plan
+_content = operator.attrgetter(*Manifest.__struct_fields__[:-2])  # all but layout and is_plan
+
+
+class Layout:
+    """Everything that payloads have in common which differ in request id and digests only.
+
+    Made from any manifest of the layout. The header is kept as the bytes around its CRC, the
+    request id and the digests, made from the fields in the order in which they are written: not
+    from an encoded header, since a request id, or `extra`, may hold text that looks like a field.
+    It shares no dict with a manifest, so that a caller may modify the metadata in one.
+
+    Attributes:
+        data_nbytes: bytes behind the header.
+        tensors: the tensors, the digits of their digests zero.
+        is_plain: whether the payloads are a `TensorTransferData` without metadata or nesting.
+        names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
+        packed: the layout as the native library takes it; None if there is no library.
+    """
+
+    packed: host.PackedLayout | None
+
+    def __init__(self, manifest: Manifest):
+        branches, tensors = manifest.branches, manifest.tensors
+        self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
+        self._encoded = msgspec.json.encode(branches)
+        self._flat: Branch | None = None
+        self.is_plain, self.names = False, tuple[str, ...]()
+        if len(branches) == 1:
+            extra, tree = branches[0].extra, branches[0].tree
+            if not is_nested(extra) and not is_nested(tree or {}):
+                self._flat = _BRANCHES.decode(self._encoded)[0]
+            if tree is not None and not manifest.bundle:
+                self.names, self.is_plain = tuple(tree), not (extra or is_nested(tree))
+        self.data_nbytes = manifest.data_nbytes
+        rows = [(spec.name, spec.dtype, spec.shape, spec.start, spec.stop) for spec in tensors]
+        self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
+
+        self._blank = blank = _list_digests(manifest.digests).translate(_ZEROS)
+        is_cache = all(branch.tree is None for branch in branches)
+        self._head = _HEAD % (KV_VERSION if is_cache else VERSION)
+        algorithm = b"crc32c" if any(manifest.digests) else b"off"
+        fields = msgspec.json.encode(self._bundle), self._encoded, algorithm
+        self._middle = _quoted(b',"bundle":%b,"branches":%b,"digest":"%b","digests":[' % fields)
+        listed = b"," + msgspec.json.encode(list_tensors(tensors))[1:] if tensors else b"}"
+        self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(self._producer))
+        self._tail += b'"}' + listed
+        self._head_crc = host.crc32c(self._head + b"0" * _CRC)
+        self._at_id = len(self._head) + _CRC + len(_AFTER_CRC)
+        self._fixed = 8 + self._at_id + sum(map(len, (self._middle, blank, self._tail)))
+        self.tensors = tuple(map(TensorSpec, *self._columns, _split_digests(blank)))
+
+    if not TYPE_CHECKING:  # a `cached_property` has a lock, which a fork may leave locked
+
+        def __getattr__(self, name: str) -> host.PackedLayout | None:
+            """Make `packed` at its first use; the call of `crc32c` has loaded the library."""
+            if name != "packed":
+                raise AttributeError(name)
+            self.packed = self._pack() if host.is_loaded() else None
+            return self.packed
+
+    def _pack(self) -> host.PackedLayout:
+        pieces, at = [], len(self._middle) + len(_OPEN)
+        for spec in self.tensors:
+            digest = at if spec.digest else host.NO_DIGEST
+            pieces.append((spec.start, spec.nbytes, digest, DLPACK[spec.dtype]))
+            at += len(spec.digest) + len(_COMMA)
+        return host.PackedLayout(
+            before=self._head + b"0" * _CRC + _AFTER_CRC,
+            crc=len(self._head),
+            after=self._middle + self._blank + self._tail,
+            digests=(len(self._middle), len(self._blank)),
+            pieces=pieces,
+            shapes=[spec.shape for spec in self.tensors],
+        )
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it may be kept: no request id brings such a header near a limit."""
+        text = self._middle + self._tail
+        return self._fixed + _MAX_ID_TEXT <= MAX_SMALL and all(
+            text.count(mark) + _MAX_ID_TEXT <= most for mark, most in _SCARCE.items()
+        )
+
+    def header_nbytes(self, quoted_nbytes: int) -> int:
+        """Bytes of the header whose request id has `quoted_nbytes` bytes after `quote_id`."""
+        return -(-(self._fixed + quoted_nbytes) // ALIGN) * ALIGN
+
+    def render(self, request_id: str, digests: Sequence[str], nbytes: int = 0) -> bytes:
+        """Return the header: length, JSON, and spaces up to the alignment and `nbytes` at least.
+
+        SchemaError if the digests are not of the layout's widths, in lower case.
+        """
+        listed = _list_digests(digests)
+        if listed.translate(_ZEROS) != self._blank:
+            raise SchemaError("digests of other widths than the payload's tensors have")
+        quoted = quote_id(request_id)
+        size = self._fixed + len(quoted)
+        length = max(size + -size % ALIGN, nbytes) - 8
+        rest = b"".join((_AFTER_CRC, quoted, self._middle, listed, self._tail))
+        rest = rest.ljust(length - len(self._head) - _CRC)
+        crc = b"%08x" % host.crc32c(rest, self._head_crc)
+        return b"".join((length.to_bytes(8, "little"), self._head, crc, rest))
+
+    def plan(self, request_id: str) -> Manifest:
+        """The manifest that `Manifest.lay_out` returns for a payload of this layout."""
+        header_nbytes = self.header_nbytes(len(quote_id(request_id)))
+        return self._manifest(request_id, self.tensors, header_nbytes, is_plan=True)
+
+    def match(self, text: bytes, total: int) -> str:
+        """The request id with which `render` makes this JSON with its padding; "" if none does.
+
+        `total` are the bytes of the payload. Every byte is compared, and the CRC. "" also for a
+        request id that is not simple: the decoder of all headers reads those.
+        """
+        if 8 + len(text) + self.data_nbytes != total:
+            return ""
+        length = self._match(text) if self.packed is None else self.packed.match(text)
+        start = self._at_id + len(_OPEN)
+        return text[start : start + length].decode()
+
+    def _match(self, text: bytes) -> int:
+        """Match a header as the native library does: `host.PackedLayout.match`."""
+        found = _WITH_ID.match(text, self._at_id - len(_AFTER_CRC))
+        if found is None:
+            return 0
+        start, first = found.start(), found.end() + len(self._middle)
+        last = first + len(self._blank)
+        end, listed = last + len(self._tail), text[first:last]
+        if text[found.end() : first] != self._middle or text[last:end] != self._tail:
+            return 0
+        if text[: start - _CRC] != self._head or listed.translate(_ZEROS) != self._blank:
+            return 0
+        if text[end:].strip(b" "):
+            return 0
+        if text[start - _CRC : start] != b"%08x" % host.crc32c(text[start:], self._head_crc):
+            return 0
+        return len(found[1])
+
+    def manifest(self, request_id: str, text: bytes) -> Manifest:
+        """The manifest of a header with this JSON, of which `match` has returned the request id."""
+        first = self._at_id + len(request_id) + SIMPLE_QUOTES + len(self._middle)
+        digests = _split_digests(text[first : first + len(self._blank)])
+        tensors = tuple(map(TensorSpec, *self._columns, digests))
+        return self._manifest(request_id, tensors, 8 + len(text), is_plan=False)
+
+    def _manifest(
+        self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int, *, is_plan: bool
+    ) -> Manifest:
+        if (flat := self._flat) is None:
+            branches = _BRANCHES.decode(self._encoded)
+        else:  # the same, sooner
+            tree = None if flat.tree is None else flat.tree.copy()
+            branches = (msgspec.structs.replace(flat, extra=flat.extra.copy(), tree=tree),)
+        return Manifest(
+            request_id=request_id,
+            bundle=self._bundle,
+            branches=branches,
+            tensors=tensors,
+            header_nbytes=header_nbytes,
+            nbytes=header_nbytes + self.data_nbytes,
+            producer=self._producer.copy(),
+            layout=self,
+            is_plan=is_plan,
+        )
+
+
+class KnownHeader(msgspec.Struct, frozen=True, gc=False):
+    """A valid header with this JSON, of the layout of an earlier one."""
+
+    request_id: str
+    layout: Layout
+    text: bytes
+    header_nbytes: int
+    tensors: tuple[TensorSpec, ...]
+    """The tensors, the digits of their digests zero."""
+
+    def manifest(self) -> Manifest:
+        """The manifest of this header."""
+        return self.layout.manifest(self.request_id, self.text)
+
+
+class LayoutCache:
+    """The layouts of the payloads that one end of a link planned or received last.
+
+    At most `_MAX_PLANNED` and `_MAX_RECEIVED`, none with a header of more than `MAX_SMALL` bytes,
+    so that a peer which sends many cannot fill the memory.
+
+    Without a lock, which a fork could leave locked. Of the planned ones there are two dicts, of
+    which a full one replaces the older one; the received ones are a tuple, replaced as a whole.
+    Threads that add at the same time lose a layout at worst.
+    """
+
+    def __init__(self) -> None:
+        self._planned: dict[Any, Layout] = {}
+        self._planned_before: dict[Any, Layout] = {}
+        self._received: tuple[Layout, ...] = ()
+        self._repeated: Layout | None = None
+
+    def find(self, key: Any) -> Layout | None:
+        """The layout of an earlier payload that had the same key; None if none is kept.
+
+        The key tells all that `Manifest.lay_out` takes but the request id.
+        """
+        layout = self._planned.get(key)
+        if layout is None and (layout := self._planned_before.get(key)) is not None:
+            self.add(key, layout)
+        return layout
+
+    def add(self, key: Any, layout: Layout | None) -> None:
+        """Keep the layout of a plan for later payloads with this key, unless its header is long."""
+        if layout is None or not layout.is_small:
+            return
+        if len(self._planned) >= _MAX_PLANNED // 2:
+            self._planned, self._planned_before = {}, self._planned
+        self._planned[key] = layout
+
+    def decode(self, buffer: bytes | memoryview, nbytes: int | None = None) -> Manifest:
+        """The manifest that `Manifest.decode` returns, sooner if its layout is kept."""
+        header = self.read_header(buffer, nbytes)
+        return header.manifest() if isinstance(header, KnownHeader) else header
+
+    def read_header(
+        self, buffer: bytes | memoryview, nbytes: int | None = None
+    ) -> Manifest | KnownHeader:
+        """Read and completely validate a header; arguments and errors as of `Manifest.decode`.
+
+        One that differs from one of the last ones in request id and digests only is compared with
+        it, byte for byte, instead of being decoded.
+        """
+        total = len(buffer) if nbytes is None else nbytes
+        text = _header_text(buffer, total)
+        if len(text) <= MAX_SMALL:
+            for layout in self._received:
+                request_id = layout.match(text, total)
+                if request_id:
+                    self._add_received(layout)
+                    return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
+        manifest = decode_header(text, total)
+        kept = manifest.layout
+        if kept is not None and kept.is_small and is_simple(manifest.request_id):
+            self._add_received(kept)
+        return manifest
+
+    def _add_received(self, layout: Layout) -> None:
+        """Make a layout the first that `read_header` compares."""
+        received = self._received
+        is_repeated = bool(received) and received[0] is layout
+        self._repeated = layout if is_repeated else None
+        if not is_repeated:
+            older = [other for other in received if other is not layout]
+            self._received = (layout, *older[: _MAX_RECEIVED - 1])
+
+    def repeated(self, limit: int) -> Layout | None:
+        """The layout of the last two headers that were read, if it was the same one.
+
+        None also if its payloads have more than `limit` bytes behind the header.
+        """
+        layout = self._repeated
+        return layout if layout is not None and layout.data_nbytes <= limit else None
 
 
 def decode_header(text: bytes, total: int) -> Manifest:
     """The manifest of a header with this JSON, in a payload of `total` bytes.
 
-    It has a template if that writes the same bytes.
+    It has a layout if that writes the same bytes.
     """
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise WireError(f"the header is not UTF-8: {error.reason}") from None
-    header = Header(text)
+    header = Header(text, total)
     note = header.note
     manifest = Manifest(
         request_id=note.request_id,
         bundle=note.bundle,
         branches=tuple(note.branches),
-        tensors=_tensor_specs(header, 8 + len(text), total),
+        tensors=header.tensors,
         header_nbytes=8 + len(text),
         nbytes=total,
         producer=note.producer,
     )
-    if not note.request_id or len(note.request_id) > MAX_ID:
-        raise WireError(f"a request id has 1 to {MAX_ID} characters")
-    if note.digest != ("crc32c" if manifest.has_digests else "off"):
-        raise WireError(f"digest algorithm {note.digest[:40]!r} does not go with the digests")
-    check_branches(manifest.branches, bundle=note.bundle, error=WireError)
-    _check_completeness(manifest)
     # A header that encodes back to the same bytes has no key twice. One that does not is of a later
     # minor version, or of another writer.
-    template = manifest.make_template()
-    written = template.render(note.request_id, manifest.digests, manifest.header_nbytes)
-    if written[8:] == text:
-        return msgspec.structs.replace(manifest, template=template)
+    layout = Layout(manifest)
+    if layout.render(note.request_id, note.digests, manifest.header_nbytes)[8:] == text:
+        return msgspec.structs.replace(manifest, layout=layout)
     header.refuse_duplicates()
     return manifest
 
@@ -319,19 +545,7 @@ def header_bytes(region: Region, start: int = 0, stop: int | None = None) -> byt
     return region.read(start, min(limit, start + 8 + min(length, MAX_HEADER)))
 
 
-def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, end: int) -> int:
-    """The offset of a tensor in the memory for it, which is not before `end` of the last one."""
-    spec = allocated.get(name)
-    if spec is None:
-        raise SchemaError(f"nothing was allocated for tensor {name!r}")
-    if nbytes > spec.nbytes:
-        raise SchemaError(f"{spec.where()}: {nbytes} bytes, allocated were {spec.nbytes}")
-    if spec.start < end:
-        raise SchemaError(f"{spec.where()}: the branches were allocated in another order")
-    return spec.start
-
-
-def header_text(buffer: bytes | memoryview, total: int) -> bytes:
+def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
     """The JSON as a private copy: a peer that can still write must not change what was checked."""
     if len(buffer) < 8:
         raise WireError(f"a payload has at least 8 bytes; this one has {len(buffer)}")
@@ -348,80 +562,41 @@ def header_text(buffer: bytes | memoryview, total: int) -> bytes:
     return text
 
 
-def _entries(tensors: Sequence[TensorSpec]) -> dict[str, HeaderEntry]:
-    """The tensors as the header lists them, with padding between: the format allows no holes."""
-    entries: dict[str, HeaderEntry] = {}
-    offset = pads = 0
-    for spec in tensors:
-        if spec.start > offset:
-            entries[f"pad.{pads}"] = HeaderEntry("U8", (spec.start - offset,), (offset, spec.start))
-            pads += 1
-        entries[spec.name] = HeaderEntry(spec.dtype, spec.shape, (spec.start, spec.stop))
-        offset = spec.stop
-    return entries
+def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, end: int) -> int:
+    """The offset of a tensor in the memory for it, which is not before `end` of the last one."""
+    spec = allocated.get(name)
+    if spec is None:
+        raise SchemaError(f"nothing was allocated for tensor {name!r}")
+    if nbytes > spec.nbytes:
+        raise SchemaError(f"{spec.where()}: {nbytes} bytes, allocated were {spec.nbytes}")
+    if spec.start < end:
+        raise SchemaError(f"{spec.where()}: the branches were allocated in another order")
+    return spec.start
 
 
-def _tensor_specs(header: Header, data: int, total: int) -> tuple[TensorSpec, ...]:
-    """Spans contiguous from 0 to the payload's end, each exactly as long as its shape says."""
-    specs: list[TensorSpec] = []
-    offset = 0
-    digests = header.note.digests
-    for name, entry in header.entries.items():
-        dtype, span = entry.dtype, entry.data_offsets
-        if dtype is msgspec.UNSET or span is msgspec.UNSET or entry.kvlink is not msgspec.UNSET:
-            _refuse(name, "lacks dtype or data_offsets")
-        if dtype not in ITEMSIZE:
-            _refuse(name, f"has dtype {dtype[:40]!r}, not one of {', '.join(ITEMSIZE)}")
-        if len(entry.shape) > MAX_RANK:
-            _refuse(name, f"has rank {len(entry.shape)}; the limit is {MAX_RANK}")
-        size = math.prod(entry.shape) * ITEMSIZE[dtype]
-        if span[0] != offset or span[1] - span[0] != size:
-            _refuse(name, f"spans {list(span)}; its shape needs [{offset}, {offset + size}]")
-        if name.startswith("pad."):
-            if dtype != "U8" or len(entry.shape) != 1 or (offset + size) % ALIGN or not size:
-                _refuse(name, f"is no padding: U8, one dimension, up to a multiple of {ALIGN}")
-        else:
-            if offset % ALIGN:
-                _refuse(name, f"starts at {offset}, not on a multiple of {ALIGN}")
-            digest = digests[len(specs)] if len(specs) < len(digests) else ""
-            specs.append(TensorSpec(name, dtype, entry.shape, offset, offset + size, digest))
-        offset += size
-    if specs and specs[-1].stop != offset:
-        raise WireError("padding behind the last tensor")
-    if data + offset != total:
-        raise WireError(f"header and tensors end at byte {data + offset}, the payload at {total}")
-    if len(specs) > MAX_TENSORS:
-        raise WireError(f"{len(specs)} tensors; the limit is {MAX_TENSORS}")
-    if len(specs) != len(digests):
-        raise WireError(f"{len(digests)} digests for {len(specs)} tensors")
-    return tuple(specs)
+def _quoted(part: bytes) -> bytes:
+    """Part of the manifest's JSON as it stands in the header: inside a string of JSON."""
+    return msgspec.json.encode(part.decode())[1:-1]
 
 
-def _refuse(name: str, why: str) -> NoReturn:
-    raise WireError(f"tensor {name[:80]!r} {why}")
+def quote_id(request_id: str) -> bytes:
+    """The request id as it stands in a header."""
+    if _IS_SIMPLE.fullmatch(request_id):
+        return b'\\"%b\\"' % request_id.encode()
+    return _quoted(msgspec.json.encode(request_id))
 
 
-def _check_completeness(manifest: Manifest) -> None:
-    """Every tensor of every branch is there, in order; a cache's in the one shape and dtype."""
-    specs = iter(manifest.tensors)
-    has_digests = manifest.has_digests
-    for branch in manifest.branches:
-        for name in tensor_names(branch):
-            spec = next(specs, None)
-            if spec is None or spec.name != name:
-                got = "nothing" if spec is None else repr(spec.name[:80])
-                raise WireError(f"expected tensor {name[:80]!r}, found {got}")
-            if branch.tree is None and (spec.dtype, spec.shape) != (branch.code, branch.shape):
-                raise WireError(
-                    f"tensor {name!r} is {spec.dtype} {list(spec.shape)}; "
-                    f"its branch says {branch.code} {list(branch.shape)}"
-                )
-            width = 8 * -(-spec.nbytes // DIGEST_CHUNK) if has_digests else 0
-            if len(spec.digest) != width or spec.digest.strip("0123456789abcdef"):
-                _refuse(name, f": its digest is not {width} hexadecimal digits")
-    extra = next(specs, None)
-    if extra is not None:
-        raise WireError(f"tensor {extra.name[:80]!r} belongs to no branch")
+def is_simple(request_id: str) -> bool:
+    """Whether `Layout.match` finds this request id."""
+    return _IS_SIMPLE.fullmatch(request_id) is not None
+
+
+def _split_digests(listed: bytes) -> list[str]:
+    return listed[2:-2].decode().split(_COMMA) if listed else []
+
+
+def _list_digests(digests: Sequence[str]) -> bytes:
+    return f'\\"{_COMMA.join(digests)}\\"'.encode() if digests else b""
 
 
 def _host() -> str:

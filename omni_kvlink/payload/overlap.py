@@ -5,7 +5,6 @@ A tensor covers runs of contiguous bytes, which begin at sums of multiples of it
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,14 +12,17 @@ import numpy as np
 
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.paged import Index, PagedTensor
-from omni_kvlink.payload.tensor_memory import address_of
+from omni_kvlink.payload.tensor_memory import address_of, extent_of
+from omni_kvlink.payload.views import check_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     import torch
 
-    from omni_kvlink.payload.views import TensorView
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.views import TensorView, Views
 
 
 class Pattern(NamedTuple):
@@ -56,7 +58,24 @@ class Covered(NamedTuple):
         return np.sort(self.start + self.entries()), self.entry
 
 
-def check_distinct(views: Sequence[TensorView], name: Callable[[int], str]) -> None:
+def check_targets(views: Views, manifest: Manifest, region: Region) -> list[TensorView]:
+    """Return views as of `check_fit`, if each byte of them is written at most once.
+
+    SchemaError if one shares memory with another one or with the payload, or two elements of one.
+    """
+    views = check_fit(views, manifest, region)
+    for view, spec in zip(views, manifest.tensors, strict=True):
+        memory = view.pool if isinstance(view, PagedTensor) else view
+        start = address_of(memory, spec.where, writing=True)
+        end = region.address + region.nbytes
+        is_near = memory.is_cpu or region.device != "cpu"  # a device's addresses are its own
+        if is_near and start < end and region.address < start + extent_of(memory):
+            raise SchemaError(f"{spec.where()}: the target lies in the payload itself")
+    check_distinct(views, lambda number: manifest.tensors[number].where())
+    return views
+
+
+def check_distinct(views: Views, name: Callable[[int], str]) -> None:
     """Raise SchemaError if two of the views, or two elements of one, share memory.
 
     It names those numbers; a view whose strides alone do not rule it out overlaps itself.
@@ -73,7 +92,7 @@ def check_distinct(views: Sequence[TensorView], name: Callable[[int], str]) -> N
         raise SchemaError(f"the targets of {one} and of {other} share memory; give each its own")
 
 
-def find_overlap(views: Sequence[TensorView]) -> tuple[int, int] | None:
+def find_overlap(views: Views) -> tuple[int, int] | None:
     """The numbers of two views that share a byte, or None; of none may two elements share one."""
     open_ones: list[tuple[torch.device, int, Covered]] = []
     for device, number, covered in sorted(_all_covered(views), key=lambda each: each[2].start):
@@ -90,7 +109,7 @@ def find_overlap(views: Sequence[TensorView]) -> tuple[int, int] | None:
     return None
 
 
-def _are_apart(views: Sequence[TensorView]) -> bool:
+def _are_apart(views: Views) -> bool:
     """Whether the views or their pools are dense, each in memory of its own: the usual case."""
     spans = []
     for view in views:
@@ -116,7 +135,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _all_covered(views: Sequence[TensorView]) -> Iterator[tuple[torch.device, int, Covered]]:
+def _all_covered(views: Views) -> Iterator[tuple[torch.device, int, Covered]]:
     for number, view in enumerate(views):
         if isinstance(view, PagedTensor):
             for covered in _of_paged(view):
@@ -131,24 +150,16 @@ def _of_paged(view: PagedTensor) -> list[Covered]:
     start, index, whole = _start(pool), table.index, _pattern_of(pool)
     to_block, to_slot = (pool.stride(dim) * pool.element_size() for dim in (0, 1))
     if table.by_slot:
-        slots = partial(_slots, index, size, to_block, to_slot)
+        slots = lambda: index // size * to_block + index % size * to_slot  # noqa: E731
         return [Covered(start, whole, slots, _pattern_of(pool[0, 0]))]
     full, found = table.tokens // size, list[Covered]()
     if full:
-        blocks = partial(_blocks, index[:full], to_block)
-        found.append(Covered(start, whole, blocks, _pattern_of(pool[0])))
+        found.append(Covered(start, whole, lambda: index[:full] * to_block, _pattern_of(pool[0])))
     if rest := table.tokens - full * size:
-        blocks = partial(_blocks, index[full:], to_block)
-        found.append(Covered(start, whole, blocks, _pattern_of(pool[0, :rest])))
+        found.append(
+            Covered(start, whole, lambda: index[full:] * to_block, _pattern_of(pool[0, :rest]))
+        )
     return found
-
-
-def _slots(index: Index, size: int, to_block: int, to_slot: int) -> Index:
-    return index // size * to_block + index % size * to_slot
-
-
-def _blocks(index: Index, to_block: int) -> Index:
-    return index * to_block
 
 
 def _pattern_of(tensor: torch.Tensor) -> Pattern:

@@ -1,20 +1,38 @@
-"""Paged tensors: tokens in the blocks of a pool, found by block ids or by a slot mapping."""
+"""Paged tensors: tokens in the blocks of a pool, found by block ids or by a slot mapping.
+
+Pools of layers hold K, V or both.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
+from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.branches import as_int
-from omni_kvlink.payload.tensor_memory import check_strided, readable, writable
+from omni_kvlink.payload.branches import PART_WORDS, PARTS, as_int
+from omni_kvlink.payload.tensor_memory import (
+    Where,
+    address_of,
+    check_strided,
+    extent_of,
+    readable,
+    writable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 Index: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+PoolLayers: TypeAlias = Sequence[torch.Tensor]
+"""One pool `[num_blocks, block_size, *token]` a layer."""
+
+IndexLike: TypeAlias = Sequence[int] | torch.Tensor | None
 
 STEP = 512 << 10
 """Bytes copied at a time, so that temporaries of torch stay in the second-level cache."""
@@ -141,6 +159,16 @@ class PagedTensor:
             )
         return pool
 
+    def packed(self, where: Where, *, writing: bool) -> host.PackedView:
+        """Do what `packed_view` does, for the pool and the block table."""
+        pool, table = self.alias(), self.block_table
+        shape, size = pool.shape, pool.element_size()
+        template = _packed_pool(shape, pool.stride(), size, len(table.index), table.by_slot)
+        if not template or pool.is_neg():
+            return ()
+        address = address_of(pool, where, writing=writing)
+        return host.packed_view_at(template, address, extent_of(pool), index=table.address)
+
     def first(self, tokens: int) -> PagedTensor:
         """The first `tokens` tokens, in the same pool."""
         return PagedTensor(self.pool, self.block_table.first(tokens), self.where)
@@ -202,6 +230,27 @@ class PagedTensor:
             yield first, first + len(slots), (slots // size, slots % size)
 
 
+@functools.lru_cache(maxsize=64)
+def _packed_pool(
+    shape: torch.Size, strides: tuple[int, ...], itemsize: int, entries: int, by_slot: bool
+) -> host.PackedView:
+    """A pool's packed view without addresses, the same for all layers; empty if it has none."""
+    inner = 2 if by_slot else 1  # the dimensions that are not looked up
+    unused = (host.DIMS - 1) - (len(shape) - inner)
+    if unused < 0:
+        return ()
+    sizes = (entries, *(1,) * unused, *shape[inner:])
+    steps = (strides[0], *(0,) * unused, *strides[inner:])
+    view = host.packed_view(
+        0, 0, itemsize, sizes=sizes, strides=[stride * itemsize for stride in steps]
+    )
+    if not by_slot:
+        return host.packed_indexed_view(view, 0, limit=shape[0])
+    return host.packed_indexed_view(
+        view, 0, limit=shape[0] * shape[1], split=shape[1], stride=strides[1] * itemsize
+    )
+
+
 def _alike(pool: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Pool and tensor as integers of one width: torch cannot index every dtype."""
     other = other.detach()
@@ -230,3 +279,78 @@ def _int64(values: Sequence[int] | torch.Tensor) -> Index:
         return array.astype(np.int64).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
         raise SchemaError(f"block ids and slots are integers: {error}") from None
+
+
+def split_stacked(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of the K and V pools of layers `[2, num_blocks, block_size, kv_heads, head_dim]`."""
+    return _split(layers, 0, "[2, num_blocks, block_size, kv_heads, head_dim]")
+
+
+def split_packed(layers: PoolLayers) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of the K and V pools of layers `[num_blocks, 2, block_size, kv_heads, head_dim]`."""
+    return _split(layers, 1, "[num_blocks, 2, block_size, kv_heads, head_dim]")
+
+
+def block_table_of(
+    kv_lens: Sequence[int],
+    *,
+    block_size: int,
+    block_ids: IndexLike = None,
+    slot_mapping: IndexLike = None,
+) -> BlockTable:
+    """The block table of a cache that is not empty; block ids are those of a single sequence."""
+    if (block_ids is None) == (slot_mapping is None):
+        raise SchemaError("give either block_ids or slot_mapping")
+    tokens = sum(kv_lens)
+    try:
+        if slot_mapping is not None:
+            table = BlockTable.of_slots(slot_mapping, block_size=block_size)
+            if table.tokens != tokens:
+                raise SchemaError(f"{table.tokens} slots, but kv_lens say {tokens} tokens")
+            return table
+        assert block_ids is not None
+        if len(kv_lens) != 1:
+            raise SchemaError(
+                f"block_ids are one sequence's, but there are {len(kv_lens)} kv_lens; "
+                "give a slot_mapping"
+            )
+        return BlockTable.of_blocks(block_ids, block_size=block_size, tokens=tokens)
+    except SchemaError as error:
+        raise SchemaError(f"K and V of every layer: {error}") from None
+
+
+def paged_layers(
+    key_cache: PoolLayers, value_cache: PoolLayers | None, block_table: BlockTable, layout: str
+) -> dict[str, list[PagedTensor]]:
+    """The layers by the wire's name of the part; in layout "ND", `key_cache` holds the latents."""
+    if layout not in PARTS:
+        raise SchemaError(f"layout {layout!r}; must be one of {', '.join(PARTS)}")
+    parts = PARTS[layout]
+    given = [key_cache] if value_cache is None else [key_cache, value_cache]
+    if len(parts) != len(given):
+        raise SchemaError(f"layout {layout!r} has {len(parts)} pools a layer, {len(given)} given")
+    layers: dict[str, list[PagedTensor]] = {part: [] for part in parts}
+    for part, pools in zip(parts, given, strict=True):
+        for layer, pool in enumerate(pools):
+            where = f"layer {layer}, {PART_WORDS[part]}"
+            if pool is None:
+                raise SchemaError(f"{where} is missing")
+            layers[part].append(PagedTensor(pool, block_table, where))
+    for key, value in zip(layers[parts[0]], layers[parts[-1]], strict=False):
+        if key.pool.shape != value.pool.shape:
+            raise SchemaError(
+                f"{value.where}: a pool of {list(value.pool.shape)}, "
+                f"while its K is {list(key.pool.shape)}"
+            )
+    return layers
+
+
+def _split(
+    layers: PoolLayers, side: int, shape: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    plain = [check_strided(layer, f"layer {n}, K and V") for n, layer in enumerate(layers)]
+    for index, layer in enumerate(plain):
+        if layer.dim() != 5 or layer.shape[side] != 2:
+            raise SchemaError(f"layer {index}, K and V: {list(layer.shape)}; wanted {shape}")
+    keys, values = ([layer.select(side, which) for layer in plain] for which in (0, 1))
+    return keys, values

@@ -14,40 +14,33 @@ from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.tensor_memory import readable
-from omni_kvlink.payload.views import TensorView, aliases, check_view_fits, tensor_views
+from omni_kvlink.payload.views import Views, aliases, check_view_fits, tensor_views
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from io import FileIO
 
 
-def write_file(path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]) -> None:
+def write_file(path: str | os.PathLike[str], plan: Manifest, views: Views) -> None:
     """Write a payload; the file appears whole under its name, or an old one stays as it was."""
     draft = f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.part"
     with translate_errors(os.fspath(path), "save to another path", FileError):
-        _write(draft, path, plan, views)
-
-
-def _write(
-    draft: str, path: str | os.PathLike[str], plan: Manifest, views: Sequence[TensorView]
-) -> None:
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(fd, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, plan.nbytes)
-            memory = mmap.mmap(file.fileno(), plan.nbytes)
-            region = Mapping(memory, plan.nbytes).region
-            _copy(views, plan, region)
-            digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
-            region.view()[: plan.header_nbytes] = plan.encode(digests)
-            memory.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the directory was removed
-            os.unlink(draft)
-        raise
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with os.fdopen(fd, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, plan.nbytes)
+                memory = mmap.mmap(file.fileno(), plan.nbytes)
+                region = Mapping(memory, plan.nbytes).region
+                _copy(views, plan, region)
+                digests = [tensor_digest(plan, region, spec).text() for spec in plan.tensors]
+                region.view()[: plan.header_nbytes] = plan.encode(digests)
+                memory.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the directory was removed
+                os.unlink(draft)
+            raise
 
 
 def read_file(path: str | os.PathLike[str], kind: str, *, map_it: bool) -> tuple[Manifest, Region]:
@@ -90,7 +83,7 @@ def _copy_of(file: FileIO, nbytes: int) -> mmap.mmap:
     return memory
 
 
-def _copy(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
+def _copy(views: Views, manifest: Manifest, region: Region) -> None:
     targets = tensor_views(region, manifest.tensors, manifest.header_nbytes)
     for view, spec, target in zip(aliases(views), manifest.tensors, targets, strict=True):
         check_view_fits(view, spec)

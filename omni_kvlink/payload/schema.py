@@ -37,9 +37,9 @@ from omni_kvlink.payload.kv_checks import (
     through_json,
 )
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.payload.pools import IndexLike, PoolLayers, block_table_of, paged_layers
+from omni_kvlink.payload.paged import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
-from omni_kvlink.payload.views import TensorView, branch_views, first_tokens, same_bytes
+from omni_kvlink.payload.views import TensorView, first_tokens, payload_views, same_bytes
 
 if TYPE_CHECKING:
     import os
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.layouts import Layout, LayoutCache
+    from omni_kvlink.payload.manifest import Layout, LayoutCache
 
 Reserve = tuple[str, str, tuple[int, ...]]
 """Name, dtype code and shape of a tensor that a payload is to have."""
 
-_ABOUT = operator.attrgetter(
-    *("kv_lens", "ropes", "num_layers", "seq_len", "dtype", "layout", "block_size", "image_shape")
+_PLAIN = (
+    *("kv_lens", "ropes", "num_layers", "seq_len", "dtype", "layout", "block_size", "image_shape"),
 )
 """Metadata that no caller can modify: all but `extra` and `shard`."""
+_ABOUT = operator.attrgetter(*_PLAIN)
 _MAX_BLOCK_IDS = 64
 """Block ids of a payload above which its layout is not kept."""
 
@@ -136,18 +137,9 @@ class KVMetadata:
     def from_branch(cls, branch: Branch) -> KVMetadata:
         """Read the metadata of a branch that was validated."""
         metadata = object.__new__(cls)  # a second validation would take longer than all the rest
-        metadata.__dict__.update(
-            kv_lens=branch.kv_lens,
-            ropes=branch.ropes,
-            num_layers=branch.num_layers,
-            seq_len=branch.seq_len,
-            dtype=branch.dtype,
-            layout=branch.layout,
-            block_size=branch.block_size,
-            image_shape=branch.image_shape,
-            extra=json_copy(branch.extra, "metadata: extra") if branch.extra else {},
-            shard=branch.shard,
-        )
+        fields = dict(zip(_PLAIN, _ABOUT(branch), strict=True))
+        extra = json_copy(branch.extra, "metadata: extra") if branch.extra else {}
+        metadata.__dict__.update(fields, extra=extra, shard=branch.shard)
         return metadata
 
 
@@ -206,7 +198,7 @@ class PayloadBase(ABC):
         if layout is not None:
             return layout
         plan = self.plan(digests=digests)
-        layouts.add_plan(key, plan)
+        layouts.add(key, plan.layout)
         return plan
 
     def cached_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
@@ -446,7 +438,7 @@ class KVCacheTransferData(PayloadBase):
     def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
         """The cache of one validated branch as views."""
         (branch,), parts = branches, PARTS[branches[0].layout]
-        views = branch_views(manifest, branch, region)
+        views = payload_views(region, manifest, manifest.numbers_of(branch))
         data = object.__new__(cls)  # a second validation would double the time
         data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
         data._blocks = {

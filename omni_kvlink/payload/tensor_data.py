@@ -13,21 +13,13 @@ from omni_kvlink.payload.branches import Branch, check_branches, flatten, is_nes
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
 from omni_kvlink.payload.kv_checks import json_copy
 from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id
-from omni_kvlink.payload.views import (
-    TensorView,
-    branch_views,
-    check_view,
-    dtype_code,
-    payload_views,
-    same_bytes,
-)
+from omni_kvlink.payload.views import TensorView, check_view, dtype_code, payload_views, same_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.layouts import KnownHeader
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import KnownHeader, Manifest
 
 TensorTree: TypeAlias = Union[TensorView, "dict[str, TensorTree]", "list[TensorTree]"]
 """A tensor, or dicts and lists of tensors, nested at will."""
@@ -141,7 +133,7 @@ class TensorTransferData(PayloadBase):
     ) -> TensorTransferData:
         """The tensors of one validated branch as views."""
         (branch,) = branches
-        views = branch_views(manifest, branch, region)
+        views = payload_views(region, manifest, manifest.numbers_of(branch))
         return cls.of_views(manifest.request_id, branch.tree or {}, views, branch.extra)
 
     @classmethod

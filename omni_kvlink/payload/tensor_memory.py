@@ -48,12 +48,17 @@ def check_strided(tensor: object, where: str) -> torch.Tensor:
     A tensor of a class that replaces torch's functions is returned as the plain tensor that it is.
     """
     plain = plain_tensor(tensor, where)
+    check_memory(plain, where)
+    return plain
+
+
+def check_memory(plain: torch.Tensor, where: str) -> None:
+    """Raise SchemaError, as of `check_strided`, for a tensor that `plain_tensor` has returned."""
     if plain.layout is not torch.strided:
         raise SchemaError(f"{where} is a {plain.layout} on {plain.device}, not dense memory")
     if plain.is_nested:
         raise SchemaError(f"{where} is a nested tensor: send the tensors in it, or pad it")
     address_of(plain, where)
-    return plain
 
 
 def address_of(tensor: torch.Tensor, where: Where, *, writing: bool = False) -> int:

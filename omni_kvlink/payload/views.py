@@ -11,11 +11,11 @@ import torch
 from omni_kvlink._native import dlpack, host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.dtypes import DTYPES
-from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.tensor_memory import (
     Where,
     address_of,
-    check_strided,
+    check_memory,
     extent_of,
     plain_tensor,
     readable,
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.branches import Branch
-    from omni_kvlink.payload.layouts import KnownHeader
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
+
+Views: TypeAlias = "Sequence[TensorView]"
 
 _BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPES.items()}
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
@@ -59,12 +59,12 @@ def check_view(view: object, where: str) -> TensorView:
     plain = view if isinstance(view, PagedTensor) else plain_tensor(view, where)
     if plain.dtype not in _NAMES:
         raise SchemaError(f"{where}: dtype {plain.dtype} cannot be sent; use one of {_ALL_NAMES}")
-    if not isinstance(plain, PagedTensor) and not plain.is_meta:
-        check_strided(plain, where)
+    if isinstance(plain, torch.Tensor) and not plain.is_meta:
+        check_memory(plain, where)
     return plain
 
 
-def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -> list[TensorView]:
+def check_fit(views: Views, manifest: Manifest, region: Region) -> list[TensorView]:
     """Return views as of `aliases`; SchemaError unless they and the region match the manifest."""
     check_sizes(views, manifest, region)
     fitting = aliases(views)
@@ -73,7 +73,7 @@ def check_fit(views: Sequence[TensorView], manifest: Manifest, region: Region) -
     return fitting
 
 
-def aliases(views: Sequence[TensorView]) -> list[TensorView]:
+def aliases(views: Views) -> list[TensorView]:
     """The same memory, whatever shape, strides and storage the caller's tensors get from now on.
 
     What remains to be checked, where an address is taken, is whether the storage was cut or freed.
@@ -81,7 +81,7 @@ def aliases(views: Sequence[TensorView]) -> list[TensorView]:
     return [view.detach() if isinstance(view, torch.Tensor) else view for view in views]
 
 
-def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region) -> None:
+def check_sizes(views: Views, manifest: Manifest, region: Region) -> None:
     """Raise SchemaError unless the region holds the payload, and each tensor has a view."""
     if region.nbytes < manifest.nbytes:
         raise SchemaError(f"a payload of {manifest.nbytes} bytes in a region of {region.nbytes}")
@@ -91,7 +91,7 @@ def check_sizes(views: Sequence[TensorView], manifest: Manifest, region: Region)
 
 def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
     """Raise SchemaError unless a view has bytes, and the shape and dtype of its spec."""
-    if not isinstance(view, (torch.Tensor, PagedTensor)):
+    if not isinstance(view, TensorView):
         raise SchemaError(f"{spec.where()}: a {type(view).__name__}, wanted a torch.Tensor")
     if not isinstance(view, PagedTensor) and view.is_meta:
         raise SchemaError(
@@ -111,11 +111,6 @@ def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
     return tensor_views(region, [spec], data)[0]
 
 
-def branch_views(manifest: Manifest, branch: Branch, region: Region) -> list[torch.Tensor]:
-    """The tensors of one branch as views of a payload; see `payload_views`."""
-    return payload_views(region, manifest, manifest.numbers_of(branch))
-
-
 def payload_views(
     region: Region, payload: Manifest | KnownHeader, numbers: range | None = None
 ) -> list[torch.Tensor]:
@@ -126,10 +121,10 @@ def payload_views(
     milliseconds to get it back.
     """
     numbers = range(len(payload.tensors)) if numbers is None else numbers
-    data, packed = payload.header_nbytes, payload.packed
-    if packed is not None and _MAKE and region.device == "cpu":
+    data, layout = payload.header_nbytes, payload.layout
+    if layout is not None and layout.packed is not None and _MAKE and region.device == "cpu":
         span = region.address + data, region.nbytes - data
-        return packed.make_views(*span, numbers, region.span, _MAKE)
+        return layout.packed.make_views(*span, numbers, region.span, _MAKE)
     return tensor_views(region, payload.tensors[numbers.start : numbers.stop], data)
 
 
@@ -161,9 +156,9 @@ def _typed_tensor(region: Region, dtype: torch.dtype) -> torch.Tensor:
 
 def byte_tensor(region: Region) -> torch.Tensor:
     """The region as uint8 `[nbytes]`, on its device; it lives as long as the tensor."""
-    if region.device != "cpu":
-        return torch.as_tensor(_CudaBytes(region), device=region.device)
-    return torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore,no-any-return]
+    if region.device == "cpu":
+        return _typed_tensor(region, torch.uint8)
+    return torch.as_tensor(_CudaBytes(region), device=region.device)
 
 
 class _CudaBytes:
@@ -177,10 +172,15 @@ class _CudaBytes:
 
 def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
     """Whether a view is a contiguous tensor in the host's memory."""
-    return isinstance(view, torch.Tensor) and view.is_cpu and _is_flat(view)
+    return (
+        isinstance(view, torch.Tensor)
+        and view.is_cpu
+        and view.is_contiguous()
+        and not view.is_neg()
+    )
 
 
-def dense_addresses(views: Sequence[TensorView], specs: Sequence[TensorSpec]) -> list[int] | None:
+def dense_addresses(views: Views, specs: Sequence[TensorSpec]) -> list[int] | None:
     """The addresses of contiguous host tensors; None unless each has its spec's shape and dtype.
 
     SchemaError as of `address_of`. One call for all tensors: a call for each would cost a small
@@ -222,8 +222,10 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
 
     SchemaError if the two share memory.
     """
-    packed = packed_host_view(paged, paged.where, writing=True)
-    if not packed or not tokens.is_cpu or not _is_flat(tokens) or host.missing():
+    packed: host.PackedView = ()
+    if paged.device.type == "cpu" and is_dense(tokens) and not host.missing():
+        packed = paged.packed(paged.where, writing=True)
+    if not packed:
         paged.fill(tokens)
         return
     batch = host.CopyBatch(address_of(tokens, "the tokens to write"), tokens.nbytes)
@@ -234,12 +236,6 @@ def write(paged: PagedTensor, tokens: torch.Tensor) -> None:
         raise SchemaError(f"{paged.where}: {failed}") from None
 
 
-def packed_host_view(view: TensorView, where: Where, *, writing: bool = False) -> host.PackedView:
-    """The result of `packed_view` for a tensor in the host's memory; empty for any other."""
-    memory = view.pool if isinstance(view, PagedTensor) else view
-    return packed_view(view, where, writing=writing) if memory.is_cpu else ()
-
-
 def packed_view(view: TensorView, where: Where, *, writing: bool = False) -> host.PackedView:
     """Address, sizes and strides of a tensor, as the native and the CUDA library take them.
 
@@ -247,7 +243,7 @@ def packed_view(view: TensorView, where: Where, *, writing: bool = False) -> hos
     as of `address_of`.
     """
     if isinstance(view, PagedTensor):
-        return _packed_pages(view.alias(), view.block_table, where, writing=writing)
+        return view.packed(where, writing=writing)
     if view.is_neg():
         return ()
     if view.is_contiguous():
@@ -264,46 +260,10 @@ def packed_view(view: TensorView, where: Where, *, writing: bool = False) -> hos
     )
 
 
-def _packed_pages(
-    pool: torch.Tensor, table: BlockTable, where: Where, *, writing: bool
-) -> host.PackedView:
-    size = pool.element_size()
-    template = _paged_template(pool.shape, pool.stride(), size, len(table.index), table.by_slot)
-    if not template or pool.is_neg():
-        return ()
-    address = address_of(pool, where, writing=writing)
-    return host.packed_view_at(template, address, extent_of(pool), offset=0, index=table.address)
-
-
-@functools.lru_cache(maxsize=64)
-def _paged_template(
-    shape: torch.Size, strides: tuple[int, ...], itemsize: int, entries: int, by_slot: bool
-) -> host.PackedView:
-    """A pool's packed view without addresses, the same for all layers; empty if it has none."""
-    inner = 2 if by_slot else 1  # the dimensions that are not looked up
-    unused = (host.DIMS - 1) - (len(shape) - inner)
-    if unused < 0:
-        return ()
-    sizes = (entries, *(1,) * unused, *shape[inner:])
-    steps = (strides[0], *(0,) * unused, *strides[inner:])
-    view = host.packed_view(
-        0, 0, itemsize, sizes=sizes, strides=[stride * itemsize for stride in steps]
-    )
-    if not by_slot:
-        return host.packed_indexed_view(view, 0, limit=shape[0])
-    return host.packed_indexed_view(
-        view, 0, limit=shape[0] * shape[1], split=shape[1], stride=strides[1] * itemsize
-    )
-
-
 @functools.lru_cache(maxsize=64)
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a dense tensor, in elements."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

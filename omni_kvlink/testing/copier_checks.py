@@ -13,8 +13,8 @@ import torch
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload import layouts
 from omni_kvlink.payload.dtypes import KV_DTYPES
+from omni_kvlink.payload.manifest import Layout as PayloadLayout
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
@@ -102,10 +102,10 @@ def check_a_known_layout_is_packed(copier: Copier) -> None:
         sources = _sources("float16", layout, 5, 3, 4)
         data = TensorTransferData("r 1", {str(n): tensor for n, tensor in enumerate(sources)})
         plan = data.plan(digests=digests)
-        packed = copier.pack_known(sources, layouts.Layout(plan), data.request_id)
+        packed = copier.pack_known(sources, PayloadLayout(plan), data.request_id)
         assert packed in (None, copier.pack(sources, plan)), layout
     sources = _sources("float16", "contiguous", 5, 2, 4)
-    known_layout, (first, *tail) = layouts.Layout(_cache(sources).plan()), sources
+    known_layout, (first, *tail) = PayloadLayout(_cache(sources).plan()), sources
     replacements = (first.view(2, 5, 4), first.view(torch.int16), first.to("meta"))
     misfits = [[tensor, *tail] for tensor in replacements]
     for other in ([], tail, [*sources, first], *misfits):

@@ -19,8 +19,7 @@ from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload import views
 from omni_kvlink.payload.format import DIGEST_CHUNK
-from omni_kvlink.payload.layouts import Layout
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing import COPIER_CHECKS
 
@@ -194,7 +193,7 @@ def test_callers_from_many_threads() -> None:
 
 def test_a_small_payload_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [tensor_of([5, 3, 7], torch.float16, 1), torch.empty(0, 2, 2, dtype=torch.float16)]
-    monkeypatch.setattr(host, "CopyBatch", None)
+    monkeypatch.setattr(native, "_Batch", None)
     for digests in (True, False):
         data = TensorTransferData("r", dict(zip("ab", sources, strict=True)))
         payload = NativeCopier().pack(sources, data.plan(digests=digests))
@@ -237,7 +236,7 @@ def test_torch_is_asked_nothing_about_tensors_that_lie_as_planned(
     }
     data = TensorTransferData("r", named | {"wide": torch.ones(2, requires_grad=True)})
     known, right = Layout(data.plan()), NativeCopier().pack(data.tensors(), data.plan())
-    assert known.template.packed is not None
+    assert known.packed is not None
     monkeypatch.setattr(native, "dense_addresses", None)
     assert NativeCopier().pack_known(data.tensors(), known, "r") == right
 
@@ -290,7 +289,7 @@ def test_a_few_dense_tensors_need_no_structs(monkeypatch: pytest.MonkeyPatch) ->
         plan = data.plan(digests=digests)
         region = Mapping.anonymous(plan.nbytes).region
         with monkeypatch.context() as patch:
-            patch.setattr(host, "CopyBatch", None)
+            patch.setattr(native, "_Batch", None)
             found = NativeCopier().gather(sources, plan, region)
         assert found == (NativeCopier().digest(plan, region) if digests else ["", ""])
         received = TensorTransferData.from_region(plan, region)
@@ -319,13 +318,13 @@ def test_a_part_of_a_large_payload_goes_past_the_cache(
     monkeypatch: pytest.MonkeyPatch, tokens: int, stores: int
 ) -> None:
     """A layer alone would fit into the cache and evict those before it."""
-    seen, batch = list[int](), host.CopyBatch
+    seen, init = list[int](), host.CopyBatch.__init__
 
-    def watched(*args: int, **options: int) -> host.CopyBatch:
+    def watched(batch: host.CopyBatch, *args: int, **options: int) -> None:
         seen.append(options["stores"])
-        return batch(*args, **options)
+        init(batch, *args, **options)
 
-    monkeypatch.setattr(host, "CopyBatch", watched)
+    monkeypatch.setattr(host.CopyBatch, "__init__", watched)
     layers = [torch.zeros(tokens, 4, 64) for _ in range(2)]
     metadata = {"kv_lens": [tokens], "ropes": [0], "num_layers": 2}
     blocks = {"key_cache": layers, "value_cache": layers}

@@ -117,7 +117,8 @@ def test_they_may_be_dropped_without_the_interpreters_lock() -> None:
     span, owner = weakref.ref(region.span), region.span
     callback = take(make)
     address = ctypes.cast(callback, ctypes.c_void_p).value
-    packed, data = manifest.packed, manifest.header_nbytes
+    assert manifest.layout is not None
+    packed, data = manifest.layout.packed, manifest.header_nbytes
     assert packed is not None
     assert address is not None
     sizes = region.address + data, region.nbytes - data
@@ -159,7 +160,8 @@ def test_a_torch_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, region = received(TensorTransferData("r", {"a": torch.ones(4)}))
-    packed = manifest.packed
+    assert manifest.layout is not None
+    packed = manifest.layout.packed
     assert packed is not None
     packed._pieces[3] = 99 | 8 << 8 | 1 << 16  # a dtype that nobody has
     with pytest.raises((RuntimeError, BufferError)):

@@ -159,7 +159,7 @@ def test_each_end_has_the_layouts_of_its_own_payloads(
         return decode(text, total)
 
     monkeypatch.setattr(Manifest, "lay_out", counted_plan)
-    monkeypatch.setattr("omni_kvlink.payload.layouts.decode_header", counted_decode)
+    monkeypatch.setattr("omni_kvlink.payload.manifest.decode_header", counted_decode)
     for number in (1, 2):
         with (
             KVLink.serve(f"{url}{number}".format(sockets=sockets), directory=sockets) as producer,
@@ -171,6 +171,17 @@ def test_each_end_has_the_layouts_of_its_own_payloads(
                     assert torch.equal(dense(data.tensors()[0]), torch.ones(3))
                 receipt.wait(timeout=60)
         assert (planned, len(decoded)) == (["a"] * number, number)
+
+
+def test_a_bundle_of_tensors_by_name(ends: tuple[KVProducer, KVConsumer]) -> None:
+    """Its layout is known from the second one on, and is no `TensorTransferData`."""
+    producer, consumer = ends
+    for name in "abc":
+        data = TensorTransferData(name, {"x": torch.ones(3)})
+        producer.put(KVCacheBundle(name, {"t": data}))
+        with consumer.get(name, timeout=60) as received:
+            assert isinstance(received, KVCacheBundle)
+            assert received.tensor_data["t"].difference(data) == ""
 
 
 def test_ledger_counts_one_copy(ends: tuple[KVProducer, KVConsumer]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(omni_kvlink.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES = 27
+MOST_FILES = 25
 
 
 class Trace:

@@ -12,8 +12,7 @@ from payloads import cache, noise, written
 from omni_kvlink import KVCacheBundle, PrefixOf, TensorTransferData
 from omni_kvlink._native import host
 from omni_kvlink.payload.expected import ExpectedPayload
-from omni_kvlink.payload.layouts import Layout
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import Layout, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,9 +23,7 @@ from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
-from omni_kvlink.payload.header_template import MAX_SMALL, HeaderTemplate
-from omni_kvlink.payload.layouts import Layout, LayoutCache
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import MAX_SMALL, Layout, LayoutCache, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +55,7 @@ def no_known_layout(
 ) -> Iterator[None]:
     """No layout is known, and headers are compared by the native library, or without one."""
     if request.param == "python":
-        monkeypatch.setattr(HeaderTemplate, "packed", None)
+        monkeypatch.setattr(host, "is_loaded", lambda: False)
     elif reason := host.missing():
         pytest.skip(reason)
     forget()
@@ -78,9 +76,11 @@ def planned(data: Payload, *, digests: bool = True) -> Manifest:
     return layout.plan(data.request_id) if isinstance(layout, Layout) else layout
 
 
-def template_of(manifest: Manifest) -> HeaderTemplate:
-    assert manifest.template is not None
-    return manifest.template
+def match(manifest: Manifest, text: bytes) -> str:
+    """The request id of a header's JSON, if it is of the layout of a manifest."""
+    layout = manifest.layout
+    assert layout is not None
+    return layout.match(text, 8 + len(text) + manifest.data_nbytes)
 
 
 @st.composite
@@ -174,7 +174,7 @@ def test_the_bytes_are_those_of_one_encoder(
     assert manifest.encode() == plan.encode(found) == reference(manifest)
     other = msgspec.structs.replace(manifest, request_id=request_id, header_nbytes=0)
     layout = Layout(plan)
-    assert layout.template.render(request_id, found) == other.encode() == reference(other)
+    assert layout.render(request_id, found) == other.encode() == reference(other)
     assert layout.plan(data.request_id) == plan
     assert layout.plan(request_id).header_nbytes == len(reference(other))
     larger = plan.as_capacity()
@@ -232,12 +232,12 @@ def test_a_header_of_a_known_layout(
 ) -> None:
     plan = planned_cold(data, digests=digests)
     found = hexadecimal(plan, seed)
-    header = Layout(plan).template.render(request_id, found)
-    assert template_of(plan).match(header[8:]) == request_id
-    assert template_of(plan).digests(request_id, header[8:]) == found
-    assert not template_of(plan).match(header[8:] + b" " * ALIGN)  # the CRC is of all
-    assert not template_of(plan).match(header[8:-1]) or header[-1:] == b"}"
-    first = Layout(plan).template.render("first", hexadecimal(plan, seed + 1))
+    header = Layout(plan).render(request_id, found)
+    assert match(plan, header[8:]) == request_id
+    assert Layout(plan).manifest(request_id, header[8:]).digests == found
+    assert not match(plan, header[8:] + b" " * ALIGN)  # the CRC is of all
+    assert not match(plan, header[8:-1]) or header[-1:] == b"}"
+    first = Layout(plan).render("first", hexadecimal(plan, seed + 1))
     total = plan.nbytes - plan.header_nbytes
     forget()
     layouts.decode(first, len(first) + total)
@@ -255,7 +255,7 @@ def test_other_request_ids_are_decoded_in_full(name: str) -> None:
     plan = planned(cache(name))
     assert layouts.decode(plan.encode(), plan.nbytes) == plan
     assert len(layouts._received) == (name == "x" * 1024)
-    assert bool(template_of(plan).match(plan.encode()[8:])) is (name == "x" * 1024)
+    assert bool(match(plan, plan.encode()[8:])) is (name == "x" * 1024)
 
 
 def small() -> tuple[Manifest, bytes]:
@@ -376,7 +376,7 @@ def test_the_padding_is_spaces() -> None:
     for space in (b"\t", b"\n", b"\0", b"}"):
         changed = text[:at] + b"00000000" + text[at + 8 : -1] + space
         changed = changed[:at] + b"%08x" % numpy_crc32c(changed) + changed[at + 8 :]
-        assert not template_of(manifest).match(changed)
+        assert not match(manifest, changed)
         assert_alike(manifest, header[:8] + changed, manifest.nbytes)
 
 
@@ -606,3 +606,15 @@ def test_the_layout_that_is_repeated() -> None:
         layouts.decode(each.encode(), each.nbytes)
         seen.append(layouts.repeated(1 << 20) is not None)
     assert seen == [False, True, False, False, True, False, True]
+
+
+def test_manifests_share_no_empty_metadata() -> None:
+    for data in (cache(), TensorTransferData("r", {"x": torch.zeros(2)}), nested("r")):
+        header = planned_cold(data).encode()
+        for _ in range(3):
+            plan = planned(data)
+            received = layouts.decode(header, plan.nbytes)
+            for manifest in (plan, received):
+                assert manifest == planned_cold(data)
+                for branch in manifest.branches:
+                    branch.extra["changed"] = 1

@@ -30,8 +30,7 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload.layouts import LayoutCache
-from omni_kvlink.payload.manifest import Manifest
+from omni_kvlink.payload.manifest import LayoutCache, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

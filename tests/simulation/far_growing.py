@@ -17,7 +17,7 @@ from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.consumer import ReceivedChunk
-from omni_kvlink.payload.layouts import LayoutCache
+from omni_kvlink.payload.manifest import LayoutCache
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

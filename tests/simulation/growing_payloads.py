@@ -9,7 +9,7 @@ import torch
 
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.growing import StreamPosition, StreamSpec
+from omni_kvlink.payload.append_stream import StreamPosition, StreamSpec
 
 if TYPE_CHECKING:
     from omni_kvlink import TensorTransferData

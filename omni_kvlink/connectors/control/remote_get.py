@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.runtime.consumer import Session
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-    from omni_kvlink.payload.layouts import LayoutCache
-    from omni_kvlink.payload.manifest import Manifest
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest
 
 
 class RemoteGet(SessionGet):

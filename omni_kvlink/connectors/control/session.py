@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import ChunkOf
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-    from omni_kvlink.payload.layouts import LayoutCache
+    from omni_kvlink.payload.manifest import LayoutCache
 
 
 class SessionResources(NamedTuple):

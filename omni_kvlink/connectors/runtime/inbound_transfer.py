@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.digests import Piece
-    from omni_kvlink.payload.layouts import LayoutCache
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
 
 _WHOLE, _TENSOR = "whole", "tensor"
 Label: TypeAlias = "str | Layer"

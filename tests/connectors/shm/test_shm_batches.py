@@ -36,7 +36,7 @@ from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.link.producer import PAYLOADS_PER_TURN
 from omni_kvlink.link.put_operation import CopiedPut
 from omni_kvlink.lowlevel import begin_gets
-from omni_kvlink.payload.layouts import Layout
+from omni_kvlink.payload.manifest import Layout
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 

@@ -11,8 +11,7 @@ import torch
 from omni_kvlink import ClosedError, IntegrityError, SchemaError, TensorTransferData, WireError
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.chunk_requests import ChunkRequests, PackedRequests, read_sizes
-from omni_kvlink.payload.growing import (
+from omni_kvlink.payload.append_stream import (
     StreamPosition,
     StreamSpec,
     check_chunk,
@@ -21,6 +20,7 @@ from omni_kvlink.payload.growing import (
     read_head,
     tensors_of_chunk,
 )
+from omni_kvlink.payload.chunk_requests import ChunkRequests, PackedRequests, read_sizes
 from omni_kvlink.payload.manifest import Manifest
 
 Written = tuple[Manifest, Region]

@@ -24,8 +24,7 @@ from omni_kvlink.payload.views import check_view, payload_views
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import PackedRequests, RequestSizes
-    from omni_kvlink.payload.layouts import LayoutCache
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
 _POSITION = struct.Struct("<Q16s")
@@ -286,7 +285,7 @@ def _read_requests(manifest: Manifest, region: Region, tree: Mapping[str, Any]) 
     if spec.digest:
         digest = ChunkDigest(memoryview(packed))
         digest.advance(len(packed))
-        compare(spec, digest.values())
+        compare(spec, digest.crcs)
     sizes = read_sizes(packed)
     if wrong := sizes.difference([tensor.shape for tensor in _chunk_specs(manifest)]):
         raise WireError(f"the requests of a chunk: {wrong}")
