@@ -104,7 +104,7 @@ class LinkEnd:
             raise ClosedError(f"link {self.url} is closed")
 
 
-def _close_dropped(url: str, end: Connector, owner: process.Process) -> None:
+def _close_dropped(url: str, end: Connector, owner: process.OwnerProcess) -> None:
     """Close a link that nobody has any more, in the process that opened it."""
     if owner.is_current:
         end.close_deferred()

@@ -18,8 +18,8 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     encode_all,
 )
-from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.errors import WireError
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ class ShmChannel:
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Mapping | None]] = deque()
         self._backlog_nbytes = 0
-        rendezvous.close_in_child(sock)
+        process.call_in_children(sock, socket.socket.close)  # in them it would outlive this process
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 after `close`."""

@@ -45,7 +45,7 @@ from omni_kvlink.connectors.runtime.event_loop import (
     readable_pidfd,
 )
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN
-from omni_kvlink.connectors.runtime.wakeup import wait_readable
+from omni_kvlink.connectors.runtime.user_files import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.channel import ShmChannel
 from omni_kvlink.connectors.shm.reader_arenas import ReaderArenas
