@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
@@ -40,12 +41,12 @@ class Arena:
     @property
     def free_nbytes(self) -> int:
         """Bytes that are not allocated."""
-        return sum(length for _, length in self._state[0])
+        return sum(map(itemgetter(1), self._state[0]))
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest free span."""
-        return max([length for _, length in self._state[0]], default=0)
+        return max(map(itemgetter(1), self._state[0]), default=0)
 
     @property
     def blocks(self) -> int:
@@ -399,9 +400,11 @@ class ArenaPool:
     def _allocate(self, nbytes: int, owner: BlockOwner) -> Block | None:
         if not self._keep:
             return None  # each arena is as large as its block; there are as many as live payloads
-        holes = ((arena.largest_hole, number) for number, (arena, _) in self._arenas.items())
-        best = min((hole for hole in holes if hole[0] >= nbytes), default=None)
-        return None if best is None else self._take(best[1], nbytes, owner)
+        best, least = None, self.quota + 1
+        for number, (arena, _) in self._arenas.items():
+            if nbytes <= (hole := arena.largest_hole) < least:
+                best, least = number, hole
+        return None if best is None else self._take(best, nbytes, owner)
 
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
         """Reserve a block in an arena that has room."""

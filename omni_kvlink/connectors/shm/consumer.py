@@ -221,7 +221,7 @@ class ShmSession(LeadingReceiver, MappedSession):
 
     def _begin_leading(self, get: object) -> int:
         self._watch_channel()
-        return self._channel.fileno()
+        return self._channel.fd
 
     def _receive_next(self, get: object) -> bool:
         """Handle what came next, if it answers gets; return whether to wait on.
@@ -246,7 +246,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._channel.send(own_hello())
         while True:
             seconds = deadline - time.monotonic()
-            ready = wait_readable(seconds, self._channel.fileno(), cancelled)
+            ready = wait_readable(seconds, self._channel.fd, cancelled)
             if cancelled in ready:
                 raise closed_here(self._url)
             if seconds <= 0 or not ready:
@@ -315,9 +315,9 @@ class ShmSession(LeadingReceiver, MappedSession):
             reads = 0 if self._leader else self._reads
             events = 0 if self._has_ended else reads | (WRITE if self._channel.has_backlog else 0)
             if events:
-                self._loop.watch(self._channel, events | EDGE, self._on_events_in_loop)
+                self._loop.watch(self._channel.fd, events | EDGE, self._on_events_in_loop)
             else:
-                self._loop.unwatch(self._channel)
+                self._loop.unwatch(self._channel.fd)
 
     def _on_events_in_loop(self, events: int) -> None:
         if events & WRITE:
@@ -335,7 +335,8 @@ class ShmSession(LeadingReceiver, MappedSession):
             return  # a thread that waits for a payload receives
         try:
             self._receive_in_loop(TURN)
-            self._has_turn = bool(self._reads) and self._channel.has_unread
+            is_drained = not self._reads or self._channel.is_drained
+            self._has_turn = not is_drained and self._channel.has_unread
         finally:
             self._receiving.release()
         self._turns = self._turns + 1 if self._has_turn else 0
