@@ -12,6 +12,10 @@ stream (`Transfer.window`) has chunks instead, transfers which its readers get o
 
 `send` and `free` are called under the owner's lock: neither may block or call back. Time is an
 argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
+
+One long file: each transition moves a transfer, the gets that wait and the leases together, in an
+order that an interrupt at any line may cut. Chunks, windows and direct sources have files of their
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The producer of every connector with pooled memory."""
+"""The producer of every connector with pooled memory.
+
+One long file: it is the contract of `Producer` and that of the listeners around one lock, one table
+of transfers and one pool; each method is short, and none of these three is anybody else's.
+"""
 
 from __future__ import annotations
 
@@ -493,20 +497,19 @@ class PooledProducer(Producer):
         transfer.inline = b""
 
     def _handle(self, peer: Peer, now: float, message: Message) -> None:
-        if isinstance(message, Get):
-            self.transfers.on_get(peer, message, now)
-        elif isinstance(message, Cancel):
-            self.transfers.on_cancel(peer, message.get_id)
-        elif isinstance(message, Release):
-            self.transfers.on_release(
-                peer, message.get_id, message.epoch, message.outcome, message.reason, now
-            )
-        elif isinstance(message, Reject):
-            self.transfers.on_reject(peer, message.get_id, message.epoch, message.reason, now)
-        elif isinstance(message, Abort):
-            self.transfers.on_abort(message.key, message.reason, now)
-        else:
-            unexpected(message)
+        match message:
+            case Get():
+                self.transfers.on_get(peer, message, now)
+            case Cancel(get_id):
+                self.transfers.on_cancel(peer, get_id)
+            case Release(get_id, epoch, outcome, reason):
+                self.transfers.on_release(peer, get_id, epoch, outcome, reason, now)
+            case Reject(get_id, epoch, reason):
+                self.transfers.on_reject(peer, get_id, epoch, reason, now)
+            case Abort(key, reason):
+                self.transfers.on_abort(key, reason, now)
+            case _:
+                unexpected(message)
 
     def _send(self, peer: Peer, message: Message) -> None:
         """Send a message of the table; the lock is held."""

@@ -59,20 +59,12 @@ class ShmChannel:
     @property
     def is_hung_up(self) -> bool:
         """Whether the peer has closed its end; one that has only finished still receives."""
-        if self._sock is None:
-            return True
-        poll = select.poll()
-        poll.register(self._sock, 0)
-        return bool(poll.poll(0))
+        return self._sock is None or self._has_event(0)
 
     @property
     def has_unread(self) -> bool:
         """Whether a message, or the end of the connection, is there to be received."""
-        if self._sock is None:
-            return False
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._sock is not None and self._has_event(select.POLLIN)
 
     @property
     def has_backlog(self) -> bool:
@@ -118,16 +110,12 @@ class ShmChannel:
         """Send nothing more, also not what is queued; the peer's messages are still received."""
         with self._lock:
             self._backlog.clear()
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_WR)
+            self._shut_down(socket.SHUT_WR)
 
     def finish_receiving(self) -> None:
         """Let nobody send anything more; what was sent before is still received, then the end."""
         with self._lock:
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RD)
+            self._shut_down(socket.SHUT_RD)
 
     def receive(self, turn: float = float("inf")) -> Iterator[tuple[list[Message], int]]:
         """Yield the messages that arrived together, with their descriptor (the caller's) or -1.
@@ -200,14 +188,23 @@ class ShmChannel:
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
         with self._lock:
+            self._shut_down(socket.SHUT_RDWR)
             self.fd = -1
             sock, self._sock = self._sock, None
             self._backlog.clear()
             self._backlogged = lambda: None  # breaks the cycle with the owner
         if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+    def _has_event(self, events: int) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, events)
+        return bool(poll.poll(0))
+
+    def _shut_down(self, how: int) -> None:
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(how)
 
     def _put(self, data: bytes, memory: Mapping | None) -> bool:
         if self._sock is None:
@@ -224,8 +221,7 @@ class ShmChannel:
         except OSError:
             # The peer is gone, or a message is lost (no more descriptors may travel): either way
             # the connection is over. The loop receives what is left of it, then its end.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            self._shut_down(socket.SHUT_RDWR)
         return True
 
 
