@@ -11,12 +11,12 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
@@ -48,7 +48,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import ArenaPool, MakeArena
-from omni_kvlink.memory.ownership import CallAtEnd
+from omni_kvlink.memory.ownership import CallAtEnd, call_if_alive
 from omni_kvlink.memory.region import Lease, Region
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class PooledProducer(Producer):
                 self.listeners.append(opener(self))
             self._queueing = [listener for listener in self.listeners if listener.has_queue]
             if options.prefault and pooled and not is_one_arena:
-                on_mapped = partial(_call, weakref.WeakMethod(self._pass_arena))
+                # Weakly: a thread must not keep it.
+                on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
                 self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
             opened = Future[None]()
             self.loop.call(partial(_open_all, self.listeners, opened))
@@ -407,8 +408,8 @@ class PooledProducer(Producer):
             raise
         self.loop.tick_by(expires)
         fault_points.point("publish.after")
-        transfers, _ = zip(*payloads, strict=True)
-        return list(map(Receipt, transfers, ledgers))
+        pairs = zip(payloads, ledgers, strict=True)
+        return [Receipt(transfer, ledger) for (transfer, _), ledger in pairs]
 
     def _complete(self, lease: Lease) -> tuple[Transfer, Location]:
         """Spend a lease and mark its slot as committed; return its transfer and where it lies."""
@@ -582,13 +583,6 @@ def _open_all(listeners: Sequence[Listener], opened: Future[None]) -> None:
         opened.set_exception(error)
     else:
         opened.set_result(None)
-
-
-def _call(method: weakref.WeakMethod[Any], argument: int) -> None:
-    """Call a method, if its object still lives: a thread must not keep it."""
-    bound = method()
-    if bound is not None:
-        bound(argument)
 
 
 def _transfer(lease: Lease) -> Transfer:

@@ -6,10 +6,10 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakMethod
 
 from omni_kvlink.connectors.base import Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
@@ -58,6 +58,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import GRAIN
+from omni_kvlink.memory.ownership import call_if_alive
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import is_of_system, system_error
 
@@ -154,7 +155,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             if isinstance(error, Exception) and is_of_system(error):
                 raise system_error(error, f"{url}: the handshake failed") from None
             raise
-        wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
+        wake = partial(self._loop.call, partial(call_if_alive, WeakMethod(self._send_posted)))
         post = partial(_post, self._posted, self._coalescing, wake)
         self.get_table = GetTable(self._send, post, self._channel.send_all, self.coalesce)
         self._loop.call(self._watch_in_loop)
@@ -451,9 +452,3 @@ def _first(posted: deque[Message], count: int) -> list[Message]:
         while len(messages) < count:
             messages.append(posted[len(messages)])
     return messages
-
-
-def _call(send: weakref.WeakMethod[Any]) -> None:
-    method = send()
-    if method is not None:
-        method()
