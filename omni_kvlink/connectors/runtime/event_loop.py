@@ -208,7 +208,7 @@ class EventLoop:
     @property
     def is_own_thread(self) -> bool:
         """Whether the caller is the loop's own thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Run the pending calls, then end the thread; blocks unless called in that thread."""
