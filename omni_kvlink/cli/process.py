@@ -125,7 +125,7 @@ def _scratch_directory() -> Iterator[None]:
     import shutil
     import tempfile
 
-    from omni_kvlink.connectors.runtime.user_dirs import OTHER, default_directory
+    from omni_kvlink.connectors.runtime.user_files import OTHER, default_directory
 
     base = os.path.dirname(default_directory())
     with translate_errors(base, OTHER):

@@ -97,7 +97,7 @@ class InprocSession(MappedSession, PeerHandle):
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Handle several messages in the loop of the producer."""
-        self._loop.call(partial(self._producer.handle_all, self, messages))
+        self._loop.call(partial(self._producer.handle, self, *messages))
 
     def end(self, error: KVLinkError) -> None:
         """Fail the gets: one of the sides closed the link."""

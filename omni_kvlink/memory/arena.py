@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
@@ -40,12 +41,12 @@ class Arena:
     @property
     def free_nbytes(self) -> int:
         """Bytes that are not allocated."""
-        return sum(length for _, length in self._state[0])
+        return sum(map(itemgetter(1), self._state[0]))
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest free span."""
-        return max([length for _, length in self._state[0]], default=0)
+        return max(map(itemgetter(1), self._state[0]), default=0)
 
     @property
     def blocks(self) -> int:
@@ -66,9 +67,8 @@ class Arena:
         holes, used = self._state
         fitting = [(length, offset) for offset, length in holes if length >= nbytes > 0]
         if not fitting:
-            largest = self.largest_hole
-            message = f"{nbytes} bytes requested, the largest hole has {largest}"
-            raise CapacityError(message, requested=nbytes, free=largest)
+            text = f"{nbytes} bytes requested, the largest hole has {self.largest_hole}"
+            raise CapacityError(text, requested=nbytes, free=self.largest_hole)
         length, offset = min(fitting)
         index = holes.index((offset, length))
         remainder = [(offset + nbytes, length - nbytes)] if length > nbytes else []
@@ -91,10 +91,8 @@ class Arena:
         return merged, used_blocks
 
 
-_Span: TypeAlias = tuple[int, int]
-"""Offset and length in bytes."""
-_State: TypeAlias = "tuple[list[_Span], dict[int, int]]"
-"""Holes, and the length of each block by its offset."""
+_State: TypeAlias = "tuple[list[tuple[int, int]], dict[int, int]]"
+"""Offset and length in bytes of each hole, and the length of each block by its offset."""
 
 
 class Block(NamedTuple):
@@ -120,8 +118,8 @@ class BlockOwner(Protocol):
 class Holder:
     """A `BlockOwner` that is nothing else."""
 
-    def __init__(self) -> None:
-        self.block: Block | None = None
+    def __init__(self, block: Block | None = None):
+        self.block = block
 
 
 class _Growth:
@@ -166,8 +164,7 @@ class ArenaPool:
     ):
         self.quota = quota
         self._make, self._retire, self._keep = make, retire, keep
-        least = MIN_ARENA if min_arena is None else min_arena
-        self._min_arena = least if keep else 0
+        self._min_arena = (MIN_ARENA if min_arena is None else min_arena) if keep else 0
         self._arenas: dict[int, tuple[Arena, Mapping]] = {}
         self._next_number = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
@@ -219,9 +216,9 @@ class ArenaPool:
 
     def try_reserve(self, nbytes: int, owner: BlockOwner | None = None) -> Block | None:
         """Reserve a block in an existing arena, or return None; never blocks, maps nothing."""
-        nbytes, owner = -(-nbytes // GRAIN) * GRAIN, owner or Holder()
         with self._lock:
-            return None if self._closed else self._allocate(nbytes, owner)
+            is_open, nbytes = not self._closed, -(-nbytes // GRAIN) * GRAIN
+            return self._allocate(nbytes, owner or Holder()) if is_open else None
 
     def share(self, nbytes: int, owner: BlockOwner) -> bool:
         """Reserve a part of the quota for memory outside the arenas; False if there is no room.
@@ -249,9 +246,7 @@ class ArenaPool:
 
     def free(self, block: Block) -> None:
         """Free a block and wake the threads that wait for memory."""
-        holder = Holder()
-        holder.block = block
-        self.release(holder)
+        self.release(Holder(block))
 
     def release(self, owner: BlockOwner) -> None:
         """Free the block of an owner, if it has one, and wake the threads that wait for memory."""
@@ -399,9 +394,11 @@ class ArenaPool:
     def _allocate(self, nbytes: int, owner: BlockOwner) -> Block | None:
         if not self._keep:
             return None  # each arena is as large as its block; there are as many as live payloads
-        holes = ((arena.largest_hole, number) for number, (arena, _) in self._arenas.items())
-        best = min((hole for hole in holes if hole[0] >= nbytes), default=None)
-        return None if best is None else self._take(best[1], nbytes, owner)
+        best, least = None, self.quota + 1
+        for number, (arena, _) in self._arenas.items():
+            if nbytes <= (hole := arena.largest_hole) < least:
+                best, least = number, hole
+        return None if best is None else self._take(best, nbytes, owner)
 
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
         """Reserve a block in an arena that has room."""
@@ -418,8 +415,8 @@ class ArenaPool:
         Drops empty arenas if the quota requires it.
         """
         arenas = self._arenas.items() if self._keep else ()  # else none is empty
-        empty = [number for number, (arena, _) in arenas if not arena.blocks]
-        reclaimable = sum(self._arenas[number][0].nbytes for number in empty)
+        empty = {number: arena.nbytes for number, (arena, _) in arenas if not arena.blocks}
+        reclaimable = sum(empty.values())
         if self._mapped - reclaimable + nbytes > self.quota:
             return False
         for number in empty:
@@ -458,7 +455,7 @@ class ArenaPool:
         """Map the arena, in a thread."""
         began, size = time.monotonic(), growth.nbytes
         try:
-            mapping = self._make(size, self._is_open)
+            mapping = self._make(size, lambda: not self._closed)
         except Exception as error:
             self._end_prefault(growth, error)
             return
@@ -485,15 +482,11 @@ class ArenaPool:
         check_deadline(deadline, f"mapping {nbytes} bytes of memory")
         return not self._closed
 
-    def _is_open(self) -> bool:
-        return not self._closed
-
     def _full(self, nbytes: int, waited: float) -> CapacityError:
         arenas = [arena for arena, _ in self._arenas.values()]
         reclaimable = sum(arena.nbytes for arena in arenas if not arena.blocks)
-        free = max(
-            self.quota - self._mapped + reclaimable, *(arena.largest_hole for arena in arenas), 0
-        )
+        holes = (arena.largest_hole for arena in arenas)
+        free = max(self.quota - self._mapped + reclaimable, *holes, 0)
         if nbytes > self.quota:
             text = f"{nbytes} bytes never fit into a quota of {self.quota}: open the link with "
             return CapacityError(f"{text}quota={nbytes} or more", requested=nbytes, free=free)

@@ -41,6 +41,13 @@ def closer(descriptors: list[Any]) -> Callable[[], object]:
     return partial(deque, map(os.close, iter(descriptors.pop, None)), 0)
 
 
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    """Call a method, if its object still lives."""
+    bound = method()
+    if bound is not None:
+        bound(*arguments)
+
+
 class Finalizer(weakref.ref[Any]):
     """Calls `end` once, when its object was freed or, by `run`, before; not at exit.
 

@@ -16,7 +16,6 @@ import fcntl
 import functools
 import mmap
 import os
-import weakref
 from collections import deque
 from errno import EINVAL
 from functools import partial
@@ -27,6 +26,7 @@ import numpy as np
 
 from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, UnavailableError
 from omni_kvlink.memory.ownership import CallAtEnd, closer, take
+from omni_kvlink.system import process
 from omni_kvlink.system.failures import cure_of
 
 if TYPE_CHECKING:
@@ -421,8 +421,8 @@ class Mapping:
         return mapping
 
     def _not_inherited(self) -> Mapping:
-        _inherited.add(self)
-        _inherited_pages.add(self._pages)
+        process.call_in_children(self, Mapping.close_file)  # the file would keep the memory, too
+        process.call_in_children(self._pages, MappedPages.lose)
         return self
 
     def _touch_huge_pages(self, is_wanted: Callable[[], bool]) -> None:
@@ -459,18 +459,6 @@ def _address_of(buffer: memoryview) -> int:
 
 
 LOST = "the memory belongs to the process that this one was forked from"
-_inherited: weakref.WeakSet[Mapping] = weakref.WeakSet()
-_inherited_pages: weakref.WeakSet[MappedPages] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    for mapping in list(_inherited):
-        mapping.close_file()  # the file would keep the memory, too
-    for pages in list(_inherited_pages):
-        pages.lose()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _has_huge_shared_pages() -> bool:

@@ -93,7 +93,12 @@ def system_error(
 
     It is a BusyError for an address in use, and a PeerLostError for a connection that broke.
     """
-    number, reason = _facts(error)
+    number: int = getattr(error, "errno", None) or 0
+    if number in errno.errorcode:
+        reason = os.strerror(number)  # ZMQ's own text repeats the address
+    else:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        number = errno.ECONNRESET if isinstance(error, ConnectionError) else number
     text = f"{subject}: {reason}; {cure_of(number, other)}"
     if number == errno.EADDRINUSE:
         return BusyError(text)
@@ -113,11 +118,3 @@ def is_of_system(error: Exception) -> bool:
 def cure_of(number: int, other: str = "use another") -> str:
     """Return what helps against an errno."""
     return _CURES.get(number, _UNKNOWN).format(other=other, uid=os.geteuid())
-
-
-def _facts(error: Exception) -> tuple[int, str]:
-    number: int = getattr(error, "errno", None) or 0
-    if number in errno.errorcode:
-        return number, os.strerror(number)  # ZMQ's own text repeats the address
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return errno.ECONNRESET if isinstance(error, ConnectionError) else number, reason

@@ -1,18 +1,25 @@
 """`OwnerProcess`: the process that opened an object; a fork of it must leave that object alone.
 
 A forked child has none of its parent's threads, and any lock may be held in it for ever. One hook
-runs in each child, before any other code: it marks the parent's `OwnerProcess` as another one, and
-the ends that are open as closed. So an object that keeps `current` asks with one attribute, and an
-end with the flag that it tests anyway. Neither takes a lock: see docs/threads.md.
+runs in each child, before any other code: it marks the parent's `OwnerProcess` as another one, the
+ends that are open as closed, and closes what may not be inherited. So an object that keeps
+`current` asks with one attribute, and an end with the flag that it tests anyway. Neither takes a
+lock: see docs/threads.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.errors import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
 
 
 class OwnerProcess:
@@ -32,29 +39,33 @@ class OwnerProcess:
             )
 
 
-class OpenEnd(Protocol):
-    """An end of a link, or another object that a forked child must find closed."""
-
-    _closed: bool
-
-
 current = OwnerProcess()
 """This process. Read it as `process.current`: a forked child replaces it."""
-_open_ends: weakref.WeakSet[OpenEnd] = weakref.WeakSet()
+_inherited: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 
-def close_in_children(end: OpenEnd) -> None:
+def call_in_children(owner: T, function: Callable[[T], object]) -> None:
+    """Have `function(owner)` called in each child that this process forks while `owner` exists."""
+    _inherited[owner] = function
+
+
+def close_in_children(end: object) -> None:
     """Have `end._closed` set in each child that this process forks while `end` exists."""
-    _open_ends.add(end)
+    call_in_children(end, _mark_closed)
+
+
+def _mark_closed(end: Any) -> None:
+    end._closed = True
 
 
 def _leave_parent() -> None:
     global current
     current.is_current = False
     current = OwnerProcess()
-    for end in list(_open_ends):
-        end._closed = True
-    _open_ends.clear()
+    with contextlib.ExitStack() as calls:  # makes all, also if one of them raises
+        for owner, function in _inherited.items():
+            calls.callback(function, owner)
+    _inherited.clear()
 
 
 os.register_at_fork(after_in_child=_leave_parent)

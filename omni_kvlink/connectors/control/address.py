@@ -15,8 +15,12 @@ from typing import Any
 
 import zmq
 
-from omni_kvlink.connectors.runtime.lock_file import LockFile
-from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory, is_alive
+from omni_kvlink.connectors.runtime.user_files import (
+    LockFile,
+    check_private,
+    default_directory,
+    is_alive,
+)
 from omni_kvlink.errors import BusyError, ConnectorError, SchemaError
 from omni_kvlink.system.failures import translate_errors
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 import zmq.utils.z85
 
-from omni_kvlink.connectors.runtime.user_dirs import check_private, default_directory
+from omni_kvlink.connectors.runtime.user_files import check_private, default_directory
 from omni_kvlink.errors import ConnectorError, SchemaError
 from omni_kvlink.system.failures import translate_errors
 

@@ -49,11 +49,8 @@ def list_of(owner: object, name: str) -> list[Any]:
 class LazyEvent:
     """An event that has no lock until somebody waits for it, unlike `threading.Event`."""
 
-    __slots__ = ("_is_set", "_waiting")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[threading.Lock] | None = None
+    _is_set = False
+    _waiting: list[threading.Lock] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {'set' if self._is_set else 'not set'}>"
@@ -103,24 +100,23 @@ class Answer(LazyEvent, Generic[T]):
     One owner sets it. `future` returns the same as a `Future`, for those who need one.
     """
 
-    __slots__ = ("_callbacks", "_result", "error")
-
+    error: Exception | None = None
     _result: T
-
-    def __init__(self) -> None:
-        self._is_set, self._waiting = False, None
-        self._callbacks: list[Callable[[Answer[T]], None]] | None = None
-        self.error: Exception | None = None
+    _callbacks: list[Callable[[Answer[T]], None]] | None = None
 
     def set_result(self, result: T) -> None:
         """End with a result."""
         self._result = result
-        self._end()
+        self.set()
+        if self._callbacks:
+            self._call_back()
 
     def set_error(self, error: Exception) -> None:
         """End with an error."""
         self.error = error
-        self._end()
+        self.set()
+        if self._callbacks:
+            self._call_back()
 
     def result(self) -> T:
         """Return the result, or raise a copy of the error; only when it is set.
@@ -146,11 +142,6 @@ class Answer(LazyEvent, Generic[T]):
         future.set_running_or_notify_cancel()  # only this object ends it
         self.add_done_callback(partial(_end, future))
         return future
-
-    def _end(self) -> None:
-        self.set()
-        if self._callbacks:
-            self._call_back()
 
     def _call_back(self) -> None:
         while self._callbacks:

@@ -21,27 +21,23 @@ class AppendTable:
     """The gets that wait for chunks, and the chunks that readers have; see `TransferTable`.
 
     A chunk is a transfer with a parent, `Transfer.stream`, whose `window` keeps it. `send` takes a
-    message for a peer, `add_lease` records that a get has a chunk, `release` ends one that every
-    reader has released.
+    message for a peer, `add_lease` records that a get has a chunk, `end` ends one that every reader
+    has released.
     """
 
     def __init__(
         self,
         send: Callable[[Peer, Message], None],
         add_lease: Callable[[Transfer, Claim], None],
-        release: Callable[[Transfer], None],
+        end: Callable[[Transfer, TransferState, str, Ending], None],
     ):
-        self._send, self._add_lease, self._release = send, add_lease, release
+        self._send, self._add_lease, self._end = send, add_lease, end
         self._gets: dict[Peer, dict[int, ChunkWindow[Transfer]]] = {}
 
     @property
     def waiting(self) -> int:
         """The number of gets that wait for chunks."""
         return sum(map(len, self._gets.values()))
-
-    def is_waiting(self, peer: Peer, get_id: int) -> bool:
-        """Whether this get waits for a chunk."""
-        return get_id in self._gets.get(peer, ())
 
     def append(self, stream: Transfer, chunk: Transfer, location: Location) -> None:
         """Add the next chunk to its stream, and offer it to the readers that wait for it."""
@@ -57,21 +53,32 @@ class AppendTable:
         self.release_read(stream)
 
     def on_get(
-        self, stream: Transfer | None, peer: Peer, get: Get, refusal: str, ending: Ending
+        self,
+        stream: Transfer | None,
+        peer: Peer,
+        get: Get,
+        tombstone: tuple[float, str, Ending] | None,
+        *,
+        is_taken: bool,
     ) -> None:
         """A reader requests a chunk, before or after it is written.
 
-        The `refusal` is for a stream that has ended, or a get that cannot be; "" if there is none.
+        The `tombstone` is of a stream that has ended. The get `is_taken` if it has a payload.
         """
         window = None if stream is None else stream.window
         claim, reader = (peer, get.get_id), (peer, get.stream)
-        if not refusal and window is not None:
-            refusal = window.refusal(reader, get.chunk)
-            if len(window.waiting) >= MAX_CHUNK_GETS:
-                refusal = f"more than {MAX_CHUNK_GETS} readers wait already"
-        chunk = None if refusal or window is None else window.find(get.chunk)
-        if not refusal and chunk is None and stream is not None and stream.is_committed:
-            refusal, ending = "the stream has ended", "complete"
+        refusal, chunk = "", None
+        ending: Ending = "failed"
+        if stream is None or window is None or reader not in window.readers:
+            _, refusal, ending = tombstone or (0.0, "the stream has ended", ending)
+        elif is_taken or get.get_id in self._gets.get(peer, ()):
+            refusal = f"get {get.get_id} waits already, or has a chunk"
+        elif len(window.waiting) >= MAX_CHUNK_GETS:
+            refusal = f"more than {MAX_CHUNK_GETS} readers wait already"
+        elif not (refusal := window.refusal(reader, get.chunk)):
+            chunk = window.find(get.chunk)
+            if chunk is None and stream.is_committed:
+                refusal, ending = "the stream has ended", "complete"
         if refusal or window is None:
             self._send(peer, Failed(get.get_id, refusal, ending))
         elif chunk is not None:
@@ -114,7 +121,7 @@ class AppendTable:
         """Release the chunks that every reader has released."""
         assert stream.window is not None
         for chunk in stream.window.take_released():
-            self._release(chunk)
+            self._end(chunk, TransferState.RELEASED, "", "closed")
 
     def fail_gets(self, window: ChunkWindow[Transfer], reason: str, ending: Ending) -> None:
         """No more chunks will come: fail the gets that wait for one."""

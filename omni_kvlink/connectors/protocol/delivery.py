@@ -123,8 +123,7 @@ class Delivery:
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""
-        if not self._process.is_current:
-            self._process.check(f"payload {self.key!r}")
+        self._process.check(f"payload {self.key!r}")
 
     @property
     def is_read(self) -> bool:
@@ -138,7 +137,8 @@ class Delivery:
 
     def open_region(self) -> Region:
         """Return `region`; ClosedError if it was released, or belongs to a parent process."""
-        self.check_process()
+        if not self._process.is_current:
+            self.check_process()
         region = self.region
         if region is None:
             raise ClosedError(f"payload {self.key!r} was released; use it inside its `with` block")
@@ -218,11 +218,11 @@ class Delivery:
         return self._span.lease.coalesce(act)
 
     def _give_back(self) -> None:
-        if self.progress is None:
-            self.coalesce(self._drop)
-        else:
+        drop = self._drop
+        if self.progress is not None:
             error = ClosedError(f"payload {self.key!r} was given back")
-            self.coalesce(partial(self._drop_region, error))
+            drop = partial(self._drop_region, error)
+        self._span.lease.coalesce(drop)
 
     def _drop(self) -> None:
         self.region = None

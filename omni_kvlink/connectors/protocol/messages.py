@@ -15,7 +15,7 @@ import msgspec
 from omni_kvlink.errors import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
 
@@ -239,9 +239,8 @@ _DECODER: msgspec.msgpack.Decoder[Message | Batch]
 _DECODER = msgspec.msgpack.Decoder(Message | Batch)  # type: ignore[arg-type, unused-ignore]
 
 
-def encode(message: Message) -> bytes:
-    """Return a message as it travels."""
-    return _ENCODER.encode(message)
+encode: Callable[[Message], bytes] = _ENCODER.encode
+"""Returns a message as it travels."""
 
 
 def encode_all(messages: Sequence[Message]) -> list[bytes]:

@@ -64,7 +64,7 @@ class Transfer:
     leases: frozenset[Claim] = frozenset()
     pins: frozenset[Claim] = frozenset()  # of disconnected peers that may still read it
     has_writer: bool = True  # whether the producer may still write to the memory
-    is_lent: bool = False  # whether the caller keeps tensors of the memory
+    views: frozenset[object] = frozenset()  # of the memory: the caller's, and what is being sent
     done_callbacks: list[Callable[[], None]] | None = None
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     window: ChunkWindow[Transfer] | None = None  # the chunks and readers of an append stream
@@ -82,6 +82,29 @@ class Transfer:
         self.block: Block | None = None  # of the owner's memory, until that is freed
         self.inline = inline  # a small payload itself, which has no block
         self.stream = stream  # of a chunk: its stream's transfer
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has not ended, and is no chunk that its stream has: it was given up."""
+        if self.state.is_final:
+            return False
+        if self.stream is None or self.stream.window is None:
+            return True
+        return self not in self.stream.window.chunks
+
+    def check_writing(self) -> None:
+        """Raise TransferFailed if it was ended while it was being written."""
+        if self.state not in (TransferState.RESERVED, TransferState.STREAMING):
+            raise TransferFailed(
+                f"key {self.key!r} was ended while it was being put: {self.reason}",
+                key=self.key,
+                reason=self.reason,
+            )
+
+    def check_sent(self) -> None:
+        """Wake `wait_sent` if no reader needs the caller's own tensors any more."""
+        if self.direct is not None and self.is_sent:
+            self.direct.all_sent.set()
 
     @property
     def is_sent(self) -> bool:
@@ -216,7 +239,8 @@ class Receipt:
             TransferTimeout: it was not released within `timeout` seconds.
         """
         limit = check_timeout(timeout)
-        self._process.check(f"the receipt of {self.key!r}")
+        if not self._process.is_current:  # the call costs more than the test
+            self._process.check(f"the receipt of {self.key!r}")
         self._transfer.done.wait(limit)
         self.check(waited=timeout)
 

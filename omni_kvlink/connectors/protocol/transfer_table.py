@@ -12,6 +12,10 @@ stream (`Transfer.window`) has chunks instead, transfers which its readers get o
 
 `send` and `free` are called under the owner's lock: neither may block or call back. Time is an
 argument (`time.monotonic` seconds), so that tests can drive the table with a clock of their own.
+
+One long file: each transition moves a transfer, the gets that wait and the leases together, in an
+order that an interrupt at any line may cut. Chunks, windows and direct sources have files of their
+own.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from omni_kvlink.connectors.protocol.messages import (
     shorten,
 )
 from omni_kvlink.connectors.protocol.transfer import Claim, Peer, Transfer, TransferState
-from omni_kvlink.errors import DuplicateKeyError, TransferFailed
+from omni_kvlink.errors import DuplicateKeyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,17 +93,16 @@ class TransferTable:
         self._send, self._free = send, free
         self._epoch, self._now = 0, 0.0
         self._live: dict[str, Transfer] = {}
-        self._leased: dict[int, Transfer] = {}
         self._expiring: list[tuple[float, int, Transfer]] = []  # a heap
         self._pinned: dict[int, Transfer] = {}
-        self._waiting: dict[str, OrderedDict[Claim, Taken]] = {}
+        self._waiting: dict[str, dict[Claim, Taken]] = {}
         self._gets: dict[Peer, dict[int, str]] = {}  # the keys of each peer's waiting gets
         self._key_chars: dict[Peer, int] = {}
         self._leases: dict[Peer, dict[int, Transfer]] = {}  # by get
         self._tombstones: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()  # keys, the oldest first
         self._aborted: OrderedDict[str, tuple[float, str, Ending]] = OrderedDict()  # by readers
-        self._appends = AppendTable(self._send_chunk, self._add_lease, self._release)
+        self._appends = AppendTable(send, self._add_lease, self._end)
         self.counters = dict.fromkeys(
             ("committed", "released", "failed", "expired", "redelivered", "stale", "refused"), 0
         )
@@ -113,13 +116,14 @@ class TransferTable:
 
         The chunk of an append stream has its stream's key.
         """
-        payloads = [transfer for transfer in transfers if transfer.stream is None]
-        for transfer in payloads:
-            self._check_free(transfer.key)
+        for transfer in transfers:
+            if transfer.stream is None and transfer.key in self._live:
+                self._check_free(transfer.key)
         for transfer in transfers:
             self._add(transfer)
-        for transfer in payloads:
-            self._notify(transfer.key, RESERVED)
+        for transfer in transfers:
+            if transfer.stream is None and transfer.key in self._waiting:
+                self._notify(transfer.key, RESERVED)
 
     def _notify(self, key: str, state: TransferState) -> None:
         """Tell the gets that wait for a key how far its payload is."""
@@ -136,10 +140,11 @@ class TransferTable:
         wait for the key, and those of the next `TOMBSTONE_SECONDS` from `now` on; without one they
         go on waiting for another payload.
         """
-        has_ended = transfer.state.is_final and transfer.block is None
+        is_final = transfer.state.is_final
+        has_ended = is_final and transfer.block is None
         if not transfer.has_writer and (transfer.is_committed or has_ended):
             return  # else an interrupt ended an earlier call
-        if reason and not transfer.state.is_final:
+        if reason and not is_final:
             self.fail(transfer.key, reason, "failed", now)
         transfer.has_writer = False
         if transfer.state is STREAMING:
@@ -147,7 +152,7 @@ class TransferTable:
             return
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-        if _is_lost(transfer):
+        if transfer.is_lost:
             transfer.finish(FAILED, "it was given up unwritten")
         self._free_if_unused(transfer)
 
@@ -162,13 +167,11 @@ class TransferTable:
     ) -> None:
         """Offer a payload that is still being written, to gets that take streams.
 
-        With a `window` it is an append stream, whose chunks follow.
-
-        With `direct` it is sent from the caller's tensors: it may be committed as soon as
-        `Transfer.is_sent`, and cannot be delivered again after that. Raises TransferFailed if the
-        transfer was aborted meanwhile.
+        With a `window` it is an append stream, whose chunks follow. With `direct` it is sent from
+        the caller's tensors: it may be committed as soon as `Transfer.is_sent`, and cannot be
+        delivered again after that. Raises TransferFailed if it was aborted meanwhile.
         """
-        self._check_writing(transfer)
+        transfer.check_writing()
         transfer.direct, transfer.window = direct, window
         transfer.location, transfer.draft, transfer.unclaimed = location, draft, readers
         transfer.state = STREAMING
@@ -179,7 +182,7 @@ class TransferTable:
 
         Raises TransferFailed if the transfer was aborted, or a reader rejected it.
         """
-        self._check_writing(transfer)
+        transfer.check_writing()
         transfer.layers = transfer.layers or []
         transfer.layers.append((first, digests))
         for peer, get_id in transfer.leases:
@@ -196,8 +199,8 @@ class TransferTable:
         """
         for transfer, _ in payloads:
             if transfer.epoch or transfer.stream is not None:
-                self._check_writing(transfer.stream or transfer)
-            else:
+                (transfer.stream or transfer).check_writing()
+            elif transfer.key in self._live:
                 self._check_free(transfer.key)
         for transfer, location in payloads:
             if not transfer.epoch:
@@ -208,13 +211,13 @@ class TransferTable:
             else:
                 self._commit(transfer, location, readers, expires)
 
-    def lend(self, transfer: Transfer) -> None:
-        """Keep the memory until `on_lent_released`: the caller holds tensors of it."""
-        transfer.is_lent = True
+    def lend(self, transfer: Transfer, view: object) -> None:
+        """Keep the memory until `on_view_freed`: the caller has a view of it, or it is sent."""
+        transfer.views |= {view}
 
-    def on_lent_released(self, transfer: Transfer) -> None:
-        """The last tensor that the caller held was freed."""
-        transfer.is_lent = False
+    def on_view_freed(self, transfer: Transfer, view: object) -> None:
+        """The last reference to a view was dropped."""
+        transfer.views -= {view}
         self._free_if_unused(transfer)
 
     def fail(self, key: str, reason: str, ending: Ending, now: float) -> None:
@@ -267,15 +270,15 @@ class TransferTable:
 
         A committed one can be fetched also after it ended; a stream that failed cannot.
         """
-        transfer = self._leased.get(epoch)
-        if transfer is None or (peer, get_id) not in transfer.leases:
+        transfer = self._find_lease(peer, get_id, epoch)
+        if transfer is None or (transfer.state.is_final and not transfer.is_committed):
             return None
-        return transfer if transfer.is_committed or not transfer.state.is_final else None
+        return transfer
 
     def stats(self) -> dict[str, int]:
         """Return the numbers now (live, leased, waiting, pinned) and those since the start."""
         waiting = sum(map(len, self._waiting.values())) + self._appends.waiting
-        leased = sum(len(transfer.leases) for transfer in self._leased.values())
+        leased = sum(map(len, self._leases.values()))
         now = {"live": len(self._live), "leased": leased, "waiting": waiting}
         return {**now, "pinned": len(self._pinned), **self.counters}
 
@@ -285,15 +288,15 @@ class TransferTable:
         """A consumer requests a key or a chunk, before or after it exists."""
         get_id, key, claim = get.get_id, get.key, (peer, get.get_id)
         transfer, self._now = self._live.get(key), now
-        if get.stream not in (0, get_id):
-            self._on_chunk_get(transfer, peer, get)
-            return
         tombstone = self._tombstones.get(key) or self._aborted.get(key)
+        if get.stream not in (0, get_id):
+            is_taken = get_id in self._leases.get(peer, ())
+            self._appends.on_get(transfer, peer, get, tombstone, is_taken=is_taken)
+            return
         if transfer is None and tombstone is not None:
             _, reason, ending = tombstone
             self._send(peer, Failed(get_id, reason, ending))
             return
-        claims = self._waiting.get(key, OrderedDict())
         reason, own = "", len(self._gets.get(peer, ()))
         share = MAX_WAITING // (len(self._gets) + 1)
         if own >= share and sum(map(len, self._gets.values())) >= MAX_WAITING:
@@ -307,7 +310,7 @@ class TransferTable:
             self._send(peer, Failed(get_id, reason, "failed"))
             return
         start = get.chunk if get.stream else WHOLE
-        self._waiting.setdefault(key, claims)[claim] = get.streamed, start
+        self._waiting.setdefault(key, {})[claim] = get.streamed, start
         self._gets.setdefault(peer, {})[get_id] = key
         self._key_chars[peer] = self._key_chars.get(peer, 0) + len(key)
         if transfer is not None:
@@ -343,8 +346,8 @@ class TransferTable:
 
         One that was disconnected meanwhile reads the memory no more.
         """
-        transfer = self._leased.get(epoch)
-        if transfer is None or (peer, get_id) not in transfer.leases:
+        transfer = self._find_lease(peer, get_id, epoch)
+        if transfer is None:
             pinned = self._pinned.get(epoch)
             if pinned is not None and (peer, get_id) in pinned.pins:
                 self._unpin(pinned, {(peer, get_id)})
@@ -360,8 +363,8 @@ class TransferTable:
 
         A stale message changes nothing.
         """
-        transfer = self._leased.get(epoch)
-        if transfer is None or (peer, get_id) not in transfer.leases:
+        transfer = self._find_lease(peer, get_id, epoch)
+        if transfer is None:
             self.counters["stale"] += 1
         elif not transfer.state.is_final:
             self.fail(transfer.key, f"a reader rejected it: {reason}", "failed", now)
@@ -370,7 +373,7 @@ class TransferTable:
         """The bytes `start` to `stop` were sent to a reader."""
         if transfer.direct is not None:
             transfer.direct.mark_sent(claim, start, stop)
-            self._check_sent(transfer)
+            transfer.check_sent()
 
     def cancel_gets(self, peer: Peer) -> None:
         """Cancel the waiting gets of a peer; its leases stay."""
@@ -385,24 +388,25 @@ class TransferTable:
         until the peer's `on_release`, or `on_peer_lost`. Returns whether there is such memory.
         """
         self.cancel_gets(peer)
-        for transfer, claim in self._leases_of(peer):
-            transfer.pins |= {claim}
+        for get_id, transfer in list(self._leases.get(peer, {}).items()):
+            transfer.pins |= {(peer, get_id)}
             self._pinned[transfer.epoch] = transfer
-            self._end_lease(transfer, claim, redeliver=True)
+            self._end_lease(transfer, (peer, get_id), redeliver=True)
         return any(peer == pin[0] for transfer in self._pinned.values() for pin in transfer.pins)
 
     def pinned_nbytes(self, peer: Peer) -> int:
         """Bytes of the payloads that this disconnected peer may still read."""
-        pinned = [
-            each for each in self._pinned.values() if any(peer == pin[0] for pin in each.pins)
-        ]
-        return sum(each.location.nbytes for each in pinned if each.location is not None)
+        return sum(
+            each.location.nbytes
+            for each in self._pinned.values()
+            if each.location is not None and any(peer == pin[0] for pin in each.pins)
+        )
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone: cancel its gets, deliver its leases to others, unpin its memory."""
         self.cancel_gets(peer)
-        for transfer, claim in self._leases_of(peer):
-            self._end_lease(transfer, claim, redeliver=True)
+        for get_id, transfer in list(self._leases.get(peer, {}).items()):
+            self._end_lease(transfer, (peer, get_id), redeliver=True)
         for transfer in list(self._pinned.values()):
             self._unpin(transfer, {pin for pin in transfer.pins if pin[0] == peer})
 
@@ -434,20 +438,15 @@ class TransferTable:
             self._end(transfer, RELEASED, "", "closed")
 
     def _add(self, transfer: Transfer) -> None:
-        if transfer.stream is not None:
-            transfer.epoch = self._next_epoch()
-            return
-        if self._live.setdefault(transfer.key, transfer) is not transfer:
-            self._check_free(transfer.key)
+        key, is_payload = transfer.key, transfer.stream is None
+        if is_payload and self._live.setdefault(key, transfer) is not transfer:
+            self._check_free(key)
         self._epoch += 1
         transfer.epoch = self._epoch
-        self._tombstones.pop(transfer.key, None)
-        self._aborted.pop(transfer.key, None)
-        self._released.pop(transfer.key, None)
-
-    def _next_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
+        if is_payload:
+            self._tombstones.pop(key, None)
+            self._aborted.pop(key, None)
+            self._released.pop(key, None)
 
     def _check_free(self, key: str) -> None:
         other = self._live.get(key)
@@ -476,37 +475,18 @@ class TransferTable:
         if claims:
             self._free_if_unused(transfer)
 
-    def _check_writing(self, transfer: Transfer) -> None:
-        if transfer.state not in (RESERVED, STREAMING):
-            raise TransferFailed(
-                f"key {transfer.key!r} was ended while it was being put: {transfer.reason}",
-                key=transfer.key,
-                reason=transfer.reason,
-            )
-
-    def _on_chunk_get(self, stream: Transfer | None, peer: Peer, get: Get) -> None:
-        window, refusal = None if stream is None else stream.window, ""
-        ending: Ending = "failed"
-        if window is None or (peer, get.stream) not in window.readers:
-            tombstone = self._tombstones.get(get.key) or self._aborted.get(get.key)
-            _, refusal, ending = tombstone or (0.0, "the stream has ended", ending)
-        elif self._appends.is_waiting(peer, get.get_id) or get.get_id in self._leases.get(peer, ()):
-            refusal = f"get {get.get_id} waits already, or has a chunk"
-        self._appends.on_get(stream, peer, get, refusal, ending)
-
     def _offer(self, transfer: Transfer) -> None:
         """Lease the payload to the gets that wait longest, as long as readers are missing."""
         if transfer.location is None or not (transfer.unclaimed or transfer.leases):
             return  # before the list of waiting gets, which may be long, is copied
         for claim, (streamed, start) in list(self._waiting.get(transfer.key, {}).items()):
-            is_leased = claim in transfer.leases  # an interrupt came before its offer was sent
-            if not transfer.unclaimed and not is_leased:
+            if not transfer.unclaimed and claim not in transfer.leases:
                 return
             self._offer_to(transfer, claim, streamed, start)
 
     def _offer_to(self, transfer: Transfer, claim: Claim, streamed: bool, start: int) -> None:
         """Lease the payload to a get that waits, if it can be, or fail the get if it never can."""
-        is_leased = claim in transfer.leases
+        is_leased = claim in transfer.leases  # an interrupt came before its offer was sent
         if transfer.location is None or not (transfer.unclaimed or is_leased):
             return
         if (start == WHOLE) is not (transfer.window is None):
@@ -537,11 +517,14 @@ class TransferTable:
         self._send(peer, Offer(get_id, transfer.epoch, location, transfer.draft, direct))
         for first, digests in transfer.layers or ():
             self._send(peer, Layer(get_id, first, digests))
-        self._check_sent(transfer)
+        transfer.check_sent()
+
+    def _find_lease(self, peer: Peer, get_id: int, epoch: int) -> Transfer | None:
+        transfer = self._leases.get(peer, {}).get(get_id)
+        return transfer if transfer is not None and transfer.epoch == epoch else None
 
     def _add_lease(self, transfer: Transfer, claim: Claim) -> None:
         transfer.leases |= {claim}
-        self._leased[transfer.epoch] = transfer
         peer, get_id = claim
         self._leases.setdefault(peer, {})[get_id] = transfer
 
@@ -552,16 +535,12 @@ class TransferTable:
         leases.pop(get_id, None)
         if not leases:
             del self._leases[peer]
-        if not transfer.leases:
-            self._leased.pop(transfer.epoch, None)
+        was_final = transfer.state.is_final
         if transfer.stream is not None:
-            was_final = transfer.state.is_final
             self._appends.end_lease(transfer, claim, is_read=not redeliver)
-            if was_final:
-                self._free_if_unused(transfer)
-            return
-        if transfer.state.is_final:
+        if was_final:
             self._free_if_unused(transfer)
+        if was_final or transfer.stream is not None:
             return
         if transfer.window is not None:
             self._appends.remove_reader(transfer, claim, is_lost=redeliver)
@@ -581,11 +560,8 @@ class TransferTable:
             self._offer(transfer)
         elif is_idle and not transfer.unclaimed:
             self._end(transfer, RELEASED, "", "closed")
-        self._check_sent(transfer)
-
-    def _check_sent(self, transfer: Transfer) -> None:
-        if transfer.direct is not None and transfer.is_sent:
-            transfer.direct.all_sent.set()
+        if transfer.direct is not None:
+            transfer.check_sent()
 
     def _end(self, transfer: Transfer, state: TransferState, reason: str, ending: Ending) -> None:
         """Reach a final state; readers of an unfinished stream are told.
@@ -597,8 +573,12 @@ class TransferTable:
                 self._send(peer, Failed(get_id, shorten(reason), ending))
         if self._live.get(transfer.key) is transfer:
             del self._live[transfer.key]
-            if state is RELEASED:
-                self._remember_released(transfer.key)
+            if state is RELEASED:  # gets that wait, and later ones, are told so
+                self._released[transfer.key] = None
+                if len(self._released) > MAX_TOMBSTONES:
+                    self._released.popitem(last=False)
+                if transfer.key in self._waiting:
+                    self._notify(transfer.key, RELEASED)
         if transfer.window is not None:
             self._appends.fail_gets(transfer.window, reason, ending)
             for chunk in transfer.window.take_all():
@@ -609,20 +589,10 @@ class TransferTable:
         transfer.finish(state, reason)
         self._free_if_unused(transfer)
 
-    def _send_chunk(self, peer: Peer, message: Message) -> None:
-        self._send(peer, message)
-
-    def _release(self, transfer: Transfer) -> None:
-        self._end(transfer, RELEASED, "", "closed")
-
     def _free_if_unused(self, transfer: Transfer) -> None:
-        is_used = transfer.leases or transfer.pins or transfer.has_writer or transfer.is_lent
+        is_used = transfer.leases or transfer.pins or transfer.has_writer or transfer.views
         if transfer.state.is_final and not is_used:
             self._free(transfer)
-
-    def _leases_of(self, peer: Peer) -> list[tuple[Transfer, Claim]]:
-        leases = self._leases.get(peer, {})
-        return [(transfer, (peer, get_id)) for get_id, transfer in leases.items()]
 
     def _add_tombstone(
         self,
@@ -642,13 +612,6 @@ class TransferTable:
             self._remove_waiting(key, (peer, get_id))
             self._send(peer, Failed(get_id, reason, ending))
 
-    def _remember_released(self, key: str) -> None:
-        """Remember that every reader of a key has had it, and tell the gets that wait for it."""
-        self._released[key] = None
-        if len(self._released) > MAX_TOMBSTONES:
-            self._released.popitem(last=False)
-        self._notify(key, RELEASED)
-
     def _remove_waiting(self, key: str, claim: Claim) -> None:
         peer, get_id = claim
         nchars, gets = len(key), self._gets.get(peer, {})
@@ -661,12 +624,3 @@ class TransferTable:
         del self._waiting[key][claim]
         if not self._waiting[key]:
             del self._waiting[key]
-
-
-def _is_lost(transfer: Transfer) -> bool:
-    """Whether it has not ended, and is no chunk that its stream has: it was given up."""
-    if transfer.state.is_final:
-        return False
-    if transfer.stream is None or transfer.stream.window is None:
-        return True
-    return transfer not in transfer.stream.window.chunks

@@ -234,7 +234,8 @@ class EventLoop:
     def _run(self) -> None:
         try:
             while self._running:
-                self.run_pending()
+                if self._calls:
+                    self.run_pending()
                 now = time.monotonic()
                 self._sleeps_until = float("inf")  # a `tick_by` during the tick must wake it up
                 self._sleeps_until = self._tick(now)
@@ -247,7 +248,7 @@ class EventLoop:
                         wakeup = min(wakeup, self._paused_until)
                     self._sleep(0.0 if is_busy else wakeup - now)
                 self._sleeping = 0
-                if self._running:
+                if self._running and (self._deferred or self._paused):
                     self._run_deferred()
             while self._calls:  # what the last calls have called
                 self.run_pending()

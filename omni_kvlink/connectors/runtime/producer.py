@@ -1,4 +1,8 @@
-"""The producer of every connector with pooled memory."""
+"""The producer of every connector with pooled memory.
+
+One long file: it is the contract of `Producer` and that of the listeners around one lock, one table
+of transfers and one pool; each method is short, and none of these three is anybody else's.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,12 @@ import os
 import threading
 import time
 import warnings
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from omni_kvlink.connectors.base import Options, Producer, PutRequest
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
@@ -44,13 +47,11 @@ from omni_kvlink.errors import (
     WireError,
     format_seconds,
 )
-from omni_kvlink.memory.arena import OUTSIDE, ArenaPool, Block, MakeArena
-from omni_kvlink.memory.ownership import CallAtEnd
+from omni_kvlink.memory.arena import ArenaPool, MakeArena
+from omni_kvlink.memory.ownership import CallAtEnd, call_if_alive
 from omni_kvlink.memory.region import Lease, Region
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     from omni_kvlink.system.deadline import Deadline
 
 
@@ -94,8 +95,6 @@ class PooledProducer(Producer):
         self._unsent: dict[PeerHandle, list[Message]] | None = None  # while several are collected
         # An RLock, for interrupts: see docs/threads.md.
         self._reserving = threading.RLock()
-        self._in_flight: Counter[Block] = Counter()
-        self._free_when_sent: set[Block] = set()
         pooled = options.mode == "pooled" or is_one_arena
         least = options.quota if is_one_arena else None
         self.pool = ArenaPool(make, options.quota, self._retire_arena, keep=pooled, min_arena=least)
@@ -107,7 +106,8 @@ class PooledProducer(Producer):
                 self.listeners.append(opener(self))
             self._queueing = [listener for listener in self.listeners if listener.has_queue]
             if options.prefault and pooled and not is_one_arena:
-                on_mapped = partial(_call, weakref.WeakMethod(self._pass_arena))
+                # Weakly: a thread must not keep it.
+                on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
                 self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
             opened = Future[None]()
             self.loop.call(partial(_open_all, self.listeners, opened))
@@ -124,19 +124,17 @@ class PooledProducer(Producer):
         transports = [name for listener in self.listeners for name in listener.transports]
         return own_hello(self.incarnation, tuple(transports))
 
-    def handle(self, peer: Peer, message: Message) -> None:
-        """Handle a message of a peer after its handshake; WireError if it must not send it."""
-        with self.lock:
-            self._handle(peer, time.monotonic(), message)
+    def handle(self, peer: Peer, *messages: Message) -> None:
+        """Handle messages of a peer after its handshake; what they cause is sent together.
 
-    def handle_all(self, peer: Peer, messages: Sequence[Message]) -> None:
-        """Handle messages that arrived together; what they cause is sent together."""
-        if len(messages) == 1:
-            self.handle(peer, messages[0])
-            return
+        WireError if it must not send one of them.
+        """
         now = time.monotonic()
         with self.lock:
-            self._coalesce(lambda: [*map(partial(self._handle, peer, now), messages)])
+            if len(messages) == 1:
+                self._handle(peer, now, messages[0])
+            else:
+                self._coalesce(lambda: [*map(partial(self._handle, peer, now), messages)])
 
     def on_peer_lost(self, peer: Peer) -> None:
         """A peer is gone, and so is its access to the memory."""
@@ -176,7 +174,8 @@ class PooledProducer(Producer):
             raise WireError(f"bytes {start}…{stop} of {nbytes}")
         if transfer.inline:
             return Region.of_buffer(memoryview(transfer.inline)).slice(start, stop - start)
-        return self.pool.region(_block(transfer)).slice(SLOT + start, stop - start)
+        assert transfer.block is not None
+        return self.pool.region(transfer.block).slice(SLOT + start, stop - start)
 
     def lend_piece(
         self, transfer: Transfer, claim: Claim, start: int, stop: int, sent: Callable[[int], None]
@@ -186,13 +185,17 @@ class PooledProducer(Producer):
         Then `sent` is called with their number, in the loop. Raises WireError as `piece` does.
         """
         fault_points.point("send.chunk")
-        piece, block = self.piece(transfer, start, stop), transfer.block
-        if _is_in_arena(block):
+        piece, view = self.piece(transfer, start, stop), object()
+
+        def on_sent() -> None:  # or its connection was closed
             with self.lock:
-                self._in_flight[block] += piece.nbytes
-        on_sent = partial(self.transfers.on_sent, transfer, claim, start, stop)
-        done = partial(self._on_sent, block, on_sent, piece.nbytes, sent)
-        CallAtEnd.of(piece.span, partial(self.loop.call, done))
+                self.transfers.on_sent(transfer, claim, start, stop)
+                self.transfers.on_view_freed(transfer, view)
+            sent(stop - start)
+
+        with self.lock:
+            self.transfers.lend(transfer, view)
+        CallAtEnd.of(piece.span, partial(self.loop.call, on_sent))
         return piece
 
     # The contract of `Producer`
@@ -236,7 +239,7 @@ class PooledProducer(Producer):
             if len(packed) == len(transfers) and self.pool.share_all(sizes, packed):
                 leases.extend(map(PackedLease, transfers, repeat(self._abort)))
             else:
-                self._reserve_slots(transfers, requests, deadline, leases)
+                self._reserve_slots(transfers, packed, requests, deadline, leases)
         except BaseException:
             self._end_all(transfers)
             raise
@@ -244,6 +247,7 @@ class PooledProducer(Producer):
     def _reserve_slots(
         self,
         transfers: Sequence[Transfer],
+        packed: Sequence[Transfer],
         requests: Sequence[PutRequest],
         deadline: Deadline,
         leases: list[Lease],
@@ -253,7 +257,9 @@ class PooledProducer(Producer):
         One call at a time waits for the memory of several payloads: two that each have a part of it
         would wait for each other.
         """
-        total, is_batch = sum(request.nbytes for request in requests), len(requests) > 1
+        is_batch, total = len(requests) > 1, 0
+        for request in requests:
+            total += request.nbytes
         if is_batch and total > self._options.quota:
             text = f"{len(requests)} payloads of {total} bytes never fit together into a quota of "
             text += f"{self._options.quota}: put fewer at once, or raise quota="
@@ -264,14 +270,16 @@ class PooledProducer(Producer):
                 waited = format_seconds(deadline.timeout)
                 text = f"another put_many waited for memory for all of {waited}"
                 raise CapacityError(text, requested=total)
-            packed = [transfer for transfer in transfers if transfer.inline]
-            sizes = [len(transfer.inline) for transfer in packed]
-            is_mixed = len(packed) < len(transfers)
-            if not (is_mixed and self.pool.share_all(sizes, packed)):
-                for transfer in packed:  # they get slots, as the others do
-                    transfer.inline = b""
+            if packed:
+                sizes, is_mixed = [len(one.inline) for one in packed], len(packed) < len(transfers)
+                if not (is_mixed and self.pool.share_all(sizes, packed)):
+                    for transfer in packed:  # they get slots, as the others do
+                        transfer.inline = b""
             with self.lock:
-                self._coalesce(partial(self.transfers.reserve, transfers))
+                if is_batch:
+                    self._coalesce(partial(self.transfers.reserve, transfers))
+                else:
+                    self.transfers.reserve(transfers)
             for transfer, request in zip(transfers, requests, strict=True):
                 if transfer.inline:
                     leases.append(PackedLease(transfer, self._abort))
@@ -320,14 +328,17 @@ class PooledProducer(Producer):
     def lend(self, lease: Lease) -> Region:
         """Return the leased memory; it stays until the last view is freed."""
         self._check_open()
-        transfer = _transfer(lease)
+        transfer, view = _transfer(lease), object()
         region = lease.region.slice(0, lease.region.nbytes)
+
+        def on_freed() -> None:
+            with self.lock:
+                self.transfers.on_view_freed(transfer, view)
+
         # First: after an interrupt it is released with the region.
-        CallAtEnd.of(
-            region.span, partial(self.loop.call, partial(self._on_lent_released, transfer))
-        )
+        CallAtEnd.of(region.span, partial(self.loop.call, on_freed))
         with self.lock:
-            self.transfers.lend(transfer)
+            self.transfers.lend(transfer, view)
         return region
 
     def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
@@ -349,14 +360,16 @@ class PooledProducer(Producer):
         if readers < 1:
             raise SchemaError(f"readers {readers}: at least one")
         transfer, header_end = _transfer(lease), lease.region.nbytes
-        slot = self.pool.region(_block(transfer))
+        block = transfer.block
+        assert block is not None
+        slot = self.pool.region(block)
         direct: DirectSource | None = None
         if nbytes:
             head = slot.slice(SLOT, header_end + len(draft))
             direct = DirectSource(head, header_end, tensors, nbytes)
         write_head(slot, transfer.epoch, header_end, committed=False)  # it may have shrunk
         slot.write(SLOT + header_end, draft)
-        location = _location(transfer, nbytes or header_end)
+        location = Location(block.arena, block.offset, nbytes or header_end)
         chunks = ChunkWindow[Transfer](readers, window) if window else None
         with self.lock:
             self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
@@ -384,7 +397,7 @@ class PooledProducer(Producer):
         expires = time.monotonic() + ttl
         try:
             fault_points.point("publish.before")
-            payloads = [self._complete(lease) for lease in leases]
+            payloads = list(map(self._complete, leases))
             while (unsent := self._commit(payloads, readers, expires)) is not None:
                 unsent.wait_sent(deadline)
             for listener in self._queueing:
@@ -405,9 +418,10 @@ class PooledProducer(Producer):
         if transfer.inline:
             return transfer, Location(0, 0, len(transfer.inline))
         region = lease.move()
-        slot = self.pool.region(_block(transfer))
-        write_head(slot, transfer.epoch, region.nbytes, committed=True)
-        return transfer, _location(transfer, region.nbytes)
+        block = transfer.block
+        assert block is not None
+        write_head(self.pool.region(block), transfer.epoch, region.nbytes, committed=True)
+        return transfer, Location(block.arena, block.offset, region.nbytes)
 
     def _commit(
         self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float
@@ -478,54 +492,25 @@ class PooledProducer(Producer):
             with self.lock:
                 self.transfers.abort(transfer, reason, time.monotonic())
 
-    def _on_lent_released(self, transfer: Transfer) -> None:
-        with self.lock:
-            self.transfers.on_lent_released(transfer)
-
     def _free(self, transfer: Transfer) -> None:
-        """Free the memory of a transfer, now or when no piece of it is being sent any more."""
-        block = transfer.block
-        if block is not None and self._in_flight.get(block):
-            self._free_when_sent.add(block)
-            transfer.block = None
-        else:
-            self.pool.release(transfer)
-            transfer.inline = b""
-
-    def _on_sent(
-        self,
-        block: Block | None,
-        on_sent: Callable[[], None],
-        nbytes: int,
-        sent: Callable[[int], None],
-    ) -> None:
-        """The last view of a piece was freed: it was sent, or its connection was closed."""
-        with self.lock:
-            on_sent()
-            if _is_in_arena(block):
-                self._in_flight[block] -= nbytes
-            if _is_in_arena(block) and not self._in_flight[block]:
-                del self._in_flight[block]
-                if block in self._free_when_sent:
-                    self._free_when_sent.discard(block)
-                    self.pool.free(block)
-        sent(nbytes)
+        """Free the memory of a transfer."""
+        self.pool.release(transfer)
+        transfer.inline = b""
 
     def _handle(self, peer: Peer, now: float, message: Message) -> None:
-        if isinstance(message, Get):
-            self.transfers.on_get(peer, message, now)
-        elif isinstance(message, Cancel):
-            self.transfers.on_cancel(peer, message.get_id)
-        elif isinstance(message, Release):
-            self.transfers.on_release(
-                peer, message.get_id, message.epoch, message.outcome, message.reason, now
-            )
-        elif isinstance(message, Reject):
-            self.transfers.on_reject(peer, message.get_id, message.epoch, message.reason, now)
-        elif isinstance(message, Abort):
-            self.transfers.on_abort(message.key, message.reason, now)
-        else:
-            unexpected(message)
+        match message:
+            case Get():
+                self.transfers.on_get(peer, message, now)
+            case Cancel(get_id):
+                self.transfers.on_cancel(peer, get_id)
+            case Release(get_id, epoch, outcome, reason):
+                self.transfers.on_release(peer, get_id, epoch, outcome, reason, now)
+            case Reject(get_id, epoch, reason):
+                self.transfers.on_reject(peer, get_id, epoch, reason, now)
+            case Abort(key, reason):
+                self.transfers.on_abort(key, reason, now)
+            case _:
+                unexpected(message)
 
     def _send(self, peer: Peer, message: Message) -> None:
         """Send a message of the table; the lock is held."""
@@ -600,27 +585,6 @@ def _open_all(listeners: Sequence[Listener], opened: Future[None]) -> None:
         opened.set_result(None)
 
 
-def _call(method: weakref.WeakMethod[Any], argument: int) -> None:
-    """Call a method, if its object still lives: a thread must not keep it."""
-    bound = method()
-    if bound is not None:
-        bound(argument)
-
-
 def _transfer(lease: Lease) -> Transfer:
     assert isinstance(lease.tag, Transfer)
     return lease.tag
-
-
-def _block(transfer: Transfer) -> Block:
-    assert transfer.block is not None
-    return transfer.block
-
-
-def _is_in_arena(block: Block | None) -> TypeGuard[Block]:
-    return block is not None and block.arena != OUTSIDE
-
-
-def _location(transfer: Transfer, nbytes: int) -> Location:
-    block = _block(transfer)
-    return Location(block.arena, block.offset, nbytes)

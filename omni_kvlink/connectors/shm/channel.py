@@ -15,11 +15,10 @@ from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Message,
     decode_all,
-    encode,
     encode_all,
 )
-from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.errors import WireError
+from omni_kvlink.system import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,39 +38,33 @@ class ShmChannel:
 
     `send` and `flush` are thread-safe; `receive` is for one thread. The channel owns `sock`.
     `backlogged` is called in the sender's thread when messages wait for `flush`.
+
+    Attributes:
+        fd: the socket's descriptor; -1 after `close`.
+        is_drained: whether the last `receive` ended because no message was there.
     """
+
+    is_drained = False
 
     def __init__(self, sock: socket.socket, backlogged: Callable[[], None]):
         sock.setblocking(False)
         self._sock: socket.socket | None = sock
-        self._fd = sock.fileno()
+        self.fd = sock.fileno()
         self._backlogged = backlogged
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Mapping | None]] = deque()
         self._backlog_nbytes = 0
-        rendezvous.close_in_child(sock)
-
-    def fileno(self) -> int:
-        """Return the socket's descriptor; -1 after `close`."""
-        return self._fd
+        process.call_in_children(sock, socket.socket.close)  # in them it would outlive this process
 
     @property
     def is_hung_up(self) -> bool:
         """Whether the peer has closed its end; one that has only finished still receives."""
-        if self._sock is None:
-            return True
-        poll = select.poll()
-        poll.register(self._sock, 0)
-        return bool(poll.poll(0))
+        return self._sock is None or self._has_event(0)
 
     @property
     def has_unread(self) -> bool:
         """Whether a message, or the end of the connection, is there to be received."""
-        if self._sock is None:
-            return False
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._sock is not None and self._has_event(select.POLLIN)
 
     @property
     def has_backlog(self) -> bool:
@@ -88,11 +81,21 @@ class ShmChannel:
 
         The end of the connection is reported by `receive`.
         """
-        self._send_or_queue([encode(message)], memory)
+        self.send_all([message], memory)
 
-    def send_all(self, messages: Sequence[Message]) -> None:
+    def send_all(self, messages: Sequence[Message], memory: Mapping | None = None) -> None:
         """Send several messages as few; all else as for `send`."""
-        self._send_or_queue(encode_all(messages), None)
+        parts, is_queued = encode_all(messages), False
+        with self._lock:
+            if self._sock is None:
+                return
+            for data in parts:
+                if self._backlog or not self._put(data, memory):
+                    self._backlog.append((data, memory))
+                    self._backlog_nbytes += len(data)
+                    is_queued = True
+        if is_queued:
+            self._backlogged()
 
     def flush(self) -> bool:
         """Send queued messages as far as the socket takes them; return whether none is left."""
@@ -107,16 +110,12 @@ class ShmChannel:
         """Send nothing more, also not what is queued; the peer's messages are still received."""
         with self._lock:
             self._backlog.clear()
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_WR)
+            self._shut_down(socket.SHUT_WR)
 
     def finish_receiving(self) -> None:
         """Let nobody send anything more; what was sent before is still received, then the end."""
         with self._lock:
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RD)
+            self._shut_down(socket.SHUT_RD)
 
     def receive(self, turn: float = float("inf")) -> Iterator[tuple[list[Message], int]]:
         """Yield the messages that arrived together, with their descriptor (the caller's) or -1.
@@ -125,13 +124,14 @@ class ShmChannel:
         handled must not keep the caller. Raises ConnectionError if the connection has ended,
         WireError if the peer sent no message.
         """
-        was_reset = False
+        was_reset = self.is_drained = False
         while self._sock is not None and turn > 0:
             try:
                 data, ancillary, flags, _ = self._sock.recvmsg(
                     MAX_MESSAGE, _FD_SPACE, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
+                self.is_drained = True
                 return
             except ConnectionResetError:
                 # The peer closed before it had read everything: Linux reports that before the
@@ -188,27 +188,23 @@ class ShmChannel:
     def close(self) -> None:
         """End the connection, also for copies of the socket that a forked child may hold."""
         with self._lock:
-            self._fd = -1
+            self._shut_down(socket.SHUT_RDWR)
+            self.fd = -1
             sock, self._sock = self._sock, None
             self._backlog.clear()
             self._backlogged = lambda: None  # breaks the cycle with the owner
         if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
-    def _send_or_queue(self, parts: Sequence[bytes], memory: Mapping | None) -> None:
-        is_queued = False
-        with self._lock:
-            if self._sock is None:
-                return
-            for data in parts:
-                if self._backlog or not self._put(data, memory):
-                    self._backlog.append((data, memory))
-                    self._backlog_nbytes += len(data)
-                    is_queued = True
-        if is_queued:
-            self._backlogged()
+    def _has_event(self, events: int) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, events)
+        return bool(poll.poll(0))
+
+    def _shut_down(self, how: int) -> None:
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(how)
 
     def _put(self, data: bytes, memory: Mapping | None) -> bool:
         if self._sock is None:
@@ -225,8 +221,7 @@ class ShmChannel:
         except OSError:
             # The peer is gone, or a message is lost (no more descriptors may travel): either way
             # the connection is over. The loop receives what is left of it, then its end.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            self._shut_down(socket.SHUT_RDWR)
         return True
 
 

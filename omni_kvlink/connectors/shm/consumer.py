@@ -6,10 +6,10 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakMethod
 
 from omni_kvlink.connectors.base import Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
@@ -45,7 +45,7 @@ from omni_kvlink.connectors.runtime.event_loop import (
     readable_pidfd,
 )
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN
-from omni_kvlink.connectors.runtime.wakeup import wait_readable
+from omni_kvlink.connectors.runtime.user_files import wait_readable
 from omni_kvlink.connectors.shm import rendezvous
 from omni_kvlink.connectors.shm.channel import ShmChannel
 from omni_kvlink.connectors.shm.reader_arenas import ReaderArenas
@@ -58,6 +58,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import GRAIN
+from omni_kvlink.memory.ownership import call_if_alive
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import is_of_system, system_error
 
@@ -154,7 +155,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             if isinstance(error, Exception) and is_of_system(error):
                 raise system_error(error, f"{url}: the handshake failed") from None
             raise
-        wake = partial(self._loop.call, partial(_call, weakref.WeakMethod(self._send_posted)))
+        wake = partial(self._loop.call, partial(call_if_alive, WeakMethod(self._send_posted)))
         post = partial(_post, self._posted, self._coalescing, wake)
         self.get_table = GetTable(self._send, post, self._channel.send_all, self.coalesce)
         self._loop.call(self._watch_in_loop)
@@ -221,7 +222,7 @@ class ShmSession(LeadingReceiver, MappedSession):
 
     def _begin_leading(self, get: object) -> int:
         self._watch_channel()
-        return self._channel.fileno()
+        return self._channel.fd
 
     def _receive_next(self, get: object) -> bool:
         """Handle what came next, if it answers gets; return whether to wait on.
@@ -246,7 +247,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._channel.send(own_hello())
         while True:
             seconds = deadline - time.monotonic()
-            ready = wait_readable(seconds, self._channel.fileno(), cancelled)
+            ready = wait_readable(seconds, self._channel.fd, cancelled)
             if cancelled in ready:
                 raise closed_here(self._url)
             if seconds <= 0 or not ready:
@@ -315,9 +316,9 @@ class ShmSession(LeadingReceiver, MappedSession):
             reads = 0 if self._leader else self._reads
             events = 0 if self._has_ended else reads | (WRITE if self._channel.has_backlog else 0)
             if events:
-                self._loop.watch(self._channel, events | EDGE, self._on_events_in_loop)
+                self._loop.watch(self._channel.fd, events | EDGE, self._on_events_in_loop)
             else:
-                self._loop.unwatch(self._channel)
+                self._loop.unwatch(self._channel.fd)
 
     def _on_events_in_loop(self, events: int) -> None:
         if events & WRITE:
@@ -335,7 +336,8 @@ class ShmSession(LeadingReceiver, MappedSession):
             return  # a thread that waits for a payload receives
         try:
             self._receive_in_loop(TURN)
-            self._has_turn = bool(self._reads) and self._channel.has_unread
+            is_drained = not self._reads or self._channel.is_drained
+            self._has_turn = not is_drained and self._channel.has_unread
         finally:
             self._receiving.release()
         self._turns = self._turns + 1 if self._has_turn else 0
@@ -450,9 +452,3 @@ def _first(posted: deque[Message], count: int) -> list[Message]:
         while len(messages) < count:
             messages.append(posted[len(messages)])
     return messages
-
-
-def _call(send: weakref.WeakMethod[Any]) -> None:
-    method = send()
-    if method is not None:
-        method()

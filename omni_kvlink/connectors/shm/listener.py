@@ -220,7 +220,7 @@ class ShmListener(Listener):
         reads = 0 if peer.turns else READ
         events = reads | (WRITE if peer.channel.has_backlog else 0)
         try:
-            self._loop.watch(peer.channel, events, partial(self._on_events_in_loop, peer))
+            self._loop.watch(peer.channel.fd, events, partial(self._on_events_in_loop, peer))
         except ConnectorError:
             self._refused["accept failed"] += 1
             self._disconnect_in_loop(peer)
@@ -234,7 +234,8 @@ class ShmListener(Listener):
     def _take_turn_in_loop(self, peer: ShmPeerConnection) -> None:
         """Receive what one turn takes; the rest stays in the socket, which holds up its sender."""
         self._receive_in_loop(peer, TURN)
-        former, peer.turns = peer.turns, peer.turns + 1 if peer.channel.has_unread else 0
+        has_more = not peer.channel.is_drained and peer.channel.has_unread
+        former, peer.turns = peer.turns, peer.turns + 1 if has_more else 0
         if peer.turns:
             self._throttled.add(peer.name)
             self._loop.defer(partial(self._take_turn_in_loop, peer), paused=peer.turns > MANY_TURNS)
@@ -247,13 +248,13 @@ class ShmListener(Listener):
                 if fd >= 0:
                     os.close(fd)
                     raise WireError("a reader passes no descriptors")
-                if peer not in self._peers:
-                    messages = [m for m in messages if isinstance(m, Release)]
-                    self._producer.handle_all(peer, messages)
-                elif peer.hello is not None:
-                    self._producer.handle_all(peer, messages)
-                else:
+                is_peer = peer in self._peers
+                if is_peer and peer.hello is None:
                     self._on_hello_in_loop(peer, messages)
+                    continue
+                if not is_peer:
+                    messages = [m for m in messages if isinstance(m, Release)]
+                self._producer.handle(peer, *messages)
         except ConnectionError:
             self._disconnect_in_loop(peer)
         except WireError:
@@ -294,7 +295,7 @@ class ShmListener(Listener):
     def _disconnect_in_loop(self, peer: ShmPeerConnection) -> None:
         """Close a connection; until its process ends, the peer may still read what it mapped."""
         may_read = self._detach_in_loop(peer)
-        self._loop.unwatch(peer.channel)
+        self._loop.unwatch(peer.channel.fd)
         peer.channel.close()
         if not may_read or peer.pidfd < 0:
             self._reap_in_loop(peer)
@@ -311,7 +312,7 @@ class ShmListener(Listener):
         """A disconnected peer can read no more: the memory of its leases may be reused."""
         if peer in self._detached:
             self._detached.discard(peer)
-            self._loop.unwatch(peer.channel)
+            self._loop.unwatch(peer.channel.fd)
             peer.channel.close()
             if peer.pidfd >= 0:
                 self._loop.unwatch(peer.pidfd)

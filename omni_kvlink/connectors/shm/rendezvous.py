@@ -8,23 +8,24 @@ import re
 import socket
 import struct
 import time
-import weakref
 
-from omni_kvlink.connectors.runtime.lock_file import LockFile
-from omni_kvlink.connectors.runtime.user_dirs import (
+from omni_kvlink.connectors.runtime.user_files import (
     OTHER,
+    LockFile,
+    WakeupFifo,
     check_private,
     default_directory,
     is_alive,
+    wait_readable,
+    wake,
 )
-from omni_kvlink.connectors.runtime.wakeup import WakeupFifo, wait_readable, wake
 from omni_kvlink.errors import BusyError, ClosedError, SchemaError, TransferTimeout, format_seconds
+from omni_kvlink.system import process
 from omni_kvlink.system.failures import translate_errors
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _BACKLOG = 128
 _MAX_SEND_TIMEOUT = 86_400.0
-_inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def socket_path(name: str, directory: str = "") -> str:
@@ -63,7 +64,7 @@ class NamedListener:
             self._bind(f"{path}.{os.getpid()}", undo)
             undo.pop_all()
         self.sock.setblocking(False)
-        close_in_child(self.sock)
+        process.call_in_children(self.sock, socket.socket.close)  # it would outlive this process
 
     def _bind(self, draft: str, undo: contextlib.ExitStack) -> None:
         if is_alive(self._path, socket.SOCK_SEQPACKET):  # its lock file was removed
@@ -142,16 +143,3 @@ def _try_dial(path: str, timeout: float) -> socket.socket | None:
             return None
         raise
     return sock
-
-
-def close_in_child(sock: socket.socket) -> None:
-    """Have forked children close a socket: in them it would outlive this process."""
-    _inherited.add(sock)
-
-
-def _close_inherited() -> None:
-    for sock in list(_inherited):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

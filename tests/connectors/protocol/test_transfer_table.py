@@ -190,6 +190,9 @@ def test_stale_releases_change_nothing(bench: Bench) -> None:
     assert second.state.value == "leased"
     assert bench.freed == [first]
     assert bench.transfers.stats()["stale"] == 9
+    bench.release("b", 1, first)  # an earlier epoch, of a get that has a lease
+    assert second.state.value == "leased"
+    assert bench.transfers.stats()["stale"] == 10
 
 
 def test_epochs_never_come_twice(bench: Bench) -> None:

@@ -314,17 +314,17 @@ def test_duplicate_key_of_a_stream(bench: StreamBench) -> None:
 @pytest.mark.parametrize("last", ["reader", "engine", "disconnected"])
 def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) -> None:
     transfer = bench.reserve("k")
-    bench.transfers.lend(transfer)
+    bench.transfers.lend(transfer, "tensor")
     bench.transfers.commit([(transfer, HERE)], 1, 100.0)
     bench.request("a", 1, "k")
     if last == "disconnected":
         bench.transfers.on_disconnect("a")
         bench.transfers.fail("k", "why", "failed", 0.0)
-        bench.transfers.on_lent_released(transfer)
+        bench.transfers.on_view_freed(transfer, "tensor")
         assert bench.freed == []
         bench.transfers.on_peer_lost("a")
     elif last == "reader":
-        bench.transfers.on_lent_released(transfer)
+        bench.transfers.on_view_freed(transfer, "tensor")
         assert bench.freed == []
         bench.release("a", 1, transfer)
     else:
@@ -332,14 +332,14 @@ def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) 
         assert state_of(transfer) == "released"
         assert transfer.done.is_set()
         assert bench.freed == []
-        bench.transfers.on_lent_released(transfer)
+        bench.transfers.on_view_freed(transfer, "tensor")
     assert bench.freed == [transfer]
 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "close", "expiry"])
 def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
     transfer = bench.reserve("k")
-    bench.transfers.lend(transfer)
+    bench.transfers.lend(transfer, "tensor")
     if end == "expiry":
         bench.transfers.commit([(transfer, HERE)], 1, 10.0)
         bench.transfers.tick(10.0)
@@ -349,15 +349,15 @@ def test_lent_memory_that_is_not_read(bench: StreamBench, end: str) -> None:
         bench.transfers.close("closed")
     bench.transfers.abort(transfer)
     assert bench.freed == []
-    bench.transfers.on_lent_released(transfer)
+    bench.transfers.on_view_freed(transfer, "tensor")
     assert bench.freed == [transfer]
 
 
 def test_lent_memory_released_early(bench: StreamBench) -> None:
     """The engine dropped its tensors before the put: nothing is freed under the writer."""
     transfer = bench.reserve("k")
-    bench.transfers.lend(transfer)
-    bench.transfers.on_lent_released(transfer)
+    bench.transfers.lend(transfer, "tensor")
+    bench.transfers.on_view_freed(transfer, "tensor")
     assert bench.freed == []
     bench.transfers.commit([(transfer, HERE)], 1, 100.0)
     bench.request("a", 1, "k")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import BusyError, ConnectorError
-from omni_kvlink.connectors.runtime.lock_file import LockFile
-from omni_kvlink.connectors.runtime.user_dirs import check_private
+from omni_kvlink.connectors.runtime.user_files import LockFile, check_private
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import ConnectorError
-from omni_kvlink.connectors.runtime.user_dirs import default_directory
+from omni_kvlink.connectors.runtime.user_files import default_directory
 
 if TYPE_CHECKING:
     from pathlib import Path

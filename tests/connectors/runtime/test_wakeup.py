@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from omni_kvlink import ConnectorError
-from omni_kvlink.connectors.runtime.wakeup import WakeupFifo, wait_readable, wake
+from omni_kvlink.connectors.runtime.user_files import WakeupFifo, wait_readable, wake
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -57,14 +57,14 @@ def fill(peer: Raw, messages: Sequence[Message]) -> int:
 
 
 def count_by_peer(monkeypatch: pytest.MonkeyPatch, end: Any) -> list[tuple[object, int]]:
-    """Record the peer of each call of the producer's `handle_all`, and how many messages it has."""
-    handled, handle_all = list[tuple[object, int]](), end.handle_all
+    """Record the peer of each call of the producer's `handle`, and how many messages it has."""
+    handled, handle = list[tuple[object, int]](), end.handle
 
-    def record(peer: object, messages: Sequence[Message]) -> None:
+    def record(peer: object, *messages: Message) -> None:
         handled.append((peer, len(messages)))
-        handle_all(peer, messages)
+        handle(peer, *messages)
 
-    monkeypatch.setattr(end, "handle_all", record)
+    monkeypatch.setattr(end, "handle", record)
     return handled
 
 
@@ -219,14 +219,14 @@ def test_a_child_of_a_reader_that_ended_holds_nobody_up(
                 os._exit(0)
             _, (copy,), _, _ = socket.recv_fds(ours, 4, 1)
             with socket.socket(fileno=copy) as child:
-                handle_all = end.handle_all
+                former = end.handle
 
-                def handle(peer: object, messages: Sequence[Message]) -> None:
-                    handle_all(peer, messages)
+                def handle(peer: object, *messages: Message) -> None:
+                    former(peer, *messages)
                     with contextlib.suppress(OSError):
                         child.send(void)
 
-                monkeypatch.setattr(end, "handle_all", handle)
+                monkeypatch.setattr(end, "handle", handle)
                 with paused(end.loop):
                     child.send(void)
                     ours.send(b"x")

@@ -37,10 +37,10 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
             opened.wait()
             yield from received(turn)
 
-        def send_all(messages: Sequence[Message]) -> None:
+        def send_all(messages: Sequence[Message], memory: None = None) -> None:
             if any(isinstance(message, Release) for message in messages):
                 order.append("release")
-            sent(messages)
+            sent(messages, memory)
 
         held = consumer.begin_get("first", timeout=60).wait(timeout=60)
         session._loop.call(idle.set)
