@@ -22,12 +22,12 @@ from omni_kvlink.link import (
     ReceivedLayer,
     ReceivedStream,
     Verify,
+    begin,
     begin_chunks,
     begin_get,
-    begin_gets,
     check_timeout,
     check_verify,
-    id_list,
+    get_requests,
     open_chunks,
     open_delivery,
     open_stream,
@@ -57,17 +57,18 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     ) -> ReceivedBatch[Received]:
         """`KVConsumer.get_many`; cancelling the task cancels all requests."""
         check_verify(verify)
-        started, keys, limit = time.perf_counter(), id_list(request_ids), check_timeout(timeout)
-        gets = [self._get(key, partial(begin_get, verify=verify), limit) for key in keys]
+        started, limit = time.perf_counter(), check_timeout(timeout)
+        requests, begin_again = get_requests(request_ids), partial(begin_get, verify=verify)
+        gets = [self._get(request.key, begin_again, limit) for request in requests]
 
-        def begin(timeout: float) -> None:
-            requested = begin_gets(self.link, keys, timeout=timeout, verify=verify)
+        def begin_all(timeout: float) -> None:
+            requested = begin(self.link, requests, timeout=timeout, verify=verify)
             for get, pending in zip(gets, requested, strict=True):
                 get.adopt(self.link, pending)
 
         received: list[Received] = []
         try:
-            await self._begin(begin, limit)
+            await self._begin(begin_all, limit)
             for get in gets:
                 delivery = await self._take(get)
                 received.append(await self._opened(delivery, started, verify))

@@ -13,12 +13,13 @@ from omni_kvlink.link.consumer import PendingBatch as PendingBatch
 from omni_kvlink.link.consumer import Received as Received
 from omni_kvlink.link.consumer import ReceivedChunk as ReceivedChunk
 from omni_kvlink.link.consumer import Verify as Verify
+from omni_kvlink.link.consumer import begin as begin
 from omni_kvlink.link.consumer import begin_chunks as begin_chunks
 from omni_kvlink.link.consumer import begin_get as begin_get
 from omni_kvlink.link.consumer import begin_gets as begin_gets
 from omni_kvlink.link.consumer import can_retry as can_retry
 from omni_kvlink.link.consumer import check_verify as check_verify
-from omni_kvlink.link.consumer import id_list as id_list
+from omni_kvlink.link.consumer import get_requests as get_requests
 from omni_kvlink.link.consumer import open_chunks as open_chunks
 from omni_kvlink.link.consumer import open_delivery as open_delivery
 from omni_kvlink.link.consumer import open_stream as open_stream

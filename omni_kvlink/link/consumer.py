@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.answer import check_timeout
+from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
@@ -82,12 +83,12 @@ class KVConsumer(LinkEnd):
         check_verify(verify)
         started = time.perf_counter()
         deadline = Deadline(check_timeout(timeout))
-        pending = begin_get(self, request_id, timeout=deadline.seconds_left(), verify=verify)
+        requests = [GetRequest(check_request_id(request_id))]
+        [pending] = begin(self, requests, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
-        repeat = partial(begin_get, self, request_id, verify=verify)
-        delivery = self._await(pending, deadline, repeat)[1]
+        delivery = self._await(pending, requests[0], deadline, verify)[1]
         parts = delivery, self._copier, self._layouts
         return Received(*parts, started=started, verify=verify, expected=expected)
 
@@ -118,9 +119,9 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        request_ids = id_list(request_ids)
-        pending = begin_gets(self, request_ids, timeout=timeout, verify=verify)
-        return PendingBatch(self, request_ids, pending, started=started, verify=verify)
+        requests = get_requests(request_ids)
+        pending = begin(self, requests, timeout=timeout, verify=verify)
+        return PendingBatch(self, requests, pending, started=started, verify=verify)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
@@ -131,8 +132,9 @@ class KVConsumer(LinkEnd):
         as `get` does with `verify="auto"`, before their layer is there.
         """
         started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
-        begin = partial(begin_get, self, request_id, streamed=True)
-        _, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
+        request = GetRequest(check_request_id(request_id), streamed=True)
+        [pending] = begin(self, [request], timeout=deadline.seconds_left())
+        _, delivery = self._await(pending, request, deadline, "auto")
         return open_stream(self, delivery, started=started, timeout=timeout)
 
     def read_stream(
@@ -149,10 +151,10 @@ class KVConsumer(LinkEnd):
         Errors and `verify` are those of `get`, for each chunk; see `ChunkStream.receive`.
         SchemaError if `start` is negative.
         """
-        limit = check_timeout(timeout)
+        limit, request = check_timeout(timeout), stream_request(request_id, start, verify)
         deadline = Deadline(limit)
-        begin = partial(begin_chunks, self, request_id, start=start, verify=verify)
-        head, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
+        [head] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
+        head, delivery = self._await(head, request, deadline, verify)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
@@ -166,9 +168,9 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
-        self, pending: PendingGet, deadline: Deadline, begin: Callable[..., PendingGet]
+        self, pending: PendingGet, request: GetRequest, deadline: Deadline, verify: Verify
     ) -> tuple[PendingGet, Delivery]:
-        """Wait for a get; if only the connection broke, `begin` it again and wait for that one."""
+        """Wait for a get; if only the connection broke, request it again and wait for that one."""
         retries = 0
         while True:
             try:
@@ -178,7 +180,21 @@ class KVConsumer(LinkEnd):
                 limit = deadline.seconds_left()
                 if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
                     raise
-            pending = begin(timeout=deadline.seconds_left())
+            [pending] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
+
+
+def begin(
+    consumer: KVConsumer,
+    requests: Sequence[GetRequest],
+    *,
+    timeout: float,
+    verify: Verify = "auto",
+) -> list[PendingGet]:
+    """Request payloads together; their keys are checked, all else is as for `begin_get`."""
+    if consumer._closed:  # the call costs more than the test
+        consumer._check_open()
+    limit = check_timeout(timeout)
+    return consumer._end.begin(requests, timeout=limit, verify=verify != "off")
 
 
 def begin_get(
@@ -195,27 +211,22 @@ def begin_get(
     that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
     PeerLostError if the producer is gone and did not come back in time.
     """
-    if consumer._closed:  # the call costs more than the test
-        consumer._check_open()
-    key, limit = check_request_id(request_id), check_timeout(timeout)
-    check = verify != "off"
-    return consumer._end.begin_get(key, timeout=limit, streamed=streamed, verify=check)
+    request = GetRequest(check_request_id(request_id), streamed)
+    return begin(consumer, [request], timeout=timeout, verify=verify)[0]
 
 
 def begin_gets(
     consumer: KVConsumer, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
 ) -> list[PendingGet]:
     """Request several payloads at once, without waiting for one; else as `begin_get`."""
-    consumer._check_open()
-    keys, limit = list(map(check_request_id, id_list(request_ids))), check_timeout(timeout)
-    return consumer._end.begin_gets(keys, timeout=limit, verify=verify != "off")
+    return begin(consumer, get_requests(request_ids), timeout=timeout, verify=verify)
 
 
-def id_list(request_ids: Iterable[str]) -> list[str]:
-    """Return the request ids, which may come from a generator; SchemaError for a single one."""
+def get_requests(request_ids: Iterable[str]) -> list[GetRequest]:
+    """Return a request for each id, also of a generator; SchemaError for a single one."""
     if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
         raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    return list(request_ids)
+    return [GetRequest(check_request_id(request_id)) for request_id in request_ids]
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
@@ -265,11 +276,15 @@ def begin_chunks(
     consumer: KVConsumer, request_id: str, *, timeout: float, start: int = 0, verify: Verify
 ) -> PendingGet:
     """Request an append stream, as `begin_get` does a payload; open it with `open_chunks`."""
+    request = stream_request(request_id, start, verify)
+    return begin(consumer, [request], timeout=timeout, verify=verify)[0]
+
+
+def stream_request(request_id: str, start: int, verify: Verify) -> GetRequest:
+    """Return the request of an append stream, whose chunks are wanted from `start` on."""
     check_verify(verify)
-    key, limit = check_request_id(request_id), check_timeout(timeout)
-    first = _START.read(start, "start")
-    consumer._check_open()
-    return consumer._end.begin_chunks(key, timeout=limit, start=first, verify=verify != "off")
+    key = check_request_id(request_id)
+    return GetRequest(key, streamed=True, chunk=ChunkOf(0, _START.read(start, "start")))
 
 
 def open_chunks(
@@ -459,13 +474,13 @@ class PendingBatch:
     def __init__(
         self,
         consumer: KVConsumer,
-        request_ids: Sequence[str],
+        requests: Sequence[GetRequest],
         pending: list[PendingGet],
         *,
         started: float,
         verify: Verify,
     ):
-        self._consumer, self._request_ids = consumer, tuple(request_ids)
+        self._consumer, self._requests = consumer, requests
         self._pending: list[PendingGet] | None = pending
         self._started, self._verify = started, verify
 
@@ -488,9 +503,8 @@ class PendingBatch:
             raise ClosedError("this batch was waited for, or cancelled; request it again")
         received: list[Received] = []
         try:
-            for request_id, get in zip(self._request_ids, pending, strict=True):
-                repeat = partial(begin_get, consumer, request_id, verify=verify)
-                delivery = consumer._await(get, deadline, repeat)[1]
+            for request, get in zip(self._requests, pending, strict=True):
+                delivery = consumer._await(get, request, deadline, verify)[1]
                 received.append(opened(delivery))
             return ReceivedBatch(received)
         except BaseException:
@@ -508,7 +522,7 @@ class PendingBatch:
     def __repr__(self) -> str:
         pending = self._pending
         came = "ended" if pending is None else f"{sum(get.is_done for get in pending)} came"
-        return f"<PendingBatch of {len(self._request_ids)} payloads, {came}>"
+        return f"<PendingBatch of {len(self._requests)} payloads, {came}>"
 
 
 class ReceivedChunk(Received):

@@ -19,6 +19,7 @@ from omni_kvlink.connectors.control.remote_get import RemoteGet
 from omni_kvlink.connectors.control.session import ControlSession, SessionResources
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.connectors.protocol.messages import (
     NOTHING,
     Abort,
@@ -392,7 +393,8 @@ class FarConsumer(SimConsumer):
         if far is None or far.session.is_closed:
             return
         self.open += 1
-        FarGet(self, key, far.session.request(key, streamed=streamed), timeout)
+        [pending] = far.session.request([GetRequest(key, streamed)])
+        FarGet(self, key, pending, timeout)
 
 
 class FarGet:

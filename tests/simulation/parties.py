@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from world import Clock, Memory, Wire
 
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
-from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
     Cancel,
@@ -409,7 +409,7 @@ class SimConsumer:
         if connection is None or connection.is_closed:
             return
         try:
-            get_state = connection.get_table.request(key, streamed=streamed)
+            [get_state] = connection.get_table.request([GetRequest(key, streamed)])
         except PeerLostError:
             return
         self.open += 1
