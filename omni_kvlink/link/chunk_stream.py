@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from omni_kvlink.connectors.protocol.answer import check_timeout
+from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
@@ -28,6 +25,7 @@ from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
@@ -197,27 +195,27 @@ class ChunkStream(ReadBlock, Generic[C]):
 
     def when_whole(self) -> Future[Any]:
         """A future that ends when the end of the stream is here, or with the error."""
-        progress = self._delivery.progress
-        if progress is not None:
-            return progress.whole
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        return self._whole().future()
+
+    def _whole(self) -> Answer[None]:
+        if self._delivery.progress is not None:
+            return self._delivery.progress.whole
+        answer: Answer[None] = Answer()
+        answer.set_result(None)
+        return answer
 
     def _finish(self, timeout: float) -> None:
         """Check that nothing is missing, and release the stream."""
-        try:
-            error = self.when_whole().exception(timeout)
-        except FutureTimeout:
+        whole = self._whole()
+        if not whole.wait(timeout):
             raise TransferTimeout(
                 f"stream {self.request_id!r}: its end did not come "
                 f"within {format_seconds(timeout)}",
                 key=self.request_id,
                 waited=timeout,
                 phase="all chunks were received",
-            ) from None
-        if error is not None:
-            raise copy.copy(error)
+            )
+        whole.result()
         region = self._region()
         try:
             manifest = self._layouts.decode(header_bytes(region), region.nbytes)

@@ -36,9 +36,9 @@ from omni_kvlink.payload.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
@@ -442,10 +442,10 @@ class FarGet:
         while layer < LAYERS and _has_succeeded(progress.when(range(layer, layer + 1))):
             layer += 1
         self._check(offer, range(layer))
-        if progress.whole.done():
+        if progress.whole.is_set():
             # A layer whose announcement was overtaken by the commit fails.
-            is_read = progress.whole.exception() is None and layer == LAYERS
-            assert is_read or self._reader.is_wild or progress.whole.exception() is not None
+            is_read = progress.whole.error is None and layer == LAYERS
+            assert is_read or self._reader.is_wild or progress.whole.error is not None
             self._release(offer, range(layer), "read" if is_read else "stream failed")
         elif self._clock.chance.random() < 0.03:
             self._release(offer, range(layer), "stream failed")
@@ -484,5 +484,5 @@ class FarGet:
         self._reader.outcomes[outcome] += 1
 
 
-def _has_succeeded(future: Future[None]) -> bool:
-    return future.done() and future.exception() is None
+def _has_succeeded(answer: Answer[None]) -> bool:
+    return answer.is_set() and answer.error is None
