@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
+    from omni_kvlink.link.consumer import ReceivedChunk
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.layouts import LayoutCache
 
@@ -37,23 +38,7 @@ AHEAD = 4
 """Chunks that a reader has requested: each is on its way as soon as it is appended."""
 
 
-class OpenedChunk(Protocol):
-    """The part of a `ReceivedChunk` that the stream needs."""
-
-    _delivery: Delivery
-
-    @property
-    def data(self) -> TensorTransferData:
-        """Its tensors and metadata."""
-
-    def release(self) -> None:
-        """Release it as read."""
-
-    def release_unread(self) -> None:
-        """Release it so that it can be received again."""
-
-
-C = TypeVar("C", bound=OpenedChunk)
+C = TypeVar("C", bound="ReceivedChunk")
 
 
 class ChunkStream(ReadBlock, Generic[C]):

@@ -12,19 +12,12 @@ from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
-from omni_kvlink.errors import (
-    ClosedError,
-    IntegrityError,
-    PeerLostError,
-    SchemaError,
-    WireError,
-)
+from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
-from omni_kvlink.link.read_block import ReadBlock
-from omni_kvlink.link.received_batch import ReceivedBatch
+from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
+from omni_kvlink.link.received_batch import PendingBatch, ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedStream
-from omni_kvlink.link.scatter import scatter_delivery
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests
 from omni_kvlink.payload.expected import ExpectedPayload
@@ -88,7 +81,7 @@ class KVConsumer(LinkEnd):
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
-        delivery = self._await(pending, requests[0], deadline, verify)[1]
+        delivery = self._await(requests[0], pending, deadline, verify)[1]
         parts = delivery, self._copier, self._layouts
         return Received(*parts, started=started, verify=verify, expected=expected)
 
@@ -121,7 +114,8 @@ class KVConsumer(LinkEnd):
         started = time.perf_counter()
         requests = get_requests(request_ids)
         pending = begin(self, requests, timeout=timeout, verify=verify)
-        return PendingBatch(self, requests, pending, started=started, verify=verify)
+        opened = partial(open_delivery, self, started=started, verify=verify)
+        return PendingBatch(partial(self._await, verify=verify), opened, requests, pending)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
@@ -134,7 +128,7 @@ class KVConsumer(LinkEnd):
         started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
         request = GetRequest(check_request_id(request_id), streamed=True)
         [pending] = begin(self, [request], timeout=deadline.seconds_left())
-        _, delivery = self._await(pending, request, deadline, "auto")
+        _, delivery = self._await(request, pending, deadline, "auto")
         return open_stream(self, delivery, started=started, timeout=timeout)
 
     def read_stream(
@@ -154,7 +148,7 @@ class KVConsumer(LinkEnd):
         limit, request = check_timeout(timeout), stream_request(request_id, start, verify)
         deadline = Deadline(limit)
         [head] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
-        head, delivery = self._await(head, request, deadline, verify)
+        head, delivery = self._await(request, head, deadline, verify)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
@@ -168,7 +162,7 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
-        self, pending: PendingGet, request: GetRequest, deadline: Deadline, verify: Verify
+        self, request: GetRequest, pending: PendingGet, deadline: Deadline, verify: Verify
     ) -> tuple[PendingGet, Delivery]:
         """Wait for a get; if only the connection broke, request it again and wait for that one."""
         retries = 0
@@ -190,36 +184,14 @@ def begin(
     timeout: float,
     verify: Verify = "auto",
 ) -> list[PendingGet]:
-    """Request payloads together; their keys are checked, all else is as for `begin_get`."""
+    """Request payloads, whose keys are checked; `timeout` bounds a reconnection and nothing else.
+
+    PeerLostError if the producer is gone and did not come back in time.
+    """
     if consumer._closed:  # the call costs more than the test
         consumer._check_open()
     limit = check_timeout(timeout)
     return consumer._end.begin(requests, timeout=limit, verify=verify != "off")
-
-
-def begin_get(
-    consumer: KVConsumer,
-    request_id: str,
-    *,
-    timeout: float,
-    streamed: bool = False,
-    verify: Verify = "auto",
-) -> PendingGet:
-    """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
-
-    With `streamed`, it is delivered while it is being written: open it with `open_stream`. Bytes
-    that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
-    PeerLostError if the producer is gone and did not come back in time.
-    """
-    request = GetRequest(check_request_id(request_id), streamed)
-    return begin(consumer, [request], timeout=timeout, verify=verify)[0]
-
-
-def begin_gets(
-    consumer: KVConsumer, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
-) -> list[PendingGet]:
-    """Request several payloads at once, without waiting for one; else as `begin_get`."""
-    return begin(consumer, get_requests(request_ids), timeout=timeout, verify=verify)
 
 
 def get_requests(request_ids: Iterable[str]) -> list[GetRequest]:
@@ -252,32 +224,12 @@ def open_delivery(
     return Received(delivery, copier, layouts, started=started, verify=verify)
 
 
-def verify_first(received: Received) -> None:
-    """Do what `verify="full"` of a `get` does, before anybody has a view of the payload.
-
-    What was checked on arrival is not checked again. A bad payload is rejected at once.
-    """
-    try:
-        received._verify(on_arrival=received._delivery.is_verified)
-    except WireError as error:
-        received._delivery.reject(str(error), at_once=True)
-        raise
-
-
 def open_stream(
     consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
 ) -> ReceivedStream:
     """`open_delivery` for `begin_get(…, streamed=True)`; `timeout` seconds for each layer."""
     copier, layouts = consumer._copier, consumer._layouts
     return ReceivedStream(delivery, copier, layouts, timeout=timeout, started=started)
-
-
-def begin_chunks(
-    consumer: KVConsumer, request_id: str, *, timeout: float, start: int = 0, verify: Verify
-) -> PendingGet:
-    """Request an append stream, as `begin_get` does a payload; open it with `open_chunks`."""
-    request = stream_request(request_id, start, verify)
-    return begin(consumer, [request], timeout=timeout, verify=verify)[0]
 
 
 def stream_request(request_id: str, start: int, verify: Verify) -> GetRequest:
@@ -417,11 +369,12 @@ class Received(ReadBlock):
                 the targets are worthless.
         """
         targets = targets_of(self._data, into)
+        copier, manifest = self._copier, self.manifest
         scatter_delivery(
-            self._copier,
+            copier,
             self._delivery,
             self.ledger,
-            lambda region: self._copier.scatter(self.manifest, region, targets),
+            lambda region: copier.scatter(manifest, region, targets),
         )
         self._mark_read()
 
@@ -453,9 +406,8 @@ class Received(ReadBlock):
         def __getattr__(self, name: str) -> NoReturn:
             """Name the attribute of `data` that was meant."""
             data = self.__dict__.get("_data")
-            cure = (
-                f": it is `data.{name}`" if data is not None and hasattr(type(data), name) else ""
-            )
+            is_of_data = data is not None and hasattr(type(data), name)
+            cure = f": it is `data.{name}`" if is_of_data else ""
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{cure}")
 
     def __repr__(self) -> str:
@@ -463,66 +415,6 @@ class Received(ReadBlock):
 
     def __enter__(self) -> Payload:
         return self._data
-
-
-class PendingBatch:
-    """Payloads that were requested together, from `KVConsumer.begin_get_many`.
-
-    One that is dropped is cancelled.
-    """
-
-    def __init__(
-        self,
-        consumer: KVConsumer,
-        requests: Sequence[GetRequest],
-        pending: list[PendingGet],
-        *,
-        started: float,
-        verify: Verify,
-    ):
-        self._consumer, self._requests = consumer, requests
-        self._pending: list[PendingGet] | None = pending
-        self._started, self._verify = started, verify
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would not block; true after its call, and after `cancel`."""
-        return all(get.is_done for get in self._pending or ())
-
-    def wait(self, *, timeout: float) -> ReceivedBatch[Received]:
-        """Wait for the payloads, and return them; blocks until all are here, and works once.
-
-        Raises what `KVConsumer.get_many` raises, which calls it; ClosedError if it has been called,
-        or the batch was cancelled.
-        """
-        consumer, verify = self._consumer, self._verify
-        opened = partial(open_delivery, consumer, started=self._started, verify=verify)
-        deadline = Deadline(check_timeout(timeout))
-        pending, self._pending = self._pending, None  # of two calls, one has them
-        if pending is None:
-            raise ClosedError("this batch was waited for, or cancelled; request it again")
-        received: list[Received] = []
-        try:
-            for request, get in zip(self._requests, pending, strict=True):
-                delivery = consumer._await(get, request, deadline, verify)[1]
-                received.append(opened(delivery))
-            return ReceivedBatch(received)
-        except BaseException:
-            for payload in received:
-                payload.release_unread()
-            for get in pending[len(received) + 1 :]:
-                get.cancel()
-            pending.clear()  # the finalizers cancel those that another interrupt has left
-            raise
-
-    def cancel(self) -> None:
-        """Withdraw the requests: others may have the payloads. A second call does nothing."""
-        self._pending = None  # dropped gets cancel themselves
-
-    def __repr__(self) -> str:
-        pending = self._pending
-        came = "ended" if pending is None else f"{sum(get.is_done for get in pending)} came"
-        return f"<PendingBatch of {len(self._requests)} payloads, {came}>"
 
 
 class ReceivedChunk(Received):

@@ -15,8 +15,7 @@ from omni_kvlink.errors import (
     WireError,
     format_seconds,
 )
-from omni_kvlink.link.read_block import ReadBlock
-from omni_kvlink.link.scatter import scatter_delivery
+from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
 from omni_kvlink.payload.views import TensorView, payload_views
 
@@ -272,11 +271,12 @@ class ReceivedStream(ReadBlock):
 
     def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
         """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
+        copier = self._copier
         scatter_delivery(
-            self._copier,
+            copier,
             self.delivery,
             self.ledger,
-            lambda region: self._copier.scatter(manifest, region, targets),
+            lambda region: copier.scatter(manifest, region, targets),
         )
 
     def begin_scatter(
