@@ -11,7 +11,7 @@ from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
-from omni_kvlink.link.read_block import ReadBlock
+from omni_kvlink.link.read_block import ReadBlock, ReceivedPayload
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.growing import (
     PLAIN_CHUNK,
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
-    from omni_kvlink.link.consumer import ReceivedChunk
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.layouts import LayoutCache
 
 AHEAD = 4
 """Chunks that a reader has requested: each is on its way as soon as it is appended."""
 
 
-C = TypeVar("C", bound="ReceivedChunk")
+C = TypeVar("C", bound=ReceivedPayload)
 
 
 class ChunkStream(ReadBlock, Generic[C]):
@@ -133,7 +133,7 @@ class ChunkStream(ReadBlock, Generic[C]):
 
         Its `save` writes a .safetensors file of them.
         """
-        parts = [_copies(self._spec), *(_copies(chunk.data) for chunk in self)]
+        parts = [_copies(self._spec), *(_copies(chunk._data) for chunk in self)]
         joined = [torch.cat(column, self.dim) for column in zip(*parts, strict=True)]
         return TensorTransferData(self.request_id, filled(self._spec.tree, joined), self.metadata)
 
@@ -253,6 +253,6 @@ class ChunkStream(ReadBlock, Generic[C]):
         return f"<ChunkStream {self.request_id!r}, next chunk {self.position}>"
 
 
-def _copies(data: TensorTransferData) -> list[torch.Tensor]:
+def _copies(data: Payload) -> list[torch.Tensor]:
     """Copies of the tensors, which are plain ones: they were received."""
     return [view.clone() for view in data.tensors() if isinstance(view, torch.Tensor)]

@@ -15,7 +15,7 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
-from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
+from omni_kvlink.link.read_block import ReceivedPayload, scatter_delivery
 from omni_kvlink.link.received_batch import PendingBatch, ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedStream
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload
@@ -103,7 +103,7 @@ class KVConsumer(LinkEnd):
 
     def begin_get_many(
         self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
-    ) -> PendingBatch:
+    ) -> PendingBatch[Received]:
         """Request several payloads, and do not wait for them; `PendingBatch.wait` does.
 
         A reader that requests the next step's payloads before it reads those of this one does not
@@ -254,7 +254,7 @@ def open_chunks(
     return ChunkStream(head, delivery, open_chunk, copier, layouts, start=start, timeout=timeout)
 
 
-class Received(ReadBlock):
+class Received(ReceivedPayload):
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
     After an exception in the block it is released unread: another reader receives it, or its

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Ledger
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.bundle import Payload
 
 T = TypeVar("T")
 
@@ -45,6 +46,13 @@ class ReadBlock:
             self.release()
         else:
             self.release_unread()
+
+
+class ReceivedPayload(ReadBlock):
+    """Base of a payload that arrived, or a chunk of one; see `Received`."""
+
+    _delivery: Delivery
+    _data: Payload
 
 
 def scatter_delivery(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.delivery import send_separately
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.link.read_block import ReadBlock
+from omni_kvlink.link.read_block import ReadBlock, ReceivedPayload
 from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.get_table import GetRequest
-    from omni_kvlink.link.consumer import Received
     from omni_kvlink.payload.bundle import Payload
 
-R = TypeVar("R", bound="Received")
+R = TypeVar("R", bound=ReceivedPayload)
 
 
-class PendingBatch:
+class PendingBatch(Generic[R]):
     """Payloads that were requested together, from `KVConsumer.begin_get_many`.
 
     One that is dropped is cancelled.
@@ -32,7 +31,7 @@ class PendingBatch:
     def __init__(
         self,
         await_one: Callable[[GetRequest, PendingGet, Deadline], tuple[PendingGet, Delivery]],
-        open_one: Callable[[Delivery], Received],
+        open_one: Callable[[Delivery], R],
         requests: Sequence[GetRequest],
         pending: list[PendingGet],
     ):
@@ -44,7 +43,7 @@ class PendingBatch:
         """Whether `wait` would not block; true after its call, and after `cancel`."""
         return all(get.is_done for get in self._pending or ())
 
-    def wait(self, *, timeout: float) -> ReceivedBatch[Received]:
+    def wait(self, *, timeout: float) -> ReceivedBatch[R]:
         """Wait for the payloads, and return them; blocks until all are here, and works once.
 
         Raises what `KVConsumer.get_many` raises, which calls it; ClosedError if it has been called,
@@ -54,7 +53,7 @@ class PendingBatch:
         pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
             raise ClosedError("this batch was waited for, or cancelled; request it again")
-        received: list[Received] = []
+        received: list[R] = []
         try:
             for request, get in zip(self._requests, pending, strict=True):
                 _, delivery = self._await_one(request, get, deadline)

@@ -242,7 +242,7 @@ class ReceivedStream(ReadBlock):
         return future
 
     def _answer(self, key: LayerKey | None) -> Answer[None]:
-        """What comes with a layer, with None the commit, or with the error."""
+        """Return what is set with a layer, with None the commit, or with the error."""
         self.delivery.check_process()
         progress = self.delivery.progress
         if progress is not None:
