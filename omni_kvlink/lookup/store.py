@@ -31,7 +31,7 @@ from omni_kvlink.settings import Flag
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from omni_kvlink.lookup.namespace import Namespace
+    from omni_kvlink.lookup.tokens import Namespace
     from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096

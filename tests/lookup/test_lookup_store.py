@@ -26,8 +26,15 @@ from omni_kvlink.connectors.protocol import answer
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.lookup import PrefixStore
 from omni_kvlink.lookup import store as store_module
-from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE, digest
-from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
+from omni_kvlink.lookup.tokens import (
+    DIGEST_SIZE,
+    NO_NAMESPACE,
+    PrefixIndex,
+    common,
+    count,
+    digest,
+    encode,
+)
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
