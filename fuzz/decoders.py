@@ -30,7 +30,7 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.keys import read_all
 from omni_kvlink.connectors.protocol import messages
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
-from omni_kvlink.connectors.protocol.get_table import GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
@@ -44,7 +44,7 @@ from omni_kvlink.errors import ConnectorError
 from omni_kvlink.link.kvlink import _parse
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
-from omni_kvlink.lookup.namespace import DIGEST_SIZE, digest
+from omni_kvlink.lookup.tokens import DIGEST_SIZE, digest
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests, read_sizes
@@ -114,7 +114,7 @@ def feed_consumer(data: bytes) -> None:
     """The consumer's table, which has two gets and a stream, is sent messages."""
     ignore: Callable[[object], None] = lambda message: None  # noqa: E731
     table = GetTable(ignore, ignore, ignore)
-    states = [table.request("k"), table.request("k2", streamed=True)]
+    states = table.request([GetRequest("k"), GetRequest("k2", streamed=True)])
     for part in split(data):
         with contextlib.suppress(WireError):
             for message in messages.decode_all(part):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
@@ -22,12 +22,12 @@ from omni_kvlink.link import (
     ReceivedLayer,
     ReceivedStream,
     Verify,
+    begin,
     begin_chunks,
     begin_get,
-    begin_gets,
     check_timeout,
     check_verify,
-    id_list,
+    get_requests,
     open_chunks,
     open_delivery,
     open_stream,
@@ -38,8 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from concurrent.futures import Future
 
+    from typing_extensions import Self
+
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
+
+
+S = TypeVar("S", bound=ReceivedStream | ChunkStream[ReceivedChunk])
 
 
 class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
@@ -57,17 +62,18 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     ) -> ReceivedBatch[Received]:
         """`KVConsumer.get_many`; cancelling the task cancels all requests."""
         check_verify(verify)
-        started, keys, limit = time.perf_counter(), id_list(request_ids), check_timeout(timeout)
-        gets = [self._get(key, partial(begin_get, verify=verify), limit) for key in keys]
+        started, limit = time.perf_counter(), check_timeout(timeout)
+        requests, begin_again = get_requests(request_ids), partial(begin_get, verify=verify)
+        gets = [self._get(request.key, begin_again, limit) for request in requests]
 
-        def begin(timeout: float) -> None:
-            requested = begin_gets(self.link, keys, timeout=timeout, verify=verify)
+        def begin_all(timeout: float) -> None:
+            requested = begin(self.link, requests, timeout=timeout, verify=verify)
             for get, pending in zip(gets, requested, strict=True):
                 get.adopt(self.link, pending)
 
         received: list[Received] = []
         try:
-            await self._begin(begin, limit)
+            await self._begin(begin_all, limit)
             for get in gets:
                 delivery = await self._take(get)
                 received.append(await self._opened(delivery, started, verify))
@@ -148,17 +154,35 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         task.result()
 
 
-class AsyncReceivedStream:
+class _AsyncReader(Generic[S]):
+    """Base of the streams that arrive for asyncio; `stream` is the synchronous one below."""
+
+    def __init__(self, stream: S):
+        self.stream = stream
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.stream!r}>"
+
+    def release(self) -> None:
+        """`release` of the stream below; a task that waits for a part of it raises ClosedError."""
+        self.stream.release()
+
+    def release_unread(self) -> None:
+        """`release_unread` of the stream below; a task that waits for a part raises ClosedError."""
+        self.stream.release_unread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.stream.__exit__(kind, error, traceback)
+
+
+class AsyncReceivedStream(_AsyncReader[ReceivedStream]):
     """A `ReceivedStream` whose layers are awaited.
 
     A context manager: `with await consumer.stream_get(…) as stream: async for layer in stream: …`.
     """
-
-    def __init__(self, stream: ReceivedStream):
-        self.stream = stream
-
-    def __repr__(self) -> str:
-        return f"<AsyncReceivedStream of {self.stream!r}>"
 
     def __len__(self) -> int:
         """Layers of all branches together."""
@@ -187,20 +211,6 @@ class AsyncReceivedStream:
         await self._wait(self.stream.whole(), self.stream.WHOLE, timeout)
         return self.stream.wait(timeout=0.0)
 
-    def release(self) -> None:
-        """`ReceivedStream.release`; a task that waits for a layer of it raises ClosedError."""
-        self.stream.release()
-
-    def release_unread(self) -> None:
-        """`ReceivedStream.release_unread`; a task that waits for a layer raises ClosedError."""
-        self.stream.release_unread()
-
-    def __enter__(self) -> AsyncReceivedStream:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.stream.__exit__(kind, error, traceback)
-
     async def _wait(self, future: Future[None], name: str, timeout: float | None) -> None:
         seconds = self.stream.timeout if timeout is None else check_timeout(timeout)
         try:
@@ -210,17 +220,11 @@ class AsyncReceivedStream:
         self.stream.check(future, name, seconds)
 
 
-class AsyncChunkStream:
-    """A `ChunkStream` whose chunks are awaited; `stream` is that one.
+class AsyncChunkStream(_AsyncReader[ChunkStream[ReceivedChunk]]):
+    """A `ChunkStream` whose chunks are awaited.
 
     `with await consumer.read_stream("r", timeout=5.0) as stream: async for chunk in stream: …`.
     """
-
-    def __init__(self, stream: ChunkStream[ReceivedChunk]):
-        self.stream = stream
-
-    def __repr__(self) -> str:
-        return f"<AsyncChunkStream of {self.stream!r}>"
 
     async def __aiter__(self) -> AsyncIterator[ReceivedChunk]:
         """The chunks in their order, up to the end; waits up to the stream's timeout for each."""
@@ -237,20 +241,6 @@ class AsyncChunkStream:
             if next_chunk.done() and isinstance(next_chunk.exception(), StreamEnded):
                 await _wait_for(self.stream.when_whole(), max(0.0, deadline - time.monotonic()))
         return self.stream.receive(timeout=0.0)
-
-    def release(self) -> None:
-        """`ChunkStream.release`; a task that waits for a chunk raises ClosedError."""
-        self.stream.release()
-
-    def release_unread(self) -> None:
-        """`ChunkStream.release_unread`; a task that waits for a chunk raises ClosedError."""
-        self.stream.release_unread()
-
-    def __enter__(self) -> AsyncChunkStream:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.stream.__exit__(kind, error, traceback)
 
 
 async def _wait_for(future: Future[Any], timeout: float) -> None:

@@ -4,95 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, in_thread, run_in_thread
 from omni_kvlink.link import AppendStream, KVProducer, PutStream, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from typing_extensions import Self
 
     from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.link import Payload
-    from omni_kvlink.payload.manifest import Manifest
 
 
-class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
-    """The methods of `KVProducer`, awaited; `link` is the synchronous producer below."""
-
-    put = in_thread("link", KVProducer.put)
-    put_many = in_thread("link", KVProducer.put_many)
-    allocate = in_thread("link", KVProducer.allocate)
-
-    def stream_put(
-        self,
-        plan: Payload | Manifest,
-        *,
-        readers: int = 1,
-        ttl: float = 60.0,
-        timeout: float = 10.0,
-    ) -> AsyncPutStream:
-        """`KVProducer.stream_put`, to be used with `async with`."""
-        begin = partial(self.link.stream_put, plan, readers=readers, ttl=ttl, timeout=timeout)
-        return AsyncPutStream(begin)
-
-    def open_stream(
-        self,
-        request_id: str,
-        spec: Mapping[str, Any],
-        *,
-        dim: int = 0,
-        metadata: Mapping[str, Any] | None = None,
-        window: int = 64,
-        readers: int = 1,
-        ttl: float = 60.0,
-        timeout: float = 10.0,
-        digests: bool | None = None,
-    ) -> AsyncAppendStream:
-        """`KVProducer.open_stream`, to be used with `async with`."""
-        begin = partial(
-            self.link.open_stream,
-            request_id,
-            spec,
-            dim=dim,
-            metadata=metadata,
-            window=window,
-            readers=readers,
-            ttl=ttl,
-            timeout=timeout,
-            digests=digests,
-        )
-        return AsyncAppendStream(begin)
-
-    async def wait(self, receipt: Receipt, *, timeout: float) -> None:
-        """`Receipt.wait`; holds no thread."""
-        limit, loop = check_timeout(timeout), asyncio.get_running_loop()
-        end = loop.create_future()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop was closed
-                loop.call_soon_threadsafe(end.cancel)  # set_result would raise after the wait
-
-        receipt.add_done_callback(wake)
-        try:
-            await asyncio.wait([end], timeout=limit)
-        finally:
-            receipt.remove_done_callback(wake)
-            end.cancel()
-        receipt.check(waited=timeout)
-
-    def fail(self, request_id: str, reason: str) -> None:
-        """`KVProducer.fail`; does not block."""
-        self.link.fail(request_id, reason)
-
-
+A = TypeVar("A")
+P = ParamSpec("P")
 S = TypeVar("S", PutStream, AppendStream)
 
 
-class _AsyncStream(Generic[S]):
+class _AsyncWriter(Generic[S]):
     """Base of the streams for asyncio, which are opened, committed and left in threads.
 
     `out` is the synchronous stream below, once the block is entered. After a cancellation no copy
@@ -127,7 +58,7 @@ class _AsyncStream(Generic[S]):
         await asyncio.shield(run_in_thread(partial(self.out.__exit__, kind, error, tb)))
 
 
-class AsyncPutStream(_AsyncStream[PutStream]):
+class AsyncPutStream(_AsyncWriter[PutStream]):
     """A `PutStream` for asyncio.
 
     `async with producer.stream_put(plan) as out: await out.write_layer(0, key, value)`.
@@ -136,7 +67,7 @@ class AsyncPutStream(_AsyncStream[PutStream]):
     write_layer = in_thread("out", PutStream.write_layer)
 
 
-class AsyncAppendStream(_AsyncStream[AppendStream]):
+class AsyncAppendStream(_AsyncWriter[AppendStream]):
     """An `AppendStream` for asyncio.
 
     `async with producer.open_stream("r", spec) as out: await out.append(tensors)`.
@@ -145,6 +76,49 @@ class AsyncAppendStream(_AsyncStream[AppendStream]):
 
     append = in_thread("out", AppendStream.append)
     append_requests = in_thread("out", AppendStream.append_requests)
+
+
+def entered(
+    kind: Callable[[Callable[[], S]], A], method: Callable[Concatenate[KVProducer, P], S]
+) -> Callable[Concatenate[AsyncKVProducer, P], A]:
+    """The method of the producer below; its stream is opened where `async with` enters it."""
+
+    @wraps(method)
+    def call(self: AsyncKVProducer, /, *args: P.args, **kwargs: P.kwargs) -> A:
+        return kind(partial(method, self.link, *args, **kwargs))
+
+    return call
+
+
+class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
+    """The methods of `KVProducer`, awaited; `link` is the synchronous producer below."""
+
+    put = in_thread("link", KVProducer.put)
+    put_many = in_thread("link", KVProducer.put_many)
+    allocate = in_thread("link", KVProducer.allocate)
+    stream_put = entered(AsyncPutStream, KVProducer.stream_put)
+    open_stream = entered(AsyncAppendStream, KVProducer.open_stream)
+
+    async def wait(self, receipt: Receipt, *, timeout: float) -> None:
+        """`Receipt.wait`; holds no thread."""
+        limit, loop = check_timeout(timeout), asyncio.get_running_loop()
+        end = loop.create_future()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
+                loop.call_soon_threadsafe(end.cancel)  # set_result would raise after the wait
+
+        receipt.add_done_callback(wake)
+        try:
+            await asyncio.wait([end], timeout=limit)
+        finally:
+            receipt.remove_done_callback(wake)
+            end.cancel()
+        receipt.check(waited=timeout)
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """`KVProducer.fail`; does not block."""
+        self.link.fail(request_id, reason)
 
 
 def _fail(task: asyncio.Task[Any]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from omni_kvlink import KVConsumer, KVProducer, PendingBatch, Receipt
+    from omni_kvlink import KVConsumer, KVProducer, PendingBatch, Receipt, Received
     from omni_kvlink.lowlevel import PendingGet
 
 PATIENCE = 30.0
@@ -134,7 +134,7 @@ def _open(
 
 def get_batches(link: KVConsumer, run: int, batch: int, into: RunRecorder) -> None:
     """Receive batch after batch, each requested before the one before it is read; blocks."""
-    previous: tuple[range, PendingBatch] | None = None
+    previous: tuple[range, PendingBatch[Received]] | None = None
     for start in range(0, into.count, batch):
         numbers = range(start, min(start + batch, into.count))
         keys = [key_of(run, number) for number in numbers]
@@ -146,7 +146,7 @@ def get_batches(link: KVConsumer, run: int, batch: int, into: RunRecorder) -> No
         _take_batch(*previous, into)
 
 
-def _take_batch(numbers: range, batch: PendingBatch, into: RunRecorder) -> None:
+def _take_batch(numbers: range, batch: PendingBatch[Received], into: RunRecorder) -> None:
     with batch.wait(timeout=PATIENCE) as payloads:
         for number, payload in zip(numbers, payloads, strict=True):
             into.take_payload(number, payload)

@@ -7,7 +7,6 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.protocol.answer import LazyEvent
     from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
+    from omni_kvlink.connectors.protocol.get_table import GetRequest
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
@@ -390,42 +390,35 @@ class Consumer(Connector):
 
     @property
     def is_connected(self) -> bool:
-        """Whether `begin_get` returns at once; False if it may have to reconnect first."""
+        """Whether `begin` returns at once; False if it may have to reconnect first."""
         return False
 
     @abstractmethod
-    def begin_get(
-        self, key: str, *, timeout: float, streamed: bool = False, verify: bool = True
-    ) -> PendingGet:
-        """Request a payload without waiting for it; `streamed` takes it while it is being written.
+    def begin(
+        self, requests: Sequence[GetRequest], *, timeout: float, verify: bool = True
+    ) -> list[PendingGet]:
+        """Request payloads, in one message where the connector can, and do not wait for them.
+
+        The delivery of an append stream has a draft header and a progress; `request_chunk` requests
+        its chunks. A connector without such streams calls `refuse_streams`.
 
         With `verify`, a connector that copies the bytes through a socket or a network compares each
         with its digest before it delivers it; see `Delivery.is_verified`.
 
         Raises:
             PeerLostError: the producer was lost and did not return within `timeout` seconds.
+            KVLinkError: the connector has no append streams, and one is requested.
         """
 
-    def begin_gets(
-        self, keys: Sequence[str], *, timeout: float, verify: bool = True
-    ) -> list[PendingGet]:
-        """Request several payloads, in one message where the connector can; see `begin_get`."""
-        deadline = time.monotonic() + timeout
-        return [
-            self.begin_get(key, timeout=max(0.0, deadline - time.monotonic()), verify=verify)
-            for key in keys
-        ]
+    def refuse_streams(self, requests: Sequence[GetRequest]) -> None:
+        """Raise KVLinkError if an append stream is requested; for a connector that has none."""
+        if any(request.chunk is not None for request in requests):
+            text = f"link {self._label} has no append streams: its connector lacks them"
+            raise KVLinkError(text)
 
     @abstractmethod
     def abort(self, key: str, reason: str) -> None:
         """End this key for both sides; waiting calls of this side raise TransferFailed."""
-
-    def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
-        """Request an append stream, the chunks from `start` on; errors as of `begin_get`.
-
-        Its delivery has a draft header and a progress; `request_chunk` requests the chunks.
-        """
-        raise KVLinkError(f"link {self._label} has no append streams: its connector lacks them")
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether only the connection of a get broke, so that it can be requested again.

@@ -16,6 +16,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     format_seconds,
 )
+from omni_kvlink.link.put_operation import PutOperation
 from omni_kvlink.payload.append_stream import StreamPosition
 from omni_kvlink.payload.chunk_requests import PackedRequests
 from omni_kvlink.system import process
@@ -24,7 +25,7 @@ from omni_kvlink.system.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
+    from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.link.put_operation import CopiedPut
     from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.append_stream import StreamSpec
@@ -200,7 +201,9 @@ class AppendStream:
         lease, head, started = self._open_lease(), self._head, time.perf_counter()
         try:
             chunk = self._spec.chunk(tensors, metadata, self._position, requests)
-            operation = head.operation.for_chunks(deadline)
+            of_head = head.operation
+            parts = of_head.producer, of_head.copier, deadline, 1, float("inf"), of_head.digests
+            operation = PutOperation(*parts)
             put = operation.prepare(chunk, stream=lease)
             operation.run([put])
             self._position = self._position.after(put.header)
@@ -210,7 +213,10 @@ class AppendStream:
             # Whether the chunk was sent is not known: an interrupt comes at any line.
             self._abort(f"chunk {self._position.number} was not appended: {error!r}")
             raise
-        self._account(put.ledger, time.perf_counter() - started)
+        total, seconds = self.ledger, time.perf_counter() - started
+        total.nbytes += put.ledger.nbytes
+        total.copies |= put.ledger.copies
+        total.seconds["append"] = total.seconds.get("append", 0.0) + seconds
         return self._position.number - 1
 
     def _abort(self, reason: str) -> None:
@@ -218,12 +224,6 @@ class AppendStream:
             lease, self._lease = self._lease, None
             if lease is not None:
                 self._head.operation.producer.abort(lease, reason)
-
-    def _account(self, chunk: Ledger, seconds: float) -> None:
-        total = self.ledger
-        total.nbytes += chunk.nbytes
-        total.copies |= chunk.copies
-        total.seconds["append"] = total.seconds.get("append", 0.0) + seconds
 
     def _check_process(self) -> None:
         self._process.check(f"stream {self.request_id!r}")

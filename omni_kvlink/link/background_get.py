@@ -1,4 +1,4 @@
-"""`BackgroundGet`: a get for which no thread waits, in an event loop or between pool threads."""
+"""`BackgroundGet`, and what begins a get for which no thread waits: in an event loop or a pool."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.base import MAX_RETRIES
 from omni_kvlink.connectors.protocol.answer import check_timeout
-from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
-from omni_kvlink.link.consumer import can_retry
+from omni_kvlink.connectors.protocol.get_table import GetRequest
+from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
+from omni_kvlink.link.consumer import begin, can_retry, get_requests, stream_request
+from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
-    from omni_kvlink.link.consumer import KVConsumer
+    from omni_kvlink.link.consumer import KVConsumer, Received, Verify
 
 
 class GetPhase(enum.Enum):
@@ -182,3 +184,48 @@ class BackgroundGet:
             if is_allowed:
                 self.phase = phase
         return is_allowed
+
+
+def begin_get(
+    consumer: KVConsumer,
+    request_id: str,
+    *,
+    timeout: float,
+    streamed: bool = False,
+    verify: Verify = "auto",
+) -> PendingGet:
+    """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
+
+    With `streamed`, it is delivered while it is being written: open it with `open_stream`. Bytes
+    that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
+    PeerLostError if the producer is gone and did not come back in time.
+    """
+    request = GetRequest(check_request_id(request_id), streamed)
+    return begin(consumer, [request], timeout=timeout, verify=verify)[0]
+
+
+def begin_gets(
+    consumer: KVConsumer, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
+) -> list[PendingGet]:
+    """Request several payloads at once, without waiting for one; else as `begin_get`."""
+    return begin(consumer, get_requests(request_ids), timeout=timeout, verify=verify)
+
+
+def begin_chunks(
+    consumer: KVConsumer, request_id: str, *, timeout: float, start: int = 0, verify: Verify
+) -> PendingGet:
+    """Request an append stream, as `begin_get` does a payload; open it with `open_chunks`."""
+    request = stream_request(request_id, start, verify)
+    return begin(consumer, [request], timeout=timeout, verify=verify)[0]
+
+
+def verify_first(received: Received) -> None:
+    """Do what `verify="full"` of a `get` does, before anybody has a view of the payload.
+
+    What was checked on arrival is not checked again. A bad payload is rejected at once.
+    """
+    try:
+        received._verify(on_arrival=received._delivery.is_verified)
+    except WireError as error:
+        received._delivery.reject(str(error), at_once=True)
+        raise

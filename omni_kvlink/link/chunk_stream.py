@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from omni_kvlink.connectors.protocol.answer import check_timeout
+from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
-from omni_kvlink.link.read_block import ReadBlock
+from omni_kvlink.link.read_block import ReadBlock, ReceivedPayload
 from omni_kvlink.payload.append_stream import (
     PLAIN_CHUNK,
     StreamPosition,
@@ -28,34 +25,20 @@ from omni_kvlink.payload.tensor_data import TensorTransferData, filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.copier import Copier
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.manifest import LayoutCache
 
 AHEAD = 4
 """Chunks that a reader has requested: each is on its way as soon as it is appended."""
 
 
-class OpenedChunk(Protocol):
-    """The part of a `ReceivedChunk` that the stream needs."""
-
-    _delivery: Delivery
-
-    @property
-    def data(self) -> TensorTransferData:
-        """Its tensors and metadata."""
-
-    def release(self) -> None:
-        """Release it as read."""
-
-    def release_unread(self) -> None:
-        """Release it so that it can be received again."""
-
-
-C = TypeVar("C", bound=OpenedChunk)
+C = TypeVar("C", bound=ReceivedPayload)
 
 
 class ChunkStream(ReadBlock, Generic[C]):
@@ -150,7 +133,7 @@ class ChunkStream(ReadBlock, Generic[C]):
 
         Its `save` writes a .safetensors file of them.
         """
-        parts = [_copies(self._spec), *(_copies(chunk.data) for chunk in self)]
+        parts = [_copies(self._spec), *(_copies(chunk._data) for chunk in self)]
         joined = [torch.cat(column, self.dim) for column in zip(*parts, strict=True)]
         return TensorTransferData(self.request_id, filled(self._spec.tree, joined), self.metadata)
 
@@ -197,27 +180,27 @@ class ChunkStream(ReadBlock, Generic[C]):
 
     def when_whole(self) -> Future[Any]:
         """A future that ends when the end of the stream is here, or with the error."""
-        progress = self._delivery.progress
-        if progress is not None:
-            return progress.whole
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        return self._whole().future()
+
+    def _whole(self) -> Answer[None]:
+        if self._delivery.progress is not None:
+            return self._delivery.progress.whole
+        answer: Answer[None] = Answer()
+        answer.set_result(None)
+        return answer
 
     def _finish(self, timeout: float) -> None:
         """Check that nothing is missing, and release the stream."""
-        try:
-            error = self.when_whole().exception(timeout)
-        except FutureTimeout:
+        whole = self._whole()
+        if not whole.wait(timeout):
             raise TransferTimeout(
                 f"stream {self.request_id!r}: its end did not come "
                 f"within {format_seconds(timeout)}",
                 key=self.request_id,
                 waited=timeout,
                 phase="all chunks were received",
-            ) from None
-        if error is not None:
-            raise copy.copy(error)
+            )
+        whole.result()
         region = self._region()
         try:
             manifest = self._layouts.decode(header_bytes(region), region.nbytes)
@@ -270,6 +253,6 @@ class ChunkStream(ReadBlock, Generic[C]):
         return f"<ChunkStream {self.request_id!r}, next chunk {self.position}>"
 
 
-def _copies(data: TensorTransferData) -> list[torch.Tensor]:
+def _copies(data: Payload) -> list[torch.Tensor]:
     """Copies of the tensors, which are plain ones: they were received."""
     return [view.clone() for view in data.tensors() if isinstance(view, torch.Tensor)]

@@ -9,21 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
 from omni_kvlink.connectors.protocol.answer import check_timeout
+from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
-from omni_kvlink.errors import (
-    ClosedError,
-    IntegrityError,
-    PeerLostError,
-    SchemaError,
-    WireError,
-)
+from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
-from omni_kvlink.link.read_block import ReadBlock
-from omni_kvlink.link.received_batch import ReceivedBatch
+from omni_kvlink.link.read_block import ReceivedPayload, scatter_delivery
+from omni_kvlink.link.received_batch import PendingBatch, ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedStream
-from omni_kvlink.link.scatter import scatter_delivery
 from omni_kvlink.payload.append_stream import check_chunk, open_chunk, tensors_of_chunk
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, Payload, targets_of
 from omni_kvlink.payload.chunk_requests import ChunkRequests
@@ -80,12 +74,12 @@ class KVConsumer(LinkEnd):
         check_verify(verify)
         started = time.perf_counter()
         deadline = Deadline(check_timeout(timeout))
-        pending = begin_get(self, request_id, timeout=deadline.seconds_left(), verify=verify)
+        requests = [GetRequest(check_request_id(request_id))]
+        [pending] = begin(self, requests, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
         expected = None if layout is None else ExpectedPayload(layout, request_id)
         pending.inline_target = expected
-        repeat = partial(begin_get, self, request_id, verify=verify)
-        delivery = self._await(pending, deadline, repeat)[1]
+        delivery = self._await(requests[0], pending, deadline, verify)[1]
         parts = delivery, self._copier, self._layouts
         return Received(*parts, started=started, verify=verify, expected=expected)
 
@@ -107,7 +101,7 @@ class KVConsumer(LinkEnd):
 
     def begin_get_many(
         self, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
-    ) -> PendingBatch:
+    ) -> PendingBatch[Received]:
         """Request several payloads, and do not wait for them; `PendingBatch.wait` does.
 
         A reader that requests the next step's payloads before it reads those of this one does not
@@ -116,9 +110,10 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        request_ids = id_list(request_ids)
-        pending = begin_gets(self, request_ids, timeout=timeout, verify=verify)
-        return PendingBatch(self, request_ids, pending, started=started, verify=verify)
+        requests = get_requests(request_ids)
+        pending = begin(self, requests, timeout=timeout, verify=verify)
+        opened = partial(open_delivery, self, started=started, verify=verify)
+        return PendingBatch(partial(self._await, verify=verify), opened, requests, pending)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
         """Wait until a cache is announced, and return it as a stream of layers.
@@ -129,8 +124,9 @@ class KVConsumer(LinkEnd):
         as `get` does with `verify="auto"`, before their layer is there.
         """
         started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
-        begin = partial(begin_get, self, request_id, streamed=True)
-        _, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
+        request = GetRequest(check_request_id(request_id), streamed=True)
+        [pending] = begin(self, [request], timeout=deadline.seconds_left())
+        _, delivery = self._await(request, pending, deadline, "auto")
         return open_stream(self, delivery, started=started, timeout=timeout)
 
     def read_stream(
@@ -147,10 +143,10 @@ class KVConsumer(LinkEnd):
         Errors and `verify` are those of `get`, for each chunk; see `ChunkStream.receive`.
         SchemaError if `start` is negative.
         """
-        limit = check_timeout(timeout)
+        limit, request = check_timeout(timeout), stream_request(request_id, start, verify)
         deadline = Deadline(limit)
-        begin = partial(begin_chunks, self, request_id, start=start, verify=verify)
-        head, delivery = self._await(begin(timeout=deadline.seconds_left()), deadline, begin)
+        [head] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
+        head, delivery = self._await(request, head, deadline, verify)
         return open_chunks(self, head, delivery, start=start, timeout=limit, verify=verify)
 
     @property
@@ -164,9 +160,9 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _await(
-        self, pending: PendingGet, deadline: Deadline, begin: Callable[..., PendingGet]
+        self, request: GetRequest, pending: PendingGet, deadline: Deadline, verify: Verify
     ) -> tuple[PendingGet, Delivery]:
-        """Wait for a get; if only the connection broke, `begin` it again and wait for that one."""
+        """Wait for a get; if only the connection broke, request it again and wait for that one."""
         retries = 0
         while True:
             try:
@@ -176,44 +172,31 @@ class KVConsumer(LinkEnd):
                 limit = deadline.seconds_left()
                 if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
                     raise
-            pending = begin(timeout=deadline.seconds_left())
+            [pending] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
 
 
-def begin_get(
+def begin(
     consumer: KVConsumer,
-    request_id: str,
+    requests: Sequence[GetRequest],
     *,
     timeout: float,
-    streamed: bool = False,
     verify: Verify = "auto",
-) -> PendingGet:
-    """Request a payload without waiting for it; `timeout` bounds a reconnection and nothing else.
+) -> list[PendingGet]:
+    """Request payloads, whose keys are checked; `timeout` bounds a reconnection and nothing else.
 
-    With `streamed`, it is delivered while it is being written: open it with `open_stream`. Bytes
-    that cross a network are checked on arrival, except with `verify="off"`; see `KVConsumer.get`.
     PeerLostError if the producer is gone and did not come back in time.
     """
     if consumer._closed:  # the call costs more than the test
         consumer._check_open()
-    key, limit = check_request_id(request_id), check_timeout(timeout)
-    check = verify != "off"
-    return consumer._end.begin_get(key, timeout=limit, streamed=streamed, verify=check)
+    limit = check_timeout(timeout)
+    return consumer._end.begin(requests, timeout=limit, verify=verify != "off")
 
 
-def begin_gets(
-    consumer: KVConsumer, request_ids: Iterable[str], *, timeout: float, verify: Verify = "auto"
-) -> list[PendingGet]:
-    """Request several payloads at once, without waiting for one; else as `begin_get`."""
-    consumer._check_open()
-    keys, limit = list(map(check_request_id, id_list(request_ids))), check_timeout(timeout)
-    return consumer._end.begin_gets(keys, timeout=limit, verify=verify != "off")
-
-
-def id_list(request_ids: Iterable[str]) -> list[str]:
-    """Return the request ids, which may come from a generator; SchemaError for a single one."""
+def get_requests(request_ids: Iterable[str]) -> list[GetRequest]:
+    """Return a request for each id, also of a generator; SchemaError for a single one."""
     if isinstance(request_ids, str) or not isinstance(request_ids, Iterable):
         raise SchemaError(f"request_ids={request_ids!r}: a list of request ids")
-    return list(request_ids)
+    return [GetRequest(check_request_id(request_id)) for request_id in request_ids]
 
 
 def can_retry(consumer: KVConsumer, pending: PendingGet, *, timeout: float) -> bool:
@@ -239,18 +222,6 @@ def open_delivery(
     return Received(delivery, copier, layouts, started=started, verify=verify)
 
 
-def verify_first(received: Received) -> None:
-    """Do what `verify="full"` of a `get` does, before anybody has a view of the payload.
-
-    What was checked on arrival is not checked again. A bad payload is rejected at once.
-    """
-    try:
-        received._verify(on_arrival=received._delivery.is_verified)
-    except WireError as error:
-        received._delivery.reject(str(error), at_once=True)
-        raise
-
-
 def open_stream(
     consumer: KVConsumer, delivery: Delivery, *, started: float, timeout: float
 ) -> ReceivedStream:
@@ -259,15 +230,11 @@ def open_stream(
     return ReceivedStream(delivery, copier, layouts, timeout=timeout, started=started)
 
 
-def begin_chunks(
-    consumer: KVConsumer, request_id: str, *, timeout: float, start: int = 0, verify: Verify
-) -> PendingGet:
-    """Request an append stream, as `begin_get` does a payload; open it with `open_chunks`."""
+def stream_request(request_id: str, start: int, verify: Verify) -> GetRequest:
+    """Return the request of an append stream, whose chunks are wanted from `start` on."""
     check_verify(verify)
-    key, limit = check_request_id(request_id), check_timeout(timeout)
-    first = _START.read(start, "start")
-    consumer._check_open()
-    return consumer._end.begin_chunks(key, timeout=limit, start=first, verify=verify != "off")
+    key = check_request_id(request_id)
+    return GetRequest(key, streamed=True, chunk=ChunkOf(0, _START.read(start, "start")))
 
 
 def open_chunks(
@@ -285,7 +252,7 @@ def open_chunks(
     return ChunkStream(head, delivery, open_chunk, copier, layouts, start=start, timeout=timeout)
 
 
-class Received(ReadBlock):
+class Received(ReceivedPayload):
     """A payload that arrived: `with` gives its data, and releases it at the end.
 
     After an exception in the block it is released unread: another reader receives it, or its
@@ -400,11 +367,12 @@ class Received(ReadBlock):
                 the targets are worthless.
         """
         targets = targets_of(self._data, into)
+        copier, manifest = self._copier, self.manifest
         scatter_delivery(
-            self._copier,
+            copier,
             self._delivery,
             self.ledger,
-            lambda region: self._copier.scatter(self.manifest, region, targets),
+            lambda region: copier.scatter(manifest, region, targets),
         )
         self._mark_read()
 
@@ -436,9 +404,8 @@ class Received(ReadBlock):
         def __getattr__(self, name: str) -> NoReturn:
             """Name the attribute of `data` that was meant."""
             data = self.__dict__.get("_data")
-            cure = (
-                f": it is `data.{name}`" if data is not None and hasattr(type(data), name) else ""
-            )
+            is_of_data = data is not None and hasattr(type(data), name)
+            cure = f": it is `data.{name}`" if is_of_data else ""
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{cure}")
 
     def __repr__(self) -> str:
@@ -446,67 +413,6 @@ class Received(ReadBlock):
 
     def __enter__(self) -> Payload:
         return self._data
-
-
-class PendingBatch:
-    """Payloads that were requested together, from `KVConsumer.begin_get_many`.
-
-    One that is dropped is cancelled.
-    """
-
-    def __init__(
-        self,
-        consumer: KVConsumer,
-        request_ids: Sequence[str],
-        pending: list[PendingGet],
-        *,
-        started: float,
-        verify: Verify,
-    ):
-        self._consumer, self._request_ids = consumer, tuple(request_ids)
-        self._pending: list[PendingGet] | None = pending
-        self._started, self._verify = started, verify
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would not block; true after its call, and after `cancel`."""
-        return all(get.is_done for get in self._pending or ())
-
-    def wait(self, *, timeout: float) -> ReceivedBatch[Received]:
-        """Wait for the payloads, and return them; blocks until all are here, and works once.
-
-        Raises what `KVConsumer.get_many` raises, which calls it; ClosedError if it has been called,
-        or the batch was cancelled.
-        """
-        consumer, verify = self._consumer, self._verify
-        opened = partial(open_delivery, consumer, started=self._started, verify=verify)
-        deadline = Deadline(check_timeout(timeout))
-        pending, self._pending = self._pending, None  # of two calls, one has them
-        if pending is None:
-            raise ClosedError("this batch was waited for, or cancelled; request it again")
-        received: list[Received] = []
-        try:
-            for request_id, get in zip(self._request_ids, pending, strict=True):
-                repeat = partial(begin_get, consumer, request_id, verify=verify)
-                delivery = consumer._await(get, deadline, repeat)[1]
-                received.append(opened(delivery))
-            return ReceivedBatch(received)
-        except BaseException:
-            for payload in received:
-                payload.release_unread()
-            for get in pending[len(received) + 1 :]:
-                get.cancel()
-            pending.clear()  # the finalizers cancel those that another interrupt has left
-            raise
-
-    def cancel(self) -> None:
-        """Withdraw the requests: others may have the payloads. A second call does nothing."""
-        self._pending = None  # dropped gets cancel themselves
-
-    def __repr__(self) -> str:
-        pending = self._pending
-        came = "ended" if pending is None else f"{sum(get.is_done for get in pending)} came"
-        return f"<PendingBatch of {len(self._request_ids)} payloads, {came}>"
 
 
 class ReceivedChunk(Received):

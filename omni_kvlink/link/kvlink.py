@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from omni_kvlink.connectors.base import Backend, Connector
+    from omni_kvlink.connectors.base import Connector
     from omni_kvlink.payload.bundle import Payload
 
 
@@ -111,16 +111,13 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             SchemaError: the URL, an option or the copier's name is not valid.
         """
         Flag().read(digests, "digests")
-        scheme, address, requested = _parse(url, dict(options))
-        copier = named_copier(copier)
-        parsed, refusal = _without_device(requested, copier)
-        connector = _loaded(url, scheme)
+        opening = _Opening(url, copier, dict(options))
 
         def open_end() -> KVProducer:
             with translate_errors(url):
-                end = connector.serve(address, parsed)
-            bound, reason = url.replace(*end.bound_url, 1), _host_reason(scheme, requested, end)
-            return KVProducer(bound, end, copier, digests=digests, host_reason=refusal or reason)
+                end = opening.connector.serve(opening.address, opening.options)
+            bound, reason = url.replace(*end.bound_url, 1), opening.host_reason(end)
+            return KVProducer(bound, end, opening.copier, digests=digests, host_reason=reason)
 
         return uninterrupted(open_end, undo=KVProducer.close)
 
@@ -145,44 +142,39 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             SchemaError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
-        scheme, address, requested = _parse(url, dict(options))
-        copier = named_copier(copier)
-        parsed, refusal = _without_device(requested, copier)
-        connector = _loaded(url, scheme)
+        opening = _Opening(url, copier, dict(options))
 
         def open_end() -> KVConsumer:
             with translate_errors(url):
-                end = connector.connect(address, parsed, limit)
-            reason = refusal or _host_reason(scheme, requested, end)
-            return KVConsumer(url, end, copier, host_reason=reason)
+                end = opening.connector.connect(opening.address, opening.options, limit)
+            return KVConsumer(url, end, opening.copier, host_reason=opening.host_reason(end))
 
         return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
-
-
-def _loaded(url: str, scheme: str) -> Backend:
-    with translate_errors(url):
-        return backend(scheme)
 
 
 KVLink.register(KVProducer)
 KVLink.register(KVConsumer)
 
 
-def _without_device(options: Options, copier: Copier) -> tuple[Options, str]:
-    """The options, without a device if the copier cannot use its memory; and why it cannot."""
-    if not options.device or copier.uses_device_memory:
-        return options, ""
-    reason = f"copier {copier.name!r} copies to the host's memory only; use copier='pinned'"
-    return dataclasses.replace(options, device=""), reason
+class _Opening:
+    """A URL and its options, read: the connector and the copier of an end that is to be opened."""
 
+    def __init__(self, url: str, copier: str | Copier, options: dict[str, Any]):
+        self._scheme, self.address, self.options = _parse(url, options)
+        self.copier = named_copier(copier)
+        self._refusal = "" if self.options.device else "no device= was given"
+        if self.options.device and not self.copier.uses_device_memory:
+            name = self.copier.name
+            self._refusal = f"copier {name!r} copies to the host's memory only; use copier='pinned'"
+            self.options = dataclasses.replace(self.options, device="")
+        with translate_errors(url):
+            self.connector = backend(self._scheme)
 
-def _host_reason(scheme: str, options: Options, end: Connector) -> str:
-    """Why an end's payloads lie in the host's memory; "" if they do not."""
-    if not options.device:
-        return "no device= was given"
-    if end.device:
-        return ""
-    return end.host_reason or f"{scheme}:// has them in the host's memory; use ucx://"
+    def host_reason(self, end: Connector) -> str:
+        """Return why the payloads of this end lie in the host's memory; "" if they do not."""
+        if self._refusal or end.device:
+            return self._refusal
+        return end.host_reason or f"{self._scheme}:// has them in the host's memory; use ucx://"
 
 
 def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:

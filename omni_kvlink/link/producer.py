@@ -154,8 +154,7 @@ class KVProducer(LinkEnd):
         `KVCacheTransferData.blank` returns, or a payload of the same sizes.
 
         Raises:
-            DuplicateKeyError: a live payload has this request id.
-            CapacityError: not enough memory within the timeout.
+            DuplicateKeyError, CapacityError: as `put`.
             TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the plan is not valid, or this link's payloads lie on a device.
         """
@@ -198,8 +197,7 @@ class KVProducer(LinkEnd):
         All else is as for `put`; `ttl` starts with the commit.
 
         Raises:
-            DuplicateKeyError: a live payload has this request id.
-            CapacityError: not enough memory within the timeout.
+            DuplicateKeyError, CapacityError: as `put`.
             TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the payload has no layers, or a tensor too long for a stream.
         """
@@ -247,8 +245,7 @@ class KVProducer(LinkEnd):
             digests: compute CRC-32C digests or not; None for the link's default.
 
         Raises:
-            DuplicateKeyError: a live payload has this request id.
-            CapacityError: not enough memory within the timeout.
+            DuplicateKeyError, CapacityError: as `put`.
             TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the spec cannot be sent, or has no dimension `dim`.
         """

@@ -185,12 +185,6 @@ class PutOperation:
         self.readers, self.ttl, self.digests = readers, ttl, digests
         self.has_allocations = False
 
-    def for_chunks(self, deadline: Deadline) -> PutOperation:
-        """Return the operation that puts a chunk of the append stream whose head this one puts."""
-        producer, copier = self.producer, self.copier
-        digests, ttl = self.digests, float("inf")
-        return PutOperation(producer, copier, deadline, 1, ttl, digests)
-
     def prepare(self, data: Payload, *, stream: Lease | None = None) -> PayloadPut:
         """Pack a payload, or plan its copy; `stream` if it is a chunk of that append stream."""
         started, producer, key = time.perf_counter(), self.producer, data.request_id

@@ -1,37 +1,80 @@
-"""`ReceivedBatch`: payloads that were requested together."""
+"""`PendingBatch` and `ReceivedBatch`: payloads that were requested together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
+from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.delivery import send_separately
-from omni_kvlink.link.read_block import ReadBlock
+from omni_kvlink.errors import ClosedError
+from omni_kvlink.link.read_block import ReadBlock, ReceivedPayload
+from omni_kvlink.system.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
+    from omni_kvlink.connectors.protocol.get_table import GetRequest
     from omni_kvlink.payload.bundle import Payload
 
+R = TypeVar("R", bound=ReceivedPayload)
 
-class Releasable(Protocol):
-    """A payload that arrived; see `Received`."""
 
-    _delivery: Delivery
+class PendingBatch(Generic[R]):
+    """Payloads that were requested together, from `KVConsumer.begin_get_many`.
+
+    One that is dropped is cancelled.
+    """
+
+    def __init__(
+        self,
+        await_one: Callable[[GetRequest, PendingGet, Deadline], tuple[PendingGet, Delivery]],
+        open_one: Callable[[Delivery], R],
+        requests: Sequence[GetRequest],
+        pending: list[PendingGet],
+    ):
+        self._await_one, self._open_one, self._requests = await_one, open_one, requests
+        self._pending: list[PendingGet] | None = pending
 
     @property
-    def _data(self) -> Payload:
-        """Its tensors and metadata, without counting it as read."""
+    def is_done(self) -> bool:
+        """Whether `wait` would not block; true after its call, and after `cancel`."""
+        return all(get.is_done for get in self._pending or ())
 
-    def release(self) -> None:
-        """Release it as read."""
+    def wait(self, *, timeout: float) -> ReceivedBatch[R]:
+        """Wait for the payloads, and return them; blocks until all are here, and works once.
 
-    def release_unread(self) -> None:
-        """Release it so that another reader receives it."""
+        Raises what `KVConsumer.get_many` raises, which calls it; ClosedError if it has been called,
+        or the batch was cancelled.
+        """
+        deadline = Deadline(check_timeout(timeout))
+        pending, self._pending = self._pending, None  # of two calls, one has them
+        if pending is None:
+            raise ClosedError("this batch was waited for, or cancelled; request it again")
+        received: list[R] = []
+        try:
+            for request, get in zip(self._requests, pending, strict=True):
+                _, delivery = self._await_one(request, get, deadline)
+                received.append(self._open_one(delivery))
+            return ReceivedBatch(received)
+        except BaseException:
+            for payload in received:
+                payload.release_unread()
+            for get in pending[len(received) + 1 :]:
+                get.cancel()
+            pending.clear()  # the finalizers cancel those that another interrupt has left
+            raise
 
+    def cancel(self) -> None:
+        """Withdraw the requests: others may have the payloads. A second call does nothing."""
+        self._pending = None  # dropped gets cancel themselves
 
-R = TypeVar("R", bound=Releasable)
+    def __repr__(self) -> str:
+        pending = self._pending
+        came = "ended" if pending is None else f"{sum(get.is_done for get in pending)} came"
+        return f"<PendingBatch of {len(self._requests)} payloads, {came}>"
 
 
 class ReceivedBatch(ReadBlock, Sequence[R]):
@@ -59,23 +102,19 @@ class ReceivedBatch(ReadBlock, Sequence[R]):
 
     def release(self) -> None:
         """Release all payloads as read; tensors that are kept elsewhere keep their memory."""
-        self._coalesce(self._release)
+        self._coalesce(lambda received: received.release())
 
     def release_unread(self) -> None:
         """Release payloads that were not used, so that other readers receive them."""
-        self._coalesce(self._release_unread)
+        self._coalesce(lambda received: received.release_unread())
 
-    def _coalesce(self, act: Callable[[], None]) -> None:
+    def _coalesce(self, end: Callable[[R], None]) -> None:
+        def end_all() -> None:
+            for received in self._received:
+                end(received)
+
         coalesce = self._received[0]._delivery.coalesce if self._received else send_separately
-        coalesce(act)
-
-    def _release_unread(self) -> None:
-        for received in self._received:
-            received.release_unread()
-
-    def _release(self) -> None:
-        for received in self._received:
-            received.release()
+        coalesce(end_all)
 
     def __enter__(self) -> list[Payload]:
         return [received._data for received in self._received]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from omni_kvlink.connectors.protocol.answer import check_timeout
+from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     KVLinkError,
@@ -17,13 +15,13 @@ from omni_kvlink.errors import (
     WireError,
     format_seconds,
 )
-from omni_kvlink.link.read_block import ReadBlock
-from omni_kvlink.link.scatter import scatter_delivery
+from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
 from omni_kvlink.payload.views import TensorView, payload_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
     import torch
 
@@ -109,6 +107,7 @@ class ReceivedStream(ReadBlock):
     ):
         self.delivery, self.ledger = delivery, Ledger()
         self._copier, self.timeout = copier, check_timeout(timeout)
+        self._awaited: dict[Future[None], Answer[None]] = {}
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             self.manifest = delivery.open_manifest(delivery.open_region(), layouts)
@@ -146,16 +145,17 @@ class ReceivedStream(ReadBlock):
             SchemaError: there is no such layer.
         """
         key = self.find(layer, branch)
-        self._wait(self.when(key), self.name(key), timeout)
+        self._wait(self._answer(key), self.name(key), timeout)
         return self.open_layer(key)
 
     def wait(self, *, timeout: float | None = None) -> Payload:
         """Wait as `wait_for_layer` does, but for the commit; the data that `get` gives."""
-        self._wait(self.whole(), self.WHOLE, timeout)
+        self._wait(self._answer(None), self.WHOLE, timeout)
         progress = self.delivery.progress
         if progress is not None:  # all tensors must have been announced; take their digests over
             numbers = range(len(self.manifest.tensors))
-            self.check(progress.when(numbers), self.WHOLE, 0.0)
+            announced = progress.when(numbers)
+            self._check(announced.is_set(), announced.error, self.WHOLE, 0.0)
             self.manifest = self._with_digests(self.manifest, numbers)
         payload = open_payload(self.manifest, self.delivery.open_region())
         self._mark_taken()
@@ -209,15 +209,11 @@ class ReceivedStream(ReadBlock):
 
     def when(self, key: LayerKey) -> Future[None]:
         """A future that ends with the layer, or with the error."""
-        self.delivery.check_process()
-        progress = self.delivery.progress
-        return _done() if progress is None else progress.when(self._layers[key])
+        return self._future(self._answer(key))
 
     def whole(self) -> Future[None]:
         """A future that ends with the commit, or with the error."""
-        self.delivery.check_process()
-        progress = self.delivery.progress
-        return _done() if progress is None else progress.whole
+        return self._future(self._answer(None))
 
     def open_layer(self, key: LayerKey) -> ReceivedLayer:
         """A layer whose future has ended well."""
@@ -232,7 +228,32 @@ class ReceivedStream(ReadBlock):
 
     def check(self, future: Future[None], subject: str, waited: float) -> None:
         """Raise the error that a future ended with, or TransferTimeout if it did not end."""
-        if not future.done():
+        is_ended = future.done()
+        self._check(is_ended, future.exception() if is_ended else None, subject, waited)
+
+    def cancel_wait(self, future: Future[None]) -> None:
+        """Cancel a wait for this future; it may be ended already."""
+        self._cancel_wait(self._awaited.pop(future))
+
+    def _future(self, answer: Answer[None]) -> Future[None]:
+        future = answer.future()
+        self._awaited[future] = answer
+        return future
+
+    def _answer(self, key: LayerKey | None) -> Answer[None]:
+        """Return what is set with a layer, with None the commit, or with the error."""
+        self.delivery.check_process()
+        progress = self.delivery.progress
+        if progress is not None:
+            return progress.whole if key is None else progress.when(self._layers[key])
+        answer: Answer[None] = Answer()
+        answer.set_result(None)
+        return answer
+
+    def _check(
+        self, is_ended: bool, error: BaseException | None, subject: str, waited: float
+    ) -> None:
+        if not is_ended:
             raise TransferTimeout(
                 f"payload {self.delivery.key!r}: {subject} did not come "
                 f"within {format_seconds(waited)}",
@@ -240,22 +261,21 @@ class ReceivedStream(ReadBlock):
                 waited=waited,
                 phase=f"announced; the producer is still writing {subject}",
             )
-        error = future.exception()
         if isinstance(error, KVLinkError):
             raise self._copy_of(error, subject)
 
-    def cancel_wait(self, future: Future[None]) -> None:
-        """Cancel a wait for this future; it may be ended already."""
+    def _cancel_wait(self, answer: Answer[None]) -> None:
         if self.delivery.progress is not None:
-            self.delivery.progress.cancel(future)
+            self.delivery.progress.cancel(answer)
 
     def scatter(self, manifest: Manifest, targets: Sequence[TensorView]) -> None:
         """Copy the tensors of one layer out; see `ReceivedLayer.scatter`."""
+        copier = self._copier
         scatter_delivery(
-            self._copier,
+            copier,
             self.delivery,
             self.ledger,
-            lambda region: self._copier.scatter(manifest, region, targets),
+            lambda region: copier.scatter(manifest, region, targets),
         )
 
     def begin_scatter(
@@ -286,16 +306,14 @@ class ReceivedStream(ReadBlock):
             return TransferFailed(text, key=self.delivery.key, reason=error.reason)
         return type(error)(text)
 
-    def _wait(self, future: Future[None], subject: str, timeout: float | None) -> None:
+    def _wait(self, answer: Answer[None], subject: str, timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         started = time.perf_counter()
         try:
-            future.exception(seconds)
-        except FutureTimeout:
-            pass  # `check` raises
+            answer.wait(seconds)
         finally:
-            self.cancel_wait(future)
-        self.check(future, subject, seconds)
+            self._cancel_wait(answer)
+        self._check(answer.is_set(), answer.error, subject, seconds)
         spent = self.ledger.seconds.get("layers", 0.0)
         self.ledger.seconds["layers"] = spent + time.perf_counter() - started
 
@@ -310,9 +328,3 @@ class ReceivedStream(ReadBlock):
                 self.delivery.reject(f"{spec.where()}: a digest of another length")
                 raise WireError(f"{spec.where()}: a digest of another length was announced")
         return manifest.with_digests(digests)
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future

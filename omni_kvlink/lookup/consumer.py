@@ -37,6 +37,7 @@ from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
 from omni_kvlink.settings import Flag
+from omni_kvlink.system.deadline import Deadline
 from omni_kvlink.system.threads import uninterrupted
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.lookup.namespace import Namespace
+    from omni_kvlink.lookup.tokens import Namespace
     from omni_kvlink.payload.tensor_data import TensorTransferData
 
 RECONNECT_TIMEOUT, RETRY_INTERVAL = 0.1, 5.0
@@ -60,14 +61,14 @@ class _PendingAnswer(NamedTuple):
     key: str
     get: PendingGet
 
-    def receive(self, deadline: float, verify: Verify) -> Received:
+    def receive(self, deadline: Deadline, verify: Verify) -> Received:
         """Wait for the answer; ask for it again if only the connection broke."""
         started, link, get = time.perf_counter(), self.store.link, self.get
         while True:
             try:
-                delivery = get.wait(timeout=_seconds_left(deadline))
+                delivery = get.wait(timeout=deadline.seconds_left())
             except PeerLostError:  # noqa: PERF203 (a round for each lost connection)
-                seconds = min(RECONNECT_TIMEOUT, _seconds_left(deadline))
+                seconds = min(RECONNECT_TIMEOUT, deadline.seconds_left())
                 if not can_retry(link, get, timeout=seconds):
                     raise
                 get = begin_get(link, self.key, timeout=seconds)
@@ -89,11 +90,13 @@ class _RemoteStore:
         self._reads_namespaces = False
         self._last_question: Receipt | None = None
 
-    def send(self, question: messages.Question, prompt: bytes, deadline: float) -> _PendingAnswer:
+    def send(
+        self, question: messages.Question, prompt: bytes, deadline: Deadline
+    ) -> _PendingAnswer:
         """Send a question to the producer; PeerLostError if it is gone."""
         if time.monotonic() < self._retry_at:
             raise PeerLostError(f"{self.link.url} was gone a moment ago")
-        timeout = min(RECONNECT_TIMEOUT, _seconds_left(deadline))
+        timeout = min(RECONNECT_TIMEOUT, deadline.seconds_left())
         get = begin_get(self.link, question.answer, timeout=timeout)
         try:
             self._put_question(question, prompt, deadline)
@@ -103,11 +106,11 @@ class _RemoteStore:
         self._retry_at = 0.0
         return _PendingAnswer(self, question.answer, get)
 
-    def _put_question(self, question: messages.Question, prompt: bytes, deadline: float) -> None:
+    def _put_question(self, question: messages.Question, prompt: bytes, deadline: Deadline) -> None:
         """Put a question once the producer has read the last one: they share the inbox's key."""
         started = time.monotonic()
         try:
-            if not self._sending.acquire(timeout=_seconds_left(deadline)):
+            if not self._sending.acquire(timeout=deadline.seconds_left()):
                 waited = time.monotonic() - started
                 raise TransferTimeout(
                     f"{self.link.url} has not read the question of another thread: no answer "
@@ -123,9 +126,9 @@ class _RemoteStore:
                 )
             if self._last_question is not None:
                 with contextlib.suppress(TransferFailed):  # that is its own select's error
-                    self._last_question.wait(timeout=_seconds_left(deadline))
+                    self._last_question.wait(timeout=deadline.seconds_left())
             payload = messages.message_payload(self._inbox, question, prompt)
-            self._put(payload, timeout=_seconds_left(deadline))
+            self._put(payload, timeout=deadline.seconds_left())
         finally:
             with contextlib.suppress(RuntimeError):  # it was not acquired
                 self._sending.release()
@@ -138,12 +141,12 @@ class _RemoteStore:
             self._questions.abort(self._inbox, "the select that asked was interrupted")
             self._last_question = put()
 
-    def _read_hello(self, deadline: float) -> None:
+    def _read_hello(self, deadline: Deadline) -> None:
         """Learn the producer's inbox, and check its model; once for each connection."""
         session = self.link.stats()["sessions"]
         if session == self._session:
             return
-        with self.link.get(messages.HELLO, timeout=_seconds_left(deadline)) as data:
+        with self.link.get(messages.HELLO, timeout=deadline.seconds_left()) as data:
             hello = messages.read_message(data, messages.LookupHello)
         if hello.model != self._model:
             raise SchemaError(
@@ -210,7 +213,7 @@ class LookupConsumer:
             SchemaError: a producer is of another model, or of a version without namespaces; or the
                 namespace is none.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = Deadline(check_timeout(timeout))
         Flag().read(wait, "wait")
         prompt = encode(tokens, roi, namespace)
         stores = list(self._stores)
@@ -245,7 +248,7 @@ class LookupConsumer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _fetch(self, store: _RemoteStore, prompt: bytes, wait: bool, deadline: float) -> Match:
+    def _fetch(self, store: _RemoteStore, prompt: bytes, wait: bool, deadline: Deadline) -> Match:
         """K and V from one producer; fewer tokens than it reported if some were evicted since."""
         question = _question(prompt, deadline, wait=wait)
         received = store.send(question, prompt, deadline).receive(deadline, self._verify)
@@ -261,7 +264,7 @@ class LookupConsumer:
         return Match(count(prompt), data, hidden, *endings)
 
     def _best(
-        self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: float
+        self, stores: list[_RemoteStore], prompt: bytes, wait: bool, deadline: Deadline
     ) -> _RemoteStore | None:
         """The store that has most of a prompt, or None; exclude those that are gone."""
         pending: dict[Future[Any], _PendingAnswer] = {}
@@ -310,21 +313,16 @@ class LookupConsumer:
         return bool(stores)
 
 
-def _seconds_left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
-
-
 def _question(
-    prompt: bytes, deadline: float, *, wait: bool, probe: bool = False
+    prompt: bytes, deadline: Deadline, *, wait: bool, probe: bool = False
 ) -> messages.Question:
-    seconds, namespace = _seconds_left(deadline), messages.namespace_of(prompt)
-    return messages.Question(f"lookup/{uuid.uuid4().hex}", seconds, wait, probe, namespace)
+    key, namespace = f"lookup/{uuid.uuid4().hex}", messages.namespace_of(prompt)
+    return messages.Question(key, deadline.seconds_left(), wait, probe, namespace)
 
 
-def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: float) -> set[Future[Any]]:
+def _first_done(pending: dict[Future[Any], _PendingAnswer], deadline: Deadline) -> set[Future[Any]]:
     """Wait for the next answers; TransferTimeout if there are none by the deadline."""
-    seconds = _seconds_left(deadline)
-    done, _ = wait_for(pending, timeout=seconds, return_when=FIRST_COMPLETED)
+    done, _ = wait_for(pending, timeout=deadline.seconds_left(), return_when=FIRST_COMPLETED)
     if not done:
         silent = ", ".join(answer.store.link.url for answer in pending.values())
         raise TransferTimeout(f"no answer from {silent}", phase="requested")

@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE
-from omni_kvlink.lookup.tokens import SIZE
+from omni_kvlink.lookup.tokens import DIGEST_SIZE, NO_NAMESPACE, SIZE
 from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.tensor_data import TensorTransferData

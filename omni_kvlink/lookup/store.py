@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink.connectors.protocol.answer import LazyEvent
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import (
     CapacityError,
@@ -29,7 +31,7 @@ from omni_kvlink.settings import Flag
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from omni_kvlink.lookup.namespace import Namespace
+    from omni_kvlink.lookup.tokens import Namespace
     from omni_kvlink.payload.views import TensorView
 
 MAX_FAILURES = 4096
@@ -61,7 +63,7 @@ class PrefixStore:
 
     def __init__(self, budget: int):
         self.budget = budget
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._index = PrefixIndex()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._failures: OrderedDict[bytes, str] = OrderedDict()
@@ -114,7 +116,7 @@ class PrefixStore:
             raise SchemaError(f"hidden: {list(hidden.shape)}; wanted [1…{count(key)}, dim]")
         nbytes = sum(view.nbytes for view in data.tensors())
         nbytes += 0 if hidden is None else hidden.nbytes
-        with self._changed:
+        with self._lock:
             self._check_alike(data)
             if not self._has(key, hidden):
                 self._evict_for(nbytes)
@@ -127,10 +129,7 @@ class PrefixStore:
                 TorchCopier().record(added).wait()
                 self._add(_Entry(key, data, hidden, nbytes))
             self._failures.pop(key, None)
-            self._changed.notify_all()
-            watchers = list(self._watchers)
-        for watcher in watchers:
-            watcher()
+        self._call_watchers()
 
     def select(
         self,
@@ -149,40 +148,43 @@ class PrefixStore:
         """
         deadline = time.monotonic() + check_timeout(timeout)
         Flag().read(wait, "wait")
-        key = encode(tokens, roi, namespace)
-        with self._changed:
-            while wait and not self.covers(key):
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise TransferTimeout(
-                        f"K and V of these {count(key)} tokens were not inserted within "
-                        f"{format_seconds(timeout)}; "
-                        f"{self._index.longest(key)[0]} of them are here",
-                        waited=timeout,
-                        phase="never announced",
-                    )
+        key, changed = encode(tokens, roi, namespace), LazyEvent()
+        if not wait:
             return self.lease(key)
+        try:
+            self.watch(changed.set)
+            while True:
+                changed.clear()
+                with self._lock:
+                    if self.covers(key):
+                        return self.lease(key)
+                if not changed.wait(deadline - time.monotonic()):
+                    here, limit = self._index.longest(key)[0], format_seconds(timeout)
+                    text = f"K and V of these {count(key)} tokens were not inserted within {limit}"
+                    raise TransferTimeout(
+                        f"{text}; {here} of them are here", waited=timeout, phase="never announced"
+                    )
+        finally:
+            self.unwatch(changed.set)
 
     def fail(self, tokens: TokenIds, reason: str, *, namespace: Namespace = "") -> None:
         """Make every `select` that waits for this prompt, now or later, raise TransferFailed."""
         key = encode(tokens, None, namespace)
         check_reason(reason)
-        with self._changed:
+        with self._lock:
             self._failures[key] = reason
             if len(self._failures) > MAX_FAILURES:
                 self._failures.popitem(last=False)
-            self._changed.notify_all()
-            watchers = list(self._watchers)
-        for watcher in watchers:
-            watcher()
+        self._call_watchers()
 
     def longest(self, key: bytes) -> int:
         """`tokens` of the match that an encoded prompt would have; changes nothing."""
-        with self._changed:
+        with self._lock:
             return self._find(key)[0]
 
     def covers(self, key: bytes) -> bool:
         """Whether all of an encoded prompt is in the store; TransferFailed after its `fail`."""
-        with self._changed:
+        with self._lock:
             if self._index.longest(key)[0] == count(key):
                 return True
             if key in self._failures:
@@ -192,7 +194,7 @@ class PrefixStore:
 
     def lease(self, key: bytes) -> Match:
         """`select` of an encoded prompt, without waiting."""
-        with self._changed:
+        with self._lock:
             tokens, entry, hidden = self._find(key)
             requested = count(key)
             self._counters["tokens_requested"] += requested
@@ -209,21 +211,27 @@ class PrefixStore:
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call this after every insert and failure, in the thread that made it."""
-        with self._changed:
+        with self._lock:
             self._watchers.append(watcher)
 
     def unwatch(self, watcher: Callable[[], None]) -> None:
-        """Stop calling this."""
-        with self._changed:
+        """Stop calling this, if it is called."""
+        with self._lock, contextlib.suppress(ValueError):
             self._watchers.remove(watcher)
 
     def stats(self) -> dict[str, int]:
         """Bytes and prompts now; selects by their result, evictions and tokens since the start."""
-        with self._changed:
+        with self._lock:
             names = ("complete", "partial", "missed", "evicted", "tokens_requested", "tokens_found")
             counted = {name: self._counters[name] for name in names}
             now = {"budget": self.budget, "used": self._used, "pinned": self._pinned()}
             return {**now, "prompts": len(self._entries), **counted}
+
+    def _call_watchers(self) -> None:
+        with self._lock:
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher()
 
     # The methods below are called with the lock held.
 

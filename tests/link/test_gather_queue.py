@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from locks import held, locks_of
 
 from omni_kvlink import KVConsumer, KVProducer, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import GatherHandle, StreamEvents, TorchCopier
@@ -121,10 +122,11 @@ def test_an_error_of_an_earlier_layer_stops_the_writer(
     out = producer.stream_put(RECIPE.make())
     views = layers_of(RECIPE.make())
     out.write_layer(0, *views["kv", 0])
-    out._queue._pending[0].result(60)
+    assert out._queue._pending[0].wait(60)
     producer.abort("s")
     out.write_layer(1, *views["kv", 1])
-    assert out._queue._pending[-1].exception(60) is not None
+    assert out._queue._pending[-1].wait(60)
+    assert out._queue._pending[-1].error is not None
     expect(TransferFailed, lambda: out.write_layer(2, *views["kv", 2]))
     out.fail("ended")
 
@@ -140,6 +142,21 @@ def test_a_forgotten_stream_waits_for_what_is_under_way(
     late.go.set()
     forgetting.join(60)
     until_freed(producer)
+
+
+@pytest.mark.filterwarnings("ignore:stream 's' was not committed")
+def test_a_forgotten_stream_takes_no_lock(ends: tuple[KVProducer, KVConsumer], late: Late) -> None:
+    """The collector drops it in any thread, whatever other threads have locked."""
+    streams = [ends[0].stream_put(RECIPE.make())]
+    write(streams[0])
+    dropping = threading.Thread(target=streams.clear)
+    with held(locks_of(streams[0]._queue)) as count:
+        dropping.start()
+        dropping.join(20)
+        assert count
+        assert not dropping.is_alive()
+    late.go.set()
+    until_freed(ends[0])
 
 
 def _forget(producer: KVProducer) -> None:

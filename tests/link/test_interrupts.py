@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import linecache
-import sys
 import threading
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from line_interrupts import LOCKING, TRACED, interrupted
 
-import omni_kvlink
 from omni_kvlink import (
     ClosedError,
     KVConsumer,
@@ -23,26 +20,31 @@ from omni_kvlink import (
     Received,
     ReceivedBatch,
     ReceivedChunk,
+    ReceivedStream,
     TransferFailed,
+    TransferTimeout,
 )
 from omni_kvlink.link.allocation import Allocation
 from omni_kvlink.lowlevel import BackgroundGet, begin_get, begin_gets, open_delivery
-from omni_kvlink.testing.caches import Recipe, chunk, fingerprint, hash_chunk, hash_tensors
+from omni_kvlink.testing.caches import (
+    Recipe,
+    chunk,
+    fingerprint,
+    hash_chunk,
+    hash_tensors,
+    layers_of,
+)
 from omni_kvlink.testing.rig import until, until_freed, until_requested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
-    from omni_kvlink import KVProducer, Payload
+    from omni_kvlink import KVProducer, Payload, PutStream
 
-T = TypeVar("T")
 pytestmark = [
     pytest.mark.usefixtures("zmq_started", "leaves_nothing"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-_ROOT = Path(omni_kvlink.__file__).parent
-TRACED = (str(_ROOT / "link"), str(_ROOT / "connectors"), str(_ROOT / "memory" / "arena.py"))
 URLS = {
     "inproc": "inproc://interrupt?inline=0",
     "shm": "shm://interrupt?inline=0",
@@ -50,9 +52,6 @@ URLS = {
     "zmq": "zmq+ipc://{root}/i",
 }
 DATA = Recipe("k", layers=2).make()
-WRAPPERS = ("with ", "try:", "finally:", "pass", "def ", "@")
-"""Beginnings of lines that are traced, too, where Python itself looks for no signal: it enters and
-leaves blocks there. A trace that raises where an `except` ends leaves its error in the thread."""
 
 
 @pytest.fixture(params=URLS)
@@ -94,39 +93,6 @@ def interrupt(request: pytest.FixtureRequest) -> type[BaseException]:
     return kind
 
 
-def interrupted(
-    number: int,
-    call: Callable[[], T],
-    results: list[T],
-    interrupt: type[BaseException] = KeyboardInterrupt,
-) -> bool:
-    """Raise `interrupt` at the n-th line of the package that a call runs; False if fewer.
-
-    In a finalizer Python ignores it.
-    """
-    lines, raised = itertools.count(), list[int]()
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        path = frame.f_code.co_filename
-        if not path.startswith(TRACED):
-            return None
-        line = linecache.getline(path, frame.f_lineno).strip()
-        if event == "line" and not line.startswith(WRAPPERS) and next(lines) == number:
-            raised.append(number)
-            raise interrupt
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        results.append(call())
-    except interrupt:
-        pass
-    finally:
-        sys.settrace(previous)
-    return bool(raised)
-
-
 def get_in_background(consumer: KVConsumer, key: str, timeout: float) -> Received:
     """The same as `KVConsumer.get`, of a `BackgroundGet`."""
     get = BackgroundGet(key, lambda timeout: consumer, begin_get, timeout)
@@ -137,6 +103,41 @@ def get_in_background(consumer: KVConsumer, key: str, timeout: float) -> Receive
     except BaseException:
         get.cancel()
         raise
+
+
+@pytest.mark.parametrize("wait", ["layer", "whole"])
+def test_a_wait_for_a_layer_interrupted_at_each_line(
+    pair: tuple[KVProducer, KVConsumer], wait: str
+) -> None:
+    """Not one leaves a lock that the connection's thread takes when the layer comes."""
+    producer, consumer = pair
+
+    def wait_in_vain(stream: ReceivedStream) -> None:
+        with contextlib.suppress(TransferTimeout):
+            if wait == "layer":
+                stream.wait_for_layer(0, timeout=0.001)
+            else:
+                stream.wait(timeout=0.001)
+
+    def send(out: PutStream) -> None:
+        for (_, layer), views in layers_of(DATA).items():
+            out.write_layer(layer, *views)
+        out.commit()
+
+    for number in itertools.count():
+        out = producer.stream_put(DATA)
+        with consumer.stream_get("k", timeout=60) as stream:
+            call, traced = partial(wait_in_vain, stream), (*TRACED, *LOCKING)
+            is_interrupted = interrupted(number, call, [], traced=traced)
+            sending = threading.Thread(target=send, args=(out,), daemon=True)
+            sending.start()
+            sending.join(20)
+            assert not sending.is_alive(), number
+            assert fingerprint(stream.wait(timeout=20)) == fingerprint(DATA)
+        assert out.receipt is not None
+        out.receipt.wait(timeout=20)
+        if not is_interrupted:
+            break
 
 
 @pytest.mark.parametrize("get_payload", [KVConsumer.get, get_in_background])

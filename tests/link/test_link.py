@@ -453,12 +453,12 @@ def test_the_time_of_a_reconnection_counts(
         monotonic=lambda: time.monotonic() + late[0], perf_counter=time.perf_counter
     )
     monkeypatch.setattr(deadline, "time", clock)
-    begin = consumer._end.begin_get
+    begin = consumer._end.begin
 
-    def begin_late(*arguments: Any, **options: Any) -> PendingGet:
+    def begin_late(*arguments: Any, **options: Any) -> list[PendingGet]:
         late[0] = 59.9
         return begin(*arguments, **options)
 
-    monkeypatch.setattr(consumer._end, "begin_get", begin_late)
+    monkeypatch.setattr(consumer._end, "begin", begin_late)
     error = expect(TransferTimeout, lambda: consumer.get("k", timeout=60))
     assert error.waited < 59

@@ -195,7 +195,7 @@ def test_an_error_for_each_who_waits(ends: Ends) -> None:
     errors = [expect(TransferFailed, lambda: stream.wait_for_layer(n)) for n in (0, 0, 1)]  # noqa: B023
     assert len(set(map(id, errors))) == 3
     assert stream.delivery.progress is not None
-    kept = stream.delivery.progress.whole.exception()
+    kept = stream.delivery.progress.whole.error
     assert kept is not None
     assert kept.__traceback__ is None
     stream.release()

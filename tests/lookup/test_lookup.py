@@ -160,7 +160,7 @@ def test_a_match_that_is_dropped_takes_no_lock(shm: LookupStages) -> None:
     match = lookup.select(TOKENS, timeout=60)
     session: Any = lookup._stores[0].link._end._session  # type: ignore[attr-defined]
     assert match.data is not None
-    with session._channel._lock, shm.stores[0]._changed, pytest.warns(ResourceWarning):
+    with session._channel._lock, shm.stores[0]._lock, pytest.warns(ResourceWarning):
         del match
     shm.settle()
 

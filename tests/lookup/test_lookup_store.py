@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from line_interrupts import LOCKING, interrupted
 from prompts import LAYERS, ROW, assert_right, hidden, insert, kv
 
 from omni_kvlink import (
@@ -21,10 +22,19 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.connectors.protocol import answer
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.lookup import PrefixStore
-from omni_kvlink.lookup.namespace import DIGEST_SIZE, NO_NAMESPACE, digest
-from omni_kvlink.lookup.tokens import PrefixIndex, common, count, encode
+from omni_kvlink.lookup import store as store_module
+from omni_kvlink.lookup.tokens import (
+    DIGEST_SIZE,
+    NO_NAMESPACE,
+    PrefixIndex,
+    common,
+    count,
+    digest,
+    encode,
+)
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -185,7 +195,7 @@ def test_a_forgotten_lease_is_loud() -> None:
     store = PrefixStore(BIG)
     insert(store, [1, 2, 3])
     match = store.select([1, 2, 3])
-    with pytest.warns(ResourceWarning, match="Match: 2 of 3"), store._changed:
+    with pytest.warns(ResourceWarning, match="Match: 2 of 3"), store._lock:
         del match  # its finalizer takes no lock
     assert store.stats()["pinned"] == 0
 
@@ -381,7 +391,7 @@ def once_awaited(store: PrefixStore, call: Callable[[], None]) -> threading.Thre
     """Call this when a thread waits for the store."""
 
     def run() -> None:
-        until(lambda: bool(store._changed._waiters), "a thread waits")  # type: ignore[attr-defined]
+        until(lambda: bool(store._watchers), "a thread waits")
         call()
 
     thread = threading.Thread(target=run)
@@ -416,6 +426,24 @@ def test_waiting_ends_in_time_or_with_the_failure() -> None:
     insert(store, [1, 2, 9])
     with store.select([1, 2, 9], wait=True) as match:
         assert_right(match, [1, 2, 9])
+
+
+def test_a_wait_that_is_interrupted_at_each_line_leaves_no_lock() -> None:
+    traced = store_module.__file__, answer.__file__, *LOCKING
+    for number in itertools.count():
+        store = PrefixStore(BIG)
+
+        def wait(store: PrefixStore = store) -> None:
+            with pytest.raises(TransferTimeout):
+                store.select([1, 2], wait=True, timeout=0.001)
+
+        is_interrupted = interrupted(number, wait, [], traced=traced)
+        inserting = threading.Thread(target=insert, args=(store, [1, 2]), daemon=True)
+        inserting.start()
+        inserting.join(20)
+        assert not inserting.is_alive(), number
+        if not is_interrupted:
+            break
 
 
 def test_many_threads() -> None:

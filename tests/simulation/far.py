@@ -19,6 +19,7 @@ from omni_kvlink.connectors.control.remote_get import RemoteGet
 from omni_kvlink.connectors.control.session import ControlSession, SessionResources
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.connectors.protocol.messages import (
     NOTHING,
     Abort,
@@ -34,9 +35,9 @@ from omni_kvlink.payload.manifest import LayoutCache, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
@@ -391,7 +392,8 @@ class FarConsumer(SimConsumer):
         if far is None or far.session.is_closed:
             return
         self.open += 1
-        FarGet(self, key, far.session.request(key, streamed=streamed), timeout)
+        [pending] = far.session.request([GetRequest(key, streamed)])
+        FarGet(self, key, pending, timeout)
 
 
 class FarGet:
@@ -439,10 +441,10 @@ class FarGet:
         while layer < LAYERS and _has_succeeded(progress.when(range(layer, layer + 1))):
             layer += 1
         self._check(offer, range(layer))
-        if progress.whole.done():
+        if progress.whole.is_set():
             # A layer whose announcement was overtaken by the commit fails.
-            is_read = progress.whole.exception() is None and layer == LAYERS
-            assert is_read or self._reader.is_wild or progress.whole.exception() is not None
+            is_read = progress.whole.error is None and layer == LAYERS
+            assert is_read or self._reader.is_wild or progress.whole.error is not None
             self._release(offer, range(layer), "read" if is_read else "stream failed")
         elif self._clock.chance.random() < 0.03:
             self._release(offer, range(layer), "stream failed")
@@ -481,5 +483,5 @@ class FarGet:
         self._reader.outcomes[outcome] += 1
 
 
-def _has_succeeded(future: Future[None]) -> bool:
-    return future.done() and future.exception() is None
+def _has_succeeded(answer: Answer[None]) -> bool:
+    return answer.is_set() and answer.error is None

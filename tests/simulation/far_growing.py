@@ -13,7 +13,7 @@ from growing_payloads import rows_of
 
 from omni_kvlink import IntegrityError, KVLinkError, TransferTimeout
 from omni_kvlink.connectors.control.remote_get import RemoteGet
-from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
+from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest, StreamEnded
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.consumer import ReceivedChunk
@@ -41,7 +41,8 @@ class FarGrowingReader:
         if reader.far is None or reader.far.session.is_closed:
             return
         self._is_over, self._turn, self._producer = False, 0, reader.far.producer
-        head = reader.far.session.request(key, streamed=True, chunk=ChunkOf(0, start))
+        request = GetRequest(key, streamed=True, chunk=ChunkOf(0, start))
+        [head] = reader.far.session.request([request])
         assert isinstance(head, RemoteGet)
         self._head = head
         reader.open += 1

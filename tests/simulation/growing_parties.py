@@ -9,7 +9,7 @@ from parties import LAYERS, inline_payload
 
 from omni_kvlink import PeerLostError, TransferFailed
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
-from omni_kvlink.connectors.protocol.get_table import ChunkOf, StreamEnded
+from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest, StreamEnded
 from omni_kvlink.connectors.protocol.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class GrowingReader:
         self._connection: Connection = connection
         self._is_over, self._epoch, self._number = False, 0, 0
         try:
-            head = connection.get_table.request(key, streamed=True, chunk=ChunkOf(0, 0))
+            request = GetRequest(key, streamed=True, chunk=ChunkOf(0, 0))
+            [head] = connection.get_table.request([request])
         except PeerLostError:
             return
         self._head = head
@@ -133,7 +134,7 @@ class GrowingReader:
             return
         chunk, table = ChunkOf(self._head.get_id, self._number), self._connection.get_table
         try:
-            get = table.request(self._key, streamed=False, chunk=chunk)
+            [get] = table.request([GetRequest(self._key, chunk=chunk)])
         except PeerLostError:
             self._leave("stream failed")
             return

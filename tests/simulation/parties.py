@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from world import Clock, Memory, Wire
 
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
-from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
     Cancel,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
+    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.memory.region import Mapping
 
@@ -409,7 +410,7 @@ class SimConsumer:
         if connection is None or connection.is_closed:
             return
         try:
-            get_state = connection.get_table.request(key, streamed=streamed)
+            [get_state] = connection.get_table.request([GetRequest(key, streamed)])
         except PeerLostError:
             return
         self.open += 1
@@ -460,21 +461,21 @@ class WaitingGet:
         """Take a stream's layers as they arrive, and check all earlier ones again."""
         progress = self._get_state.progress
         assert progress is not None
-        future = progress.when(range(layer, layer + 1)) if layer < LAYERS else progress.whole
-        goes_on = partial(self._next, offer, future, layer, self._turn)
-        future.add_done_callback(lambda _: goes_on())
+        answer = progress.when(range(layer, layer + 1)) if layer < LAYERS else progress.whole
+        goes_on = partial(self._next, offer, answer, layer, self._turn)
+        answer.add_done_callback(lambda _: goes_on())
         self._clock.after(2.0, goes_on)
 
-    def _next(self, offer: Offer, future: Future[None], layer: int, turn: int) -> None:
+    def _next(self, offer: Offer, answer: Answer[None], layer: int, turn: int) -> None:
         """Act on the first of: the layer, an error, the deadline."""
         if turn != self._turn:
             return
         self._turn += 1
         seen = range(min(layer + 1, LAYERS))
-        if not future.done():
+        if not answer.is_set():
             self._release(offer, range(layer), outcome="layer timed out")
             return
-        if future.exception() is not None:
+        if answer.error is not None:
             self._release(offer, range(layer), outcome="stream failed")
         elif layer == LAYERS or self._clock.chance.random() < 0.03:
             self._check(offer, seen)

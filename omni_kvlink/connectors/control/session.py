@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.address import ControlAddress
     from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-    from omni_kvlink.connectors.protocol.get_table import ChunkOf
+    from omni_kvlink.connectors.protocol.get_table import GetRequest
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
     from omni_kvlink.payload.manifest import LayoutCache
@@ -86,7 +86,7 @@ class ControlSession(Session):
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching: deque[InboundTransfer] = deque()
         self._outbox: deque[Message] = deque()
-        self.get_table = GetTable(self.send, self._post_release, self.send_all)
+        self.get_table = GetTable(self.send, self._post_release, self.send_all, fetches=True)
         self._inline_receiver = InlineReceiver(
             self._loop,
             self.get_table,
@@ -108,20 +108,10 @@ class ControlSession(Session):
     def fetch_limits(self) -> FetchLimits:
         """Bytes to request at a time, and bytes that may be requested and not yet received."""
 
-    def request(
-        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
-    ) -> PendingGet:
-        """Ask for a payload; see `Session`."""
-        get_state = self.get_table.request(
-            key, streamed=streamed, incremental=True, verify=verify, ready=Answer(), chunk=chunk
-        )
-        return RemoteGet(self, get_state, self._inline_receiver)
-
-    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
-        """Ask for several payloads at once; see `Session`."""
-        receiver = self._inline_receiver
-        get_states = self.get_table.request_all(keys, incremental=True, verify=verify, ready=Answer)
-        return [RemoteGet(self, get_state, receiver) for get_state in get_states]
+    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
+        """Ask for payloads; see `Session`."""
+        get_states = self.get_table.request(requests, verify=verify)
+        return [RemoteGet(self, get_state, self._inline_receiver) for get_state in get_states]
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""

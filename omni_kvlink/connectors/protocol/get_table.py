@@ -6,6 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Coalesce, send_separately
 from omni_kvlink.connectors.protocol.messages import (
@@ -53,6 +55,17 @@ class ChunkOf(NamedTuple):
     number: int
 
 
+class GetRequest(msgspec.Struct, frozen=True, gc=False):
+    """One payload to be requested; or, with `chunk`, an append stream or a chunk of one.
+
+    `streamed` takes it while it is being written.
+    """
+
+    key: str
+    streamed: bool = False
+    chunk: ChunkOf | None = None
+
+
 class OwnedGet(Finalizer):
     """The request of a get, or the lease of its offer; `drop` ends it if the get is dropped."""
 
@@ -92,17 +105,18 @@ class GetState:
     def __init__(
         self,
         get_id: int,
-        key: str,
+        request: GetRequest,
         ready: Answer[None] | None,
         drop: Callable[[OwnedGet], None],
-        *,
-        streamed: bool,
         verify: bool,
     ):
-        self.ready = ready
-        self.get_id, self.key, self.streamed, self.verify = get_id, key, streamed, verify
+        self.ready, chunk = ready, request.chunk
+        self.get_id, self.key, self.verify = get_id, request.key, verify
+        self.streamed = request.streamed
         self.inbound: object = None
         self.phase = "not announced by the producer since it was requested"
+        if chunk is not None and chunk.stream:
+            self.phase = f"chunk {chunk.number} of the stream is not written yet"
         self.started = time.monotonic()
         self.progress: Progress | None = None
         self.answer: Answer[Offer] = Answer()  # only the table sets it
@@ -145,7 +159,8 @@ class GetTable:
 
     `send` takes a message for the producer, `send_all` several; they must not block. `post` takes
     a Cancel or Release from a finalizer and must not even take a lock. `coalesce` calls a function,
-    and sends the messages that it causes in as few as possible.
+    and sends the messages that it causes in as few as possible. With `fetches` the connector brings
+    the bytes here: they may be sent while a payload is being written, although it is taken whole.
     """
 
     def __init__(
@@ -154,8 +169,10 @@ class GetTable:
         post: Callable[[Message], None],
         send_all: Callable[[Sequence[Message]], None],
         coalesce: Coalesce = send_separately,
+        *,
+        fetches: bool = False,
     ):
-        self.coalesce = coalesce
+        self.coalesce, self._fetches = coalesce, fetches
         self._send, self._post, self._send_all = send, post, send_all
         self._process = process.current
         self._lock = threading.Lock()
@@ -172,50 +189,18 @@ class GetTable:
         """The number of gets that have no answer yet."""
         return len(self._waiting)
 
-    def request(
-        self,
-        key: str,
-        *,
-        streamed: bool = False,
-        incremental: bool = False,
-        verify: bool = True,
-        ready: Answer[None] | None = None,
-        chunk: ChunkOf | None = None,
-    ) -> GetState:
-        """Request a payload; raises PeerLostError if the connection has ended.
+    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[GetState]:
+        """Request payloads; raises PeerLostError if the connection has ended.
 
-        `incremental`: its bytes may be sent while it is being written, although it is taken whole.
         `verify`: compare them with their digests as they arrive, if they are copied here.
-        `chunk`: request a chunk, or an append stream.
         """
+        messages: list[Message] = []
         with self._lock:
-            get_state = self._add(key, ready, streamed=streamed, verify=verify)
-        number = get_state.get_id
-        if chunk is None:
-            self._send(Get(number, key, streamed or incremental))
+            get_states = [self._add(request, verify, messages) for request in requests]
+        if len(messages) == 1:
+            self._send(messages[0])
         else:
-            if chunk.stream:
-                get_state.phase = f"chunk {chunk.number} of the stream is not written yet"
-            self._send(
-                Get(number, key, streamed or incremental, chunk.stream or number, chunk.number)
-            )
-        return get_state
-
-    def request_all(
-        self,
-        keys: Sequence[str],
-        *,
-        incremental: bool = False,
-        verify: bool = True,
-        ready: Callable[[], Answer[None]] | None = None,
-    ) -> list[GetState]:
-        """Request several payloads at once; `ready` makes an answer for each. See `request`."""
-        with self._lock:
-            get_states = [
-                self._add(key, None if ready is None else ready(), streamed=False, verify=verify)
-                for key in keys
-            ]
-        self._send_all([Get(state.get_id, state.key, incremental) for state in get_states])
+            self._send_all(messages)
         return get_states
 
     def cancel(self, get_state: GetState) -> bool:
@@ -345,16 +330,20 @@ class GetTable:
         self._send = self._post = self._send_all = _ignore
         self.coalesce = send_separately
 
-    def _add(
-        self, key: str, ready: Answer[None] | None, *, streamed: bool, verify: bool
-    ) -> GetState:
+    def _add(self, request: GetRequest, verify: bool, messages: list[Message]) -> GetState:
+        """Append the message that requests it to `messages`; called with the lock held."""
         if self._error is not None:
             raise type(self._error)(str(self._error))
         self._last_id += 1
-        get_state = GetState(
-            self._last_id, key, ready, self._on_dropped, streamed=streamed, verify=verify
-        )
-        self._waiting[self._last_id] = get_state.owned
+        number, chunk, streamed = self._last_id, request.chunk, request.streamed or self._fetches
+        if chunk is None:
+            messages.append(Get(number, request.key, streamed))
+        else:
+            stream = chunk.stream or number
+            messages.append(Get(number, request.key, streamed, stream, chunk.number))
+        ready: Answer[None] | None = Answer() if self._fetches else None
+        get_state = GetState(number, request, ready, self._on_dropped, verify)
+        self._waiting[number] = get_state.owned
         return get_state
 
     def _fail_streams(self, error: KVLinkError, key: str | None = None) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.errors import WireError
 from omni_kvlink.payload.format import MAX_HEADER, MAX_TENSORS
 
@@ -26,9 +26,8 @@ class Progress:
         self._nbytes = 0
         self._error: KVLinkError | None = None
         self._is_whole = False
-        self._waiting: dict[Future[None], range] = {}
-        self.whole: Future[None] = Future()
-        self.whole.set_running_or_notify_cancel()
+        self._waiting: dict[Answer[None], range] = {}
+        self.whole: Answer[None] = Answer()
 
     def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
         """The tensors from number `first` on are there; WireError if a payload cannot have them."""
@@ -40,11 +39,11 @@ class Progress:
             if any(number in self._digests for number in numbers):
                 raise WireError(f"tensors from {first} on were announced twice")
             self._digests.update(zip(numbers, digests, strict=True))
-            ready = [future for future, tensors in self._waiting.items() if self._has(tensors)]
-            for future in ready:
-                del self._waiting[future]
-        for future in ready:
-            future.set_result(None)
+            ready = [answer for answer, tensors in self._waiting.items() if self._has(tensors)]
+            for answer in ready:
+                del self._waiting[answer]
+        for answer in ready:
+            answer.set_result(None)
 
     def commit(self) -> None:
         """All tensors are there; waiting for one that was not announced fails."""
@@ -53,27 +52,26 @@ class Progress:
             self.whole.set_result(None)
 
     def fail(self, error: KVLinkError) -> None:
-        """No more tensors will come: futures that wait, and later ones, get the error."""
+        """No more tensors will come: answers that are awaited, and later ones, get the error."""
         if self._close(error):
-            self.whole.set_exception(error)
+            self.whole.set_error(error)
 
-    def when(self, tensors: range) -> Future[None]:
-        """Return a future that ends when all of these are there, or with the stream's error."""
-        future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # only this object ends it
+    def when(self, tensors: range) -> Answer[None]:
+        """Return an answer that comes when all of these are there, or with the stream's error."""
+        answer: Answer[None] = Answer()
         with self._lock:
             if (self._error is None or self._is_whole) and self._has(tensors):
-                future.set_result(None)
+                answer.set_result(None)
             elif self._error is None:
-                self._waiting[future] = tensors
+                self._waiting[answer] = tensors
             else:
-                future.set_exception(self._error)
-        return future
+                answer.set_error(self._error)
+        return answer
 
-    def cancel(self, future: Future[None]) -> None:
-        """Stop tracking a future of `when`; it is never set then."""
+    def cancel(self, answer: Answer[None]) -> None:
+        """Stop tracking an answer of `when`; it is never set then."""
         with self._lock:
-            self._waiting.pop(future, None)
+            self._waiting.pop(answer, None)
 
     def digest(self, tensor: int) -> bytes:
         """Return the digest of a tensor that is there: four bytes a MiB; b"" if digests are off."""
@@ -85,8 +83,8 @@ class Progress:
                 return False
             self._error, self._is_whole = error, whole
             waiting, self._waiting = list(self._waiting), {}
-        for future in waiting:
-            future.set_exception(error)
+        for answer in waiting:
+            answer.set_error(error)
         return True
 
     def _has(self, tensors: range) -> bool:

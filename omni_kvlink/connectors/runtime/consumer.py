@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omni_kvlink.connectors.base import Consumer, PendingGet
 from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Delivery, is_fault_of_payload
-from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetLease, GetState, GetTable
+from omni_kvlink.connectors.protocol.get_table import (
+    ChunkOf,
+    GetLease,
+    GetRequest,
+    GetState,
+    GetTable,
+)
 from omni_kvlink.connectors.protocol.messages import (
     PROTOCOL,
     SLOT,
@@ -66,18 +72,11 @@ class Session(ABC):
     """The loop in which `close` may be called."""
 
     @abstractmethod
-    def request(
-        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
-    ) -> PendingGet:
-        """Request a payload; does not block. Raises PeerLostError if the connection has ended.
+    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
+        """Request payloads; does not block. Raises PeerLostError if the connection has ended.
 
-        `verify`: compare bytes with their digests as they arrive, unless they are mapped. `chunk`
-        is as for `GetTable.request`.
+        `verify`: compare bytes with their digests as they arrive, unless they are mapped.
         """
-
-    @abstractmethod
-    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
-        """Request several payloads at once; see `request`."""
 
     @abstractmethod
     def send(self, message: Abort) -> None:
@@ -131,10 +130,8 @@ class SessionGet(PendingGet):
     def request_chunk(self, number: int) -> PendingGet:
         """Request a chunk of the stream that this get has received."""
         get_state = self._get_state
-        chunk = ChunkOf(get_state.get_id, number)
-        return self.session.request(
-            get_state.key, streamed=False, verify=get_state.verify, chunk=chunk
-        )
+        request = GetRequest(get_state.key, chunk=ChunkOf(get_state.get_id, number))
+        return self.session.request([request], verify=get_state.verify)[0]
 
 
 class MappedSession(Session):
@@ -150,15 +147,10 @@ class MappedSession(Session):
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""
 
-    def request(
-        self, key: str, *, streamed: bool, verify: bool = True, chunk: ChunkOf | None = None
-    ) -> PendingGet:
-        """Request a payload, which is mapped when it is offered; nothing crosses a network."""
-        return MappedGet(self, self.get_table.request(key, streamed=streamed, chunk=chunk))
-
-    def request_all(self, keys: Sequence[str], *, verify: bool) -> list[PendingGet]:
-        """Request several payloads at once; see `request`."""
-        return [MappedGet(self, get_state) for get_state in self.get_table.request_all(keys)]
+    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
+        """Request payloads, which are mapped when they are offered; nothing crosses a network."""
+        get_states = self.get_table.request(requests, verify=verify)
+        return [MappedGet(self, get_state) for get_state in get_states]
 
 
 class MappedGet(SessionGet):
@@ -277,22 +269,11 @@ class SessionConsumer(Consumer):
         """Whether there is a session that has not ended."""
         return self._session is not None and not self._session.is_closed
 
-    def begin_get(
-        self, key: str, *, timeout: float, streamed: bool = False, verify: bool = True
-    ) -> PendingGet:
-        """Request a payload; blocks only while it reconnects."""
-        return self._live_session(timeout).request(key, streamed=streamed, verify=verify)
-
-    def begin_gets(
-        self, keys: Sequence[str], *, timeout: float, verify: bool = True
+    def begin(
+        self, requests: Sequence[GetRequest], *, timeout: float, verify: bool = True
     ) -> list[PendingGet]:
-        """Request several payloads at once; blocks only while it reconnects."""
-        return self._live_session(timeout).request_all(keys, verify=verify)
-
-    def begin_chunks(self, key: str, *, timeout: float, start: int, verify: bool) -> PendingGet:
-        """Request an append stream; blocks only while it reconnects."""
-        session = self._live_session(timeout)
-        return session.request(key, streamed=True, verify=verify, chunk=ChunkOf(0, start))
+        """Request payloads; blocks only while it reconnects."""
+        return self._live_session(timeout).request(requests, verify=verify)
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""

@@ -13,7 +13,7 @@ import torch
 
 from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent
 from omni_kvlink.connectors.protocol.delivery import Delivery
-from omni_kvlink.connectors.protocol.get_table import GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Cancel,
@@ -171,7 +171,7 @@ class Table(GetTable):
 
 def test_an_offer_that_comes_after_its_get_was_cancelled() -> None:
     table = Table()
-    get_state = table.request("k")
+    [get_state] = table.request([GetRequest("k")])
     assert table.cancel(get_state)
     table.on_message(OFFER)
     assert table.sent == [Get(1, "k"), Cancel(1), UNREAD]
@@ -179,7 +179,7 @@ def test_an_offer_that_comes_after_its_get_was_cancelled() -> None:
 
 def test_an_offer_that_comes_after_the_timeout() -> None:
     table = Table()
-    get_state = table.request("k")
+    [get_state] = table.request([GetRequest("k")])
     expect(type(get_state.timeout_error()), table.wait, get_state, 0.0)
     table.on_message(OFFER)
     assert table.sent == [Get(1, "k"), Cancel(1), UNREAD]
@@ -189,7 +189,7 @@ def test_an_offer_that_comes_after_the_timeout() -> None:
 def test_an_interrupted_wait(offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The offer that came meanwhile is released."""
     table = Table()
-    get_state = table.request("k")
+    [get_state] = table.request([GetRequest("k")])
 
     def interrupt(answer: Answer[Offer], timeout: float) -> Any:
         monkeypatch.undo()
@@ -206,7 +206,7 @@ def test_an_interrupted_wait(offered: bool, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_offer_at_the_very_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken."""
     table = Table()
-    get_state = table.request("k")
+    [get_state] = table.request([GetRequest("k")])
 
     def time_out(answer: Answer[Offer], timeout: float) -> bool:
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The progress of a streamed payload: what a peer may announce, and which futures it ends."""
+"""The progress of a streamed payload: what a peer may announce, and which answers it sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omni_kvlink import KVLinkError, PeerLostError, WireError
 from omni_kvlink.connectors.protocol.progress import Progress
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from omni_kvlink.connectors.protocol.answer import Answer
 
 ONE = (b"1234",)
 
@@ -20,11 +20,10 @@ def progress() -> Progress:
     return Progress()
 
 
-def state(future: Future[None]) -> str:
-    if not future.done():
+def state(answer: Answer[None]) -> str:
+    if not answer.is_set():
         return "waiting"
-    error = future.exception()
-    return "there" if error is None else type(error).__name__
+    return "there" if answer.error is None else type(answer.error).__name__
 
 
 def test_woken_when_all_tensors_of_a_layer_are_there(progress: Progress) -> None:
@@ -64,12 +63,12 @@ def test_only_the_first_ending_counts(progress: Progress, first: str) -> None:
     assert state(progress.when(range(1))) == ("there" if there else "PeerLostError")
 
 
-def test_cancelled_futures_are_not_ended(progress: Progress) -> None:
-    future = progress.when(range(1))
-    progress.cancel(future)
+def test_cancelled_answers_are_not_set(progress: Progress) -> None:
+    answer = progress.when(range(1))
+    progress.cancel(answer)
     progress.announce(0, ONE)
     progress.fail(KVLinkError("over"))
-    assert state(future) == "waiting"
+    assert state(answer) == "waiting"
 
 
 @pytest.mark.parametrize("first", [4096, 4095, 2**53])

@@ -23,6 +23,7 @@ from omni_kvlink import (
     TensorTransferData,
     TransferFailed,
 )
+from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.connectors.shm.listener import ShmListener
@@ -83,7 +84,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         else:
             disconnect_reader(producer)
             with pytest.raises(PeerLostError):
-                session.request("b", streamed=False).wait(timeout=60)
+                session.request([GetRequest("b")])[0].wait(timeout=60)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
         with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
             first.wait(timeout=60)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.connectors.protocol.messages import Message, Release
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.testing.memory_checks import sized
@@ -42,11 +43,12 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
                 order.append("release")
             sent(messages, memory)
 
-        held = consumer.begin_get("first", timeout=60).wait(timeout=60)
+        [pending] = consumer.begin([GetRequest("first")], timeout=60)
+        held = pending.wait(timeout=60)
         session._loop.call(idle.set)
         assert idle.wait(60)  # it receives nothing
         channel.receive, channel.send_all = receive, send_all  # type: ignore[method-assign, assignment]
-        following = consumer.begin_get("second", timeout=60)
+        [following] = consumer.begin([GetRequest("second")], timeout=60)
         following.future.add_done_callback(lambda _: order.append("offer"))
         assert entered.wait(60)
         region = held.region
