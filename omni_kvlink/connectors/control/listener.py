@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer
-from omni_kvlink.connectors.control.peer import Inboxes, PeerConnection, RangeSender
-from omni_kvlink.connectors.control.router_socket import RouterSocket, UngreetedConnections
-from omni_kvlink.connectors.control.security import (
-    ZapAuth,
-    find_credentials,
-    random_routing_ids,
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, RouterSocket
+from omni_kvlink.connectors.control.peer import (
+    Inboxes,
+    PeerConnection,
+    RangeSender,
+    UngreetedConnections,
 )
-from omni_kvlink.connectors.protocol.fetch_plan import EAGER
+from omni_kvlink.connectors.control.security import ZapAuth, find_credentials, random_routing_ids
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, EAGER, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     PROTOCOL,
+    Chunk,
     FetchRange,
     Hello,
     Message,
@@ -101,7 +102,6 @@ class ControlListener(Listener):
         self.transports = tuple(sender.transport for sender in self._senders)
 
     def _bind(self, credentials: Credentials | None) -> None:
-        on_refused = partial(self._count, "key")
         callbacks = (
             self._is_known,
             self._on_parts_in_loop,
@@ -109,7 +109,7 @@ class ControlListener(Listener):
             self._on_idle_in_loop,
         )
         with random_routing_ids():
-            self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
+            self._zap_auth = ZapAuth(self._context, credentials, self.loop, self._refused)
             self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -210,7 +210,7 @@ class ControlListener(Listener):
             self._socket.send([peer.identity, *frames], copy=copy)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
-                self._count("too slow")
+                self._refused["too slow"] += 1
                 self.refuse(peer, "too slow")
             else:
                 self._disconnected.append(peer)
@@ -253,13 +253,13 @@ class ControlListener(Listener):
             self._on_bad_message_in_loop(peer)
 
     def _on_bad_message_in_loop(self, peer: PeerConnection | None) -> None:
-        self._count("bad message")
+        self._refused["bad message"] += 1
         if peer is not None:
             self.refuse(peer, "it sent what is no message of this protocol")
 
     def _end_flood_in_loop(self, peer: PeerConnection) -> None:
         """Disconnect a peer of which no more messages are kept."""
-        self._count("flood")
+        self._refused["flood"] += 1
         self.refuse(peer, "it sent more than can be kept")
         self._flooders.add(peer.identity)
         self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
@@ -285,7 +285,7 @@ class ControlListener(Listener):
         if isinstance(message, TransportAddress):
             self._on_address_in_loop(peer, message)
         elif peer.sender is None:
-            self._count("bad message")
+            self._refused["bad message"] += 1
             scheme = self.address.url.partition(":")[0]
             self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
         elif isinstance(message, FetchRange):
@@ -301,10 +301,10 @@ class ControlListener(Listener):
             raise WireError("the first message must be Hello")
         refusal = ""
         if common_version(message.versions) is None:
-            self._count("other version")
+            self._refused["other version"] += 1
             refusal = "no common version"
         elif len(self._peers) >= MAX_PEERS:
-            self._count("too many")
+            self._refused["too many"] += 1
             refusal = f"{MAX_PEERS} readers are connected already"
         if refusal:
             self._refusals[identity] = refusal
@@ -361,14 +361,14 @@ class ControlListener(Listener):
             peer = self._by_descriptor.pop(value, None)
             if peer is not None:
                 if peer.has_unread_data():
-                    self._count("too long")
+                    self._refused["too long"] += 1
                 self._drop_connection_in_loop(peer)
             elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
                 del self._ungreeted[value]
-                self._count("no greeting")
+                self._refused["no greeting"] += 1
             self._ungreeted.take_spare()
         elif event & BROKEN:
-            self._count("handshake")
+            self._refused["handshake"] += 1
 
     def _on_idle_in_loop(self) -> None:
         """Remove disconnected peers, when their last messages have been read and handled."""
@@ -435,14 +435,15 @@ class ControlListener(Listener):
             fetch = peer.pending.popleft()
             transfer = self.producer.find_leased(peer, fetch.get_id, fetch.epoch)
             if transfer is None:
-                self.producer.transfers.counters["stale"] += 1
+                with self.producer.lock:
+                    self.producer.transfers.counters["stale"] += 1
                 continue
             try:
                 sender.send_range(peer, fetch, transfer)
             except WireError as error:
                 if self.producer.find_leased(peer, fetch.get_id, fetch.epoch) is None:
                     continue  # the transfer ended meanwhile; a direct put's tensors are gone
-                self._count("bad message")
+                self._refused["bad message"] += 1
                 self.refuse(peer, f"it asked for {error}")
                 return
 
@@ -463,9 +464,6 @@ class ControlListener(Listener):
             self._send_pending_in_loop(peer, peer.sender)
         self._socket.drain()
 
-    def _count(self, reason: str) -> None:
-        self._refused[reason] += 1
-
     def close(self) -> None:
         """Send the last messages, then close sockets and senders; in the producer's loop, once."""
         if self._context.closed:
@@ -483,3 +481,25 @@ class ControlListener(Listener):
         # After the last messages: a peer that UCX lost first would not wait for them.
         for sender in self._senders:
             sender.close()
+
+
+class ChunkSender(RangeSender):
+    """Sends ranges over the control channel, without a copy, as messages of at most 4 MiB."""
+
+    transport = "zmq"
+    max_in_flight = 2 * WINDOW
+
+    def __init__(self, listener: ControlListener):
+        self._listener = listener
+
+    def direct_refusal(self, device: str) -> str:
+        """Return why tensors of a device cannot be sent; "" for host memory."""
+        return "" if device == "cpu" else "ZMQ sends from host memory only"
+
+    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
+        """Send the bytes of one request; see `RangeSender`."""
+        for start in range(fetch.start, fetch.stop, CHUNK):
+            stop = min(fetch.stop, start + CHUNK)
+            piece = self._listener.borrow(peer, fetch, transfer, start, stop)
+            header = encode(Chunk(fetch.get_id, fetch.epoch, start))
+            self._listener.send_frames(peer, [header, piece.view()], copy=False)
