@@ -15,7 +15,13 @@ from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.runtime.consumer import Session, SessionConsumer, closed_here
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.errors import PeerLostError, SchemaError, TransferTimeout, format_seconds
+from omni_kvlink.errors import (
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferTimeout,
+    format_seconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,10 +124,11 @@ class ControlConsumer(SessionConsumer):
             else:
                 self._loop.call(end)
 
-    def _close_resources_in_loop(self) -> None:
+    def _shut_down_in_loop(self, error: KVLinkError) -> None:
+        self._is_shut_down = True
         # Also a session that is connecting now: the context waits for all of its sockets.
         for session in self._sessions_opened:
-            session.disconnect_in_loop(closed_here(self._url))
+            session.disconnect_in_loop(error)
         self._context.term()
         for close in self._closers:
             close()
@@ -170,19 +177,13 @@ class ControlConsumer(SessionConsumer):
         """Close everything after `close`, unless a payload is in use."""
         if not self._closing or self._receive_pool.is_in_use or self._is_shut_down:
             return
-        self._is_shut_down = True
-        if isinstance(self._session, ControlSession):
-            self._session.disconnect_in_loop(closed_here(self._url))
-        self._close_resources_in_loop()
+        self._shut_down_in_loop(closed_here(self._url))
         self._receive_pool.close()
         self._loop.close()
 
     def _crashed_in_loop(self, error: BaseException) -> None:
-        if isinstance(self._session, ControlSession):
-            problem = PeerLostError(f"{self._url}: the consumer's thread failed: {error!r}")
-            self._session.disconnect_in_loop(problem)
-        self._is_shut_down = True
-        self._close_resources_in_loop()
+        text = f"{self._url}: the consumer's thread failed: {error!r}"
+        self._shut_down_in_loop(PeerLostError(text))
         self._may_return.set()
 
 

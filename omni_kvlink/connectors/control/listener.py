@@ -222,11 +222,10 @@ class ControlListener(Listener):
     def _on_parts_in_loop(self, identity: bytes, parts: Sequence[Any]) -> None:
         """Handle a message, or keep it if its peer has used up its turn in this round of reads."""
         peer = self._peers.get(identity)
-        if peer is None:
-            if identity not in self._flooders:
-                self._on_stranger_in_loop(identity, parts)
-        elif len(parts) != 1:
-            self._on_bad_message_in_loop(peer)
+        if peer is None and identity in self._flooders:
+            pass
+        elif peer is None or len(parts) != 1:
+            self._handle_in_loop(peer, identity, parts)
         elif peer.inbox or not self._inboxes.has_turn(peer, self._socket.rounds):
             if not peer.inbox:
                 peer.turns = 0
@@ -234,28 +233,25 @@ class ControlListener(Listener):
             if not self._inboxes.keep(peer, parts[0]):
                 self._end_flood_in_loop(peer)
         else:
-            self._handle_data_in_loop(peer, parts[0])
+            self._handle_in_loop(peer, identity, parts)
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
             self._send_queued()
 
-    def _on_stranger_in_loop(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _handle_in_loop(
+        self, peer: PeerConnection | None, identity: bytes, parts: Sequence[Any]
+    ) -> None:
+        """Handle a message; one that its peer must not send removes that peer."""
         try:
-            if len(frames) != 1:
+            if len(parts) != 1:
                 raise WireError("a message has one part")
-            self._on_hello_in_loop(identity, frames[0], decode(frames[0].bytes))
+            if peer is None:
+                self._on_hello_in_loop(identity, parts[0], decode(parts[0].bytes))
+            else:
+                self._on_message_in_loop(peer, decode(parts[0]))
         except WireError:
-            self._on_bad_message_in_loop(None)
-
-    def _handle_data_in_loop(self, peer: PeerConnection, data: bytes) -> None:
-        try:
-            self._on_message_in_loop(peer, decode(data))
-        except WireError:
-            self._on_bad_message_in_loop(peer)
-
-    def _on_bad_message_in_loop(self, peer: PeerConnection | None) -> None:
-        self._refused["bad message"] += 1
-        if peer is not None:
-            self.refuse(peer, "it sent what is no message of this protocol")
+            self._refused["bad message"] += 1
+            if peer is not None:
+                self.refuse(peer, "it sent what is no message of this protocol")
 
     def _end_flood_in_loop(self, peer: PeerConnection) -> None:
         """Disconnect a peer of which no more messages are kept."""
@@ -273,7 +269,7 @@ class ControlListener(Listener):
         """Handle messages that were kept."""
         with self.lock:
             for _ in range(min(TURN, len(peer.inbox))):
-                self._handle_data_in_loop(peer, peer.take_kept())
+                self._handle_in_loop(peer, peer.identity, [peer.take_kept()])
                 if not peer.inbox:
                     break  # also when it was refused
             if peer.inbox:

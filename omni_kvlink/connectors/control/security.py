@@ -12,7 +12,6 @@ import zmq
 import zmq.utils.z85
 
 from omni_kvlink.connectors.control.keys import (
-    files_without_key,
     read_all,
     read_public,
     read_secret,
@@ -59,7 +58,7 @@ class Credentials:
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a producer's socket encrypt and authenticate."""
-        for problem in files_without_key(self._peers) if self._peers else ():
+        for problem in read_all(self._peers)[1] if self._peers else ():
             text = f"{problem}; the other keys of peers={self._peers} are used"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         secret = self._secret()
@@ -77,7 +76,7 @@ class Credentials:
 
     def admitted(self) -> set[bytes]:
         """Return the public keys, 32 bytes each, of the consumers that may connect now."""
-        return read_all(self._peers) if self._peers else {self._own_public}
+        return read_all(self._peers)[0] if self._peers else {self._own_public}
 
     def _secret(self) -> bytes:
         return read_secret(self._keys) if self._keys else user_secret()

@@ -363,7 +363,7 @@ def copy_into(
 
     `pieces` divide them. Returns the CRC-32C of those with a digest, in the same pass.
     """
-    if payload.nbytes < _STREAM_MIN or host.missing() or region.device != "cpu":
+    if payload.nbytes < _STREAM_MIN or not host.is_loaded() or region.device != "cpu":
         region.write(start, payload)
         return [
             host.crc32c(payload[first - start : stop - start])
