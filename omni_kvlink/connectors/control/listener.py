@@ -53,8 +53,6 @@ MAX_PENDING = 4096
 """Ranges that one peer may have requested and not been sent."""
 _REFUSAL_RETRY = 1.0
 """Seconds between attempts to tell a peer that it was refused."""
-
-
 SenderOpener: TypeAlias = "Callable[[ControlListener], RangeSender]"
 
 
@@ -103,7 +101,7 @@ class ControlListener(Listener):
 
     def _bind(self, credentials: Credentials | None) -> None:
         callbacks = (
-            self._is_known,
+            lambda identity: identity in self._peers or identity in self._flooders,
             self._on_parts_in_loop,
             self._on_event_in_loop,
             self._on_idle_in_loop,
@@ -150,6 +148,11 @@ class ControlListener(Listener):
     def send(self, peer: PeerConnection, message: Message) -> None:
         """Queue a message for a peer; any thread, never blocks."""
         self._outbox.append((peer, message))
+        self.loop.call(self._flush_in_loop)
+
+    def send_all(self, peer: PeerConnection, messages: Sequence[Message]) -> None:
+        """Queue several messages for a peer; any thread, never blocks."""
+        self._outbox.extend((peer, message) for message in messages)
         self.loop.call(self._flush_in_loop)
 
     def flush(self) -> None:
@@ -216,9 +219,6 @@ class ControlListener(Listener):
                 self._disconnected.append(peer)
                 self.loop.call(self._on_idle_in_loop)
 
-    def _is_known(self, identity: bytes) -> bool:
-        return identity in self._peers or identity in self._flooders
-
     def _on_parts_in_loop(self, identity: bytes, parts: Sequence[Any]) -> None:
         """Handle a message, or keep it if its peer has used up its turn in this round of reads."""
         peer = self._peers.get(identity)
@@ -231,7 +231,10 @@ class ControlListener(Listener):
                 peer.turns = 0
                 self._throttle_in_loop(peer)
             if not self._inboxes.keep(peer, parts[0]):
-                self._end_flood_in_loop(peer)
+                self._refused["flood"] += 1
+                self.refuse(peer, "it sent more than can be kept")
+                self._flooders.add(peer.identity)
+                self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
         else:
             self._handle_in_loop(peer, identity, parts)
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
@@ -252,13 +255,6 @@ class ControlListener(Listener):
             self._refused["bad message"] += 1
             if peer is not None:
                 self.refuse(peer, "it sent what is no message of this protocol")
-
-    def _end_flood_in_loop(self, peer: PeerConnection) -> None:
-        """Disconnect a peer of which no more messages are kept."""
-        self._refused["flood"] += 1
-        self.refuse(peer, "it sent more than can be kept")
-        self._flooders.add(peer.identity)
-        self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
 
     def _throttle_in_loop(self, peer: PeerConnection) -> None:
         peer.turns += 1
@@ -420,7 +416,8 @@ class ControlListener(Listener):
         nbytes = fetch.stop - fetch.start
         if nbytes <= 0 or len(peer.pending) >= MAX_PENDING:
             raise WireError("a peer fetches bytes, and only so many ranges at once")
-        if nbytes + peer.pending_nbytes > sender.max_in_flight:
+        pending = sum(each.stop - each.start for each in peer.pending)
+        if nbytes + pending > sender.max_in_flight:
             raise WireError("a peer fetches no more than its window")
         peer.pending.append(fetch)
         self._send_pending_in_loop(peer, sender)

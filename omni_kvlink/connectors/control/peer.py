@@ -118,11 +118,6 @@ class PeerConnection(PeerHandle):
         """The host of the peer, or its process over a Unix socket."""
         return self.name.rpartition(":")[0] or self.name
 
-    @property
-    def pending_nbytes(self) -> int:
-        """Bytes of the requests that are queued."""
-        return sum(fetch.stop - fetch.start for fetch in self.pending)
-
     def take_kept(self) -> bytes:
         """Return the oldest message that is read and not handled; it counts as handled."""
         data = self.inbox.popleft()
