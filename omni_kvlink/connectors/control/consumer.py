@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
-S = TypeVar("S", bound=ControlSession)
 VERIFICATION = ("verified", "unverified", "refetched", "rejected")
 """Counters of `stats()["verification"]`: payloads delivered with all of their bytes compared with
 digests, and without; ranges that were fetched again; and payloads that were not as committed."""
@@ -79,7 +78,9 @@ class ControlConsumer(SessionConsumer):
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         return self._connect_session(self._make_session(self._resources), timeout, no_wait=no_wait)
 
-    def _connect_session(self, session: S, timeout: float, *, no_wait: bool = False) -> S:
+    def _connect_session(
+        self, session: ControlSession, timeout: float, *, no_wait: bool = False
+    ) -> ControlSession:
         """Connect a session, and wait until its handshake is done."""
         live = (s for s in self._sessions_opened if not s.is_closed)
         self._sessions_opened = [*live, session]

@@ -35,10 +35,6 @@ class AllocationWaiter(Protocol):
         """Fail: there will be no block."""
 
 
-def _ignore() -> None:
-    pass
-
-
 class ReceivePool:
     """Reused memory of a consumer; methods are for the loop's thread, unless they say otherwise.
 
@@ -141,7 +137,7 @@ class ReceivePool:
         """Withdraw all requests and free the memory that is not in use."""
         self._waiting.clear()
         self._pool.close()
-        self._on_empty = _ignore  # breaks the cycle with the owner, which has descriptors
+        self._on_empty = lambda: None  # breaks the cycle with the owner, which has descriptors
 
     def _on_returned(self, block: Block) -> None:
         self._borrowed[block] -= 1

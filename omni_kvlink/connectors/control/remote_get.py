@@ -84,9 +84,6 @@ class RemoteGet(SessionGet):
         get_state, self.delivery = self._get_state, None
         if get_state.is_settled:
             return
-        if get_state.inbound is None and get_state.answer.is_set():
-            self.session.get_table.drop(get_state)  # an interrupt ended the call of `receive`
-            return
         if not self._withdraw():
             self._done.wait(MAX_TIMEOUT)  # it is being set
             if self._done.error is None:
@@ -101,6 +98,9 @@ class RemoteGet(SessionGet):
         get_state.answer.wait(MAX_TIMEOUT)  # it is being set
         if get_state.answer.error is not None:
             return False
+        if get_state.inbound is None:  # an interrupt ended the call of `receive`
+            self.session.get_table.drop(get_state)
+            return True
         get_state.phase = self._inbound.phase
         return self._inbound.cancel()
 
