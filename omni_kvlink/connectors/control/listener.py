@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer, RouterSocket
+from omni_kvlink.connectors.control.monitored_socket import Buffer, RouterSocket
 from omni_kvlink.connectors.control.peer import (
-    Inboxes,
+    ROUND,
+    SHARE,
     PeerConnection,
     RangeSender,
     UngreetedConnections,
@@ -35,7 +36,7 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime.listener import Listener
-from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
+from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, RecentNames, TurnCounts
 from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class ControlListener(Listener):
         self._refused = Counter[str]()
         self._ungreeted = UngreetedConnections(self._refused)
         self._throttled = TurnCounts()
-        self._inboxes = Inboxes()
+        self._floods = RecentNames()  # hosts
+        self._round, self._handled = -1, 0  # of reads, the last; messages that it has handled
         self._flooders: set[bytes] = set()  # disconnected, while messages of them may be here
         self._context: zmq.Context[Any] = zmq.Context()
         self._senders: list[RangeSender] = []
@@ -226,11 +228,11 @@ class ControlListener(Listener):
             pass
         elif peer is None or len(parts) != 1:
             self._handle_in_loop(peer, identity, parts)
-        elif peer.inbox or not self._inboxes.has_turn(peer, self._socket.rounds):
+        elif peer.inbox or not self._has_turn_in_loop(peer):
             if not peer.inbox:
                 peer.turns = 0
                 self._throttle_in_loop(peer)
-            if not self._inboxes.keep(peer, parts[0]):
+            if not peer.keep(parts[0], self._floods):
                 self._refused["flood"] += 1
                 self.refuse(peer, "it sent more than can be kept")
                 self._flooders.add(peer.identity)
@@ -239,6 +241,18 @@ class ControlListener(Listener):
             self._handle_in_loop(peer, identity, parts)
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
             self._send_queued()
+
+    def _has_turn_in_loop(self, peer: PeerConnection) -> bool:
+        """Count a message of a peer; return whether this round of reads handles it."""
+        if self._round != self._socket.rounds:
+            self._round, self._handled = self._socket.rounds, 0
+        if peer.round != self._round:
+            peer.round, peer.handled = self._round, 0
+        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
+            return False
+        peer.handled += 1
+        self._handled += 1
+        return True
 
     def _handle_in_loop(
         self, peer: PeerConnection | None, identity: bytes, parts: Sequence[Any]
@@ -345,22 +359,9 @@ class ControlListener(Listener):
             self.send_frames(peer, [encode(answer)])
 
     def _on_event_in_loop(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
-            self._ungreeted.add(value, self._socket)
-        elif event == zmq.EVENT_ACCEPT_FAILED:
-            self._ungreeted.give_up(self._by_descriptor.values(), self._socket)
-        elif event == zmq.EVENT_DISCONNECTED:
-            peer = self._by_descriptor.pop(value, None)
-            if peer is not None:
-                if peer.has_unread_data():
-                    self._refused["too long"] += 1
-                self._drop_connection_in_loop(peer)
-            elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
-                del self._ungreeted[value]
-                self._refused["no greeting"] += 1
-            self._ungreeted.take_spare()
-        elif event & BROKEN:
-            self._refused["handshake"] += 1
+        ended = self._ungreeted.on_event(event, value, self._socket, self._by_descriptor)
+        if ended is not None:
+            self._drop_connection_in_loop(ended)
 
     def _on_idle_in_loop(self) -> None:
         """Remove disconnected peers, when their last messages have been read and handled."""

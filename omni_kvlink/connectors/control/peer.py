@@ -15,6 +15,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
 
-    from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
 MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
@@ -124,6 +126,21 @@ class PeerConnection(PeerHandle):
         self.inbox_nbytes -= len(data)
         return data
 
+    def keep(self, data: bytes, floods: RecentNames) -> bool:
+        """Keep a message until a turn of this peer; False if it is to be disconnected.
+
+        `floods` are the hosts of peers that had too many; its own is added then.
+        """
+        self.inbox.append(data)
+        self.inbox_nbytes += len(data)
+        count = len(self.inbox)
+        if count > MAX_INBOX_AGAIN and self.host in floods:
+            count += MAX_INBOX
+        if count > MAX_INBOX or self.inbox_nbytes > MAX_INBOX_NBYTES:
+            floods.add(self.host)
+            return False
+        return True
+
     def has_unread_data(self) -> bool:
         """Return whether ZMQ closed the connection at a frame that is too long.
 
@@ -165,6 +182,32 @@ class UngreetedConnections(dict[int, None]):
         super().__init__()
         self._refused = refused
         self.spare, self._given_up_at = -1, 0.0
+
+    def on_event(
+        self,
+        event: int,
+        descriptor: int,
+        monitored: MonitoredSocket,
+        peers: dict[int, PeerConnection],
+    ) -> PeerConnection | None:
+        """Handle an event of the socket; return the peer, by descriptor, whose connection ended."""
+        peer: PeerConnection | None = None
+        if event == zmq.EVENT_ACCEPTED:
+            self.add(descriptor, monitored)
+        elif event == zmq.EVENT_ACCEPT_FAILED:
+            self.give_up(peers.values(), monitored)
+        elif event == zmq.EVENT_DISCONNECTED:
+            peer = peers.pop(descriptor, None)
+            if peer is not None:
+                if peer.has_unread_data():
+                    self._refused["too long"] += 1
+            elif descriptor in self:  # ZMQ does not report why each of these was refused
+                del self[descriptor]
+                self._refused["no greeting"] += 1
+            self.take_spare()
+        elif event & BROKEN:
+            self._refused["handshake"] += 1
+        return peer
 
     def add(self, descriptor: int, monitored: MonitoredSocket) -> None:
         """Keep a connection until its `Hello`, unless there are too many, or no descriptors."""
@@ -210,35 +253,3 @@ class UngreetedConnections(dict[int, None]):
         spare, self.spare = self.spare, -1
         if spare >= 0:
             os.close(spare)
-
-
-class Inboxes:
-    """Decides how many messages of a peer one round of reads handles, and how many are kept."""
-
-    def __init__(self) -> None:
-        self._floods = RecentNames()  # hosts
-        self._round, self._handled = -1, 0  # the last round; messages that were handled in it
-
-    def has_turn(self, peer: PeerConnection, round_number: int) -> bool:
-        """Count a message of a peer; return whether this round of reads handles it."""
-        if self._round != round_number:
-            self._round, self._handled = round_number, 0
-        if peer.round != self._round:
-            peer.round, peer.handled = self._round, 0
-        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
-            return False
-        peer.handled += 1
-        self._handled += 1
-        return True
-
-    def keep(self, peer: PeerConnection, data: bytes) -> bool:
-        """Keep a message until a turn of its peer; False if it is to be disconnected."""
-        peer.inbox.append(data)
-        peer.inbox_nbytes += len(data)
-        count = len(peer.inbox)
-        if count > MAX_INBOX_AGAIN and peer.host in self._floods:
-            count += MAX_INBOX
-        if count > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
-            self._floods.add(peer.host)
-            return False
-        return True
