@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -70,11 +71,7 @@ class RangeSet:
 
     def remove(self, start: int, stop: int) -> None:
         """Remove the integers from `start` to `stop`, without `stop`."""
-        near = self._near(start, stop)
-        kept = list[tuple[int, int]]()
-        for first, last in self._ranges[near]:
-            kept += [(first, min(last, start)), (max(first, stop), last)]
-        self._ranges[near] = [(first, last) for first, last in kept if first < last]
+        self._ranges = [*self.parts(0, start), *self.parts(stop, sys.maxsize)]
 
     def parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges between `start` and `stop` that are in the set."""
