@@ -49,6 +49,7 @@ OTHER_USES = {
     ("ShmListener.close", "_disconnect_in_loop"): "the contract of Listener: called in the loop",
     ("ShmListener.close", "_reap_in_loop"): "the contract of Listener: called in the loop",
     ("ShmListener.pass_arena", "_pass_ahead_in_loop"): "the contract of Listener",
+    ("ControlConsumer._interrupt", "set_ready_in_loop"): "the caller is the loop, or hands it over",
     ("ControlSession._post_release", "_on_release_in_loop"): "handed over two lines below",
     ("ShmSession.close", "_close_in_loop"): "the caller is the loop's thread, or hands it over",
 }

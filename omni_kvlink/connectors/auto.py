@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.control.address import ControlAddress
-from omni_kvlink.connectors.control.consumer import ControlConsumer
-from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
+from omni_kvlink.connectors.control.consumer import ControlConsumer, keep_freed_memory
+from omni_kvlink.connectors.control.listener import ChunkSender, ControlListener, SenderOpener
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.runtime.event_loop import Wake
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
@@ -22,8 +23,6 @@ from omni_kvlink.connectors.ucx.consumer import UcxSession
 from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
-from omni_kvlink.connectors.zmq.consumer import ZmqSession, keep_freed_memory
-from omni_kvlink.connectors.zmq.sender import ZmqSender
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.system.failures import translate_errors
@@ -58,7 +57,7 @@ class AutoConsumer(ControlConsumer):
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         deadline = time.monotonic() + timeout
-        control = self._connect_session(ZmqSession(self._resources), timeout, no_wait=no_wait)
+        control = self._connect_session(ControlSession(self._resources), timeout, no_wait=no_wait)
         try:
             session, choice = self._choose(control, deadline)
         except BaseException:
@@ -71,7 +70,7 @@ class AutoConsumer(ControlConsumer):
             _log.info("%s goes by %s: %s", self._url, *choice)
         return session
 
-    def _choose(self, control: ZmqSession, deadline: float) -> tuple[Session, tuple[str, str]]:
+    def _choose(self, control: ControlSession, deadline: float) -> tuple[Session, tuple[str, str]]:
         """Return the session to use, the one over TCP if none is faster; its transport, and why."""
         reasons = []
         for transport, open_session in (("shm", self._open_shm), ("ucx", self._open_ucx)):
@@ -86,7 +85,7 @@ class AutoConsumer(ControlConsumer):
                 return session, (transport, "; ".join([reason, *reasons]))
         return control, ("zmq", "; ".join(reasons))
 
-    def _open_shm(self, control: ZmqSession, deadline: float) -> tuple[Session, str]:
+    def _open_shm(self, control: ControlSession, deadline: float) -> tuple[Session, str]:
         path = socket_path(self._name, self._options.directory)
         try:
             with translate_errors(path):
@@ -99,7 +98,7 @@ class AutoConsumer(ControlConsumer):
             raise ConnectorError(f"behind {path} is another producer")
         return session, f"this producer answers at {path}, so both ends share a kernel"
 
-    def _open_ucx(self, control: ZmqSession, deadline: float) -> tuple[Session, str]:
+    def _open_ucx(self, control: ControlSession, deadline: float) -> tuple[Session, str]:
         missing = ucx.unavailable()
         if missing:
             raise ConnectorError(missing)
@@ -138,9 +137,9 @@ def _senders(address: ControlAddress, options: Options) -> list[SenderOpener]:
     except ConnectorError as error:
         why = str(error)
     if why is None:
-        return [UcxSender, ZmqSender]
+        return [UcxSender, ChunkSender]
     _log.info("%s is served without UCX: %s", address.url, why)
-    return [ZmqSender]
+    return [ChunkSender]
 
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:

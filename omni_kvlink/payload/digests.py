@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from omni_kvlink._native.crc32c import combine
 from omni_kvlink._native.host import crc32c
-from omni_kvlink.errors import IntegrityError, WireError
+from omni_kvlink.errors import IntegrityError, VersionError, WireError
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.system.deadline import NEVER, check_deadline
 
@@ -15,11 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
-
-
-_MAX_PIECES = 64
-"""Pieces of one MiB that do not touch each other; a sender that goes in order makes two."""
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
 
 
 class ChunkDigest:
@@ -48,78 +42,6 @@ class ChunkDigest:
         return "".join(f"{crc:08x}" for crc in self.crcs)
 
 
-class ArrivingChunk:
-    """Bytes `start` to `stop` of a payload, which have a digest of their own, and arrive in pieces.
-
-    They are chunk `number` of tensor `spec`. `is_again` is for the owner: they were fetched twice.
-    """
-
-    __slots__ = ("_committed", "_pieces", "is_again", "number", "spec", "start", "stop")
-
-    def __init__(self, spec: TensorSpec, number: int, data: int, committed: int):
-        self.spec, self.number, self._committed = spec, number, committed
-        self.start = data + spec.start + number * DIGEST_CHUNK
-        self.stop = min(self.start + DIGEST_CHUNK, data + spec.stop)
-        self._pieces: list[tuple[int, int, int]] = []
-        self.is_again = False
-
-    def is_wrong(self, start: int, stop: int, crc: int) -> bool:
-        """Record a piece and its CRC-32C; return whether the chunk is whole, and not as committed.
-
-        No byte may be in two pieces; after a wrong chunk, all of it is expected again. WireError
-        if it arrives in too many pieces.
-        """
-        at = bisect.bisect_left(self._pieces, (start, stop, crc))
-        self._pieces.insert(at, (start, stop, crc))
-        for left in (at, at - 1):  # join it with its neighbours
-            pair = self._pieces[max(0, left) : left + 2]
-            if len(pair) == 2 and pair[0][1] == pair[1][0]:
-                (start, _, first), (middle, stop, second) = pair
-                joined = start, stop, combine(first, second, stop - middle)
-                self._pieces[left : left + 2] = [joined]
-        if len(self._pieces) > _MAX_PIECES:
-            raise WireError(f"{self.spec.where()} arrives in more than {_MAX_PIECES} pieces")
-        if self._pieces[0][:2] != (self.start, self.stop):
-            return False
-        (_, _, found) = self._pieces.pop()
-        return found != self._committed
-
-
-Piece: TypeAlias = "tuple[int, int, ArrivingChunk | None]"
-"""Bytes of a payload from a start to a stop, and the chunk that they are a part of, if any."""
-
-
-class ArrivingDigests:
-    """The chunks of a payload that arrives in pieces, in any order."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._chunks: list[ArrivingChunk] = []
-
-    def expect(self, spec: TensorSpec, digest: bytes, data: int) -> None:
-        """Take the digest of a tensor, as messages carry it; `data` is where the tensors begin."""
-        for number in range(len(digest) // 4):
-            committed = int.from_bytes(digest[4 * number : 4 * number + 4], "big")
-            chunk = ArrivingChunk(spec, number, data, committed)
-            at = bisect.bisect_left(self._starts, chunk.start)
-            self._starts.insert(at, chunk.start)
-            self._chunks.insert(at, chunk)
-
-    def split(self, start: int, stop: int) -> list[Piece]:
-        """Divide bytes into pieces that lie in one chunk each, or in none."""
-        pieces, at = list[Piece](), start
-        first = max(0, bisect.bisect_right(self._starts, start) - 1)
-        for chunk in self._chunks[first : bisect.bisect_left(self._starts, stop)]:
-            if chunk.stop <= at:
-                continue
-            if chunk.start > at:
-                pieces.append((at, chunk.start, None))
-                at = chunk.start
-            pieces.append((at, min(stop, chunk.stop), chunk))
-            at = min(stop, chunk.stop)
-        return [*pieces, (at, stop, None)] if at < stop else pieces
-
-
 def tensor_digest(
     manifest: Manifest, region: Region, spec: TensorSpec, deadline: float = NEVER
 ) -> ChunkDigest:
@@ -139,6 +61,16 @@ def verify(manifest: Manifest, region: Region) -> None:
     for spec in manifest.tensors:
         if spec.digest:
             compare(spec, tensor_digest(manifest, region, spec).crcs)
+
+
+def verified(payload: bytes | memoryview, region: Region, layouts: LayoutCache) -> Manifest | None:
+    """The manifest of a payload that was copied to `region`; None if it is not as committed."""
+    try:
+        manifest = layouts.decode(payload)
+        verify(manifest, region)
+    except (WireError, VersionError):
+        return None
+    return manifest
 
 
 def chunks_of(text: str) -> list[int]:

@@ -15,8 +15,9 @@ from parties import LAYERS, Producer, SimConsumer
 from world import Clock, Wire
 
 from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
+from omni_kvlink.connectors.control.receive_pool import SessionResources
 from omni_kvlink.connectors.control.remote_get import RemoteGet
-from omni_kvlink.connectors.control.session import ControlSession, SessionResources
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.protocol.get_table import GetRequest
@@ -292,12 +293,9 @@ class FarSession(ControlSession):
         simulated: Any = SessionResources
         super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), Counter()))
         self._connection = connection
-
-    @property
-    def fetch_limits(self) -> FetchLimits:
-        """What comes beside an offer must be no longer than a request may be."""
-        chunk = BLOCK if self._connection.is_eager else 500
-        return FetchLimits(chunk, 3 * chunk)
+        # What comes beside an offer must be no longer than a request may be.
+        chunk = BLOCK if connection.is_eager else 500
+        self.fetch_limits = FetchLimits(chunk, 3 * chunk)
 
     def _transmit_in_loop(self, message: Message) -> None:
         self._connection.to_producer.send(message)

@@ -6,16 +6,22 @@ import contextlib
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
 from omni_kvlink.connectors.control.security import find_credentials
-from omni_kvlink.connectors.control.session import ControlSession, SessionResources
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.runtime.consumer import Session, SessionConsumer, closed_here
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-from omni_kvlink.errors import PeerLostError, SchemaError
+from omni_kvlink.errors import (
+    KVLinkError,
+    PeerLostError,
+    SchemaError,
+    TransferTimeout,
+    format_seconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,17 +29,20 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
 
-S = TypeVar("S", bound=ControlSession)
 VERIFICATION = ("verified", "unverified", "refetched", "rejected")
 """Counters of `stats()["verification"]`: payloads delivered with all of their bytes compared with
 digests, and without; ranges that were fetched again; and payloads that were not as committed."""
 
 
+_MALLOC_KEEPS = 31 << 20
+"""Bytes; glibc adapts its threshold to freed blocks of at most 32 MiB."""
+
+
 class ControlConsumer(SessionConsumer):
     """Opens the sessions of one link, with one event loop and one memory pool for all of them."""
 
-    _make_session: Callable[[SessionResources], ControlSession]
-    """Returns a new session of the type that a subclass has, not yet connected."""
+    _make_session: Callable[[SessionResources], ControlSession] = ControlSession
+    """Returns a new session, not yet connected; of the type that a subclass has."""
 
     def __init__(self, address: ControlAddress, options: Options):
         if address.protocol == "tcp" and address.address.endswith(":0"):
@@ -69,7 +78,9 @@ class ControlConsumer(SessionConsumer):
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
         return self._connect_session(self._make_session(self._resources), timeout, no_wait=no_wait)
 
-    def _connect_session(self, session: S, timeout: float, *, no_wait: bool = False) -> S:
+    def _connect_session(
+        self, session: ControlSession, timeout: float, *, no_wait: bool = False
+    ) -> ControlSession:
         """Connect a session, and wait until its handshake is done."""
         live = (s for s in self._sessions_opened if not s.is_closed)
         self._sessions_opened = [*live, session]
@@ -79,12 +90,28 @@ class ControlConsumer(SessionConsumer):
         self._loop.call(session.connect_in_loop)
         try:
             if not session.ready.wait(max(0.0, timeout)):
-                raise session.connect_timeout(timeout)
+                raise self._connect_timeout(session, timeout)
             session.ready.result()
         except BaseException:
             self._disconnect(session)
             raise
         return session
+
+    def _connect_timeout(self, session: ControlSession, waited: float) -> TransferTimeout:
+        """Return the error of a `connect` that waited so many seconds, with the likely reason."""
+        phase = "handshake" if session.was_connected else "connecting"
+        reason = "nobody serves it; start the producer, or give a longer timeout"
+        if session.handshake_error:
+            cure = "the producer may have keys, this side has none"
+            if self._resources.credentials is not None:
+                cure = self._resources.credentials.cure
+            reason = f"handshakes fail ({session.handshake_error}): {cure}"
+        elif session.was_connected:
+            reason = "the producer does not answer"
+        else:
+            reason = self._address.unknown_host() or reason
+        message = f"{self._address.url} after {format_seconds(waited)}: {reason}"
+        return TransferTimeout(message, waited=waited, phase=phase)
 
     def _disconnect(self, session: ControlSession) -> None:
         """Close a session's connection at once; any thread."""
@@ -92,12 +119,17 @@ class ControlConsumer(SessionConsumer):
 
     def _interrupt(self) -> None:
         for session in self._sessions_opened:
-            session.set_ready(closed_here(self._url))
+            end = partial(session.set_ready_in_loop, closed_here(self._url))
+            if self._loop.is_own_thread:
+                end()
+            else:
+                self._loop.call(end)
 
-    def _close_resources_in_loop(self) -> None:
+    def _shut_down_in_loop(self, error: KVLinkError) -> None:
+        self._is_shut_down = True
         # Also a session that is connecting now: the context waits for all of its sockets.
         for session in self._sessions_opened:
-            session.disconnect_in_loop(closed_here(self._url))
+            session.disconnect_in_loop(error)
         self._context.term()
         for close in self._closers:
             close()
@@ -146,17 +178,22 @@ class ControlConsumer(SessionConsumer):
         """Close everything after `close`, unless a payload is in use."""
         if not self._closing or self._receive_pool.is_in_use or self._is_shut_down:
             return
-        self._is_shut_down = True
-        if isinstance(self._session, ControlSession):
-            self._session.disconnect_in_loop(closed_here(self._url))
-        self._close_resources_in_loop()
+        self._shut_down_in_loop(closed_here(self._url))
         self._receive_pool.close()
         self._loop.close()
 
     def _crashed_in_loop(self, error: BaseException) -> None:
-        if isinstance(self._session, ControlSession):
-            problem = PeerLostError(f"{self._url}: the consumer's thread failed: {error!r}")
-            self._session.disconnect_in_loop(problem)
-        self._is_shut_down = True
-        self._close_resources_in_loop()
+        text = f"{self._url}: the consumer's thread failed: {error!r}"
+        self._shut_down_in_loop(PeerLostError(text))
         self._may_return.set()
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep freed blocks of up to 31 MiB, in which ZMQ receives chunks.
+
+    glibc returns freed memory to the system above a threshold that grows with the largest freed
+    block; mapping fresh memory for each chunk would cost more than the transfer. The block that is
+    allocated here is never touched.
+    """
+    block = bytearray(_MALLOC_KEEPS)
+    del block

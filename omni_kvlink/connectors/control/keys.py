@@ -49,7 +49,7 @@ def generate(directory: str, name: str) -> tuple[str, str]:
 
 
 def _write(path: str, key: bytes, mode: int, undo: contextlib.ExitStack) -> None:
-    """Write a new file; `undo` removes it."""
+    """Write a new file, whole; `undo` removes it."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except FileExistsError:
@@ -57,6 +57,8 @@ def _write(path: str, key: bytes, mode: int, undo: contextlib.ExitStack) -> None
     undo.callback(_remove, path)
     with os.fdopen(fd, "wb") as file:
         file.write(key + b"\n")
+        file.flush()
+        os.fsync(fd)  # after a power failure the name must not belong to an empty file
 
 
 def _remove(path: str) -> None:
@@ -91,16 +93,9 @@ def _make_user_secret(path: str) -> None:
     left is never used.
     """
     draft = f"{path}.{os.urandom(8).hex()}"
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(zmq.curve_keypair()[1] + b"\n")
-            file.flush()
-            os.fsync(fd)  # after a power failure the name must not belong to an empty file
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        _remove(draft)
+    with contextlib.ExitStack() as undo, contextlib.suppress(FileExistsError):
+        _write(draft, zmq.curve_keypair()[1], 0o600, undo)
+        os.link(draft, path)
 
 
 def read_secret(path: str) -> bytes:
@@ -125,23 +120,17 @@ def read_public(path: str) -> bytes:
     return text
 
 
-def read_all(directory: str) -> set[bytes]:
-    """Read the keys, 32 bytes each, of all `.public` files in a directory that hold one."""
-    return set(_read_files(directory)[0])
+def read_all(directory: str) -> tuple[set[bytes], list[str]]:
+    """Read the keys, 32 bytes each, of all `.public` files in a directory.
 
-
-def files_without_key(directory: str) -> list[str]:
-    """Return an error's text for each `.public` file in a directory that `read_all` skips."""
-    return _read_files(directory)[1]
-
-
-def _read_files(directory: str) -> tuple[list[bytes], list[str]]:
+    An error's text is returned for each file that holds none.
+    """
     with translate_errors(f"peers={directory}", "give a directory of public keys"):
         paths = [path for path in Path(directory).iterdir() if path.suffix == PUBLIC]
-    keys, problems = list[bytes](), list[str]()
+    keys, problems = set[bytes](), list[str]()
     for path in paths:
         try:
-            keys.append(zmq.utils.z85.decode(read_public(str(path))))
+            keys.add(zmq.utils.z85.decode(read_public(str(path))))
         except ConnectorError as error:  # noqa: PERF203 (one file must not hide the others)
             problems.append(str(error))
     return keys, problems

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import zmq
 
-from omni_kvlink.connectors.control.monitored_socket import BROKEN, Buffer
-from omni_kvlink.connectors.control.peer import Inboxes, PeerConnection, RangeSender
-from omni_kvlink.connectors.control.router_socket import RouterSocket, UngreetedConnections
-from omni_kvlink.connectors.control.security import (
-    ZapAuth,
-    find_credentials,
-    random_routing_ids,
+from omni_kvlink.connectors.control.monitored_socket import Buffer, RouterSocket
+from omni_kvlink.connectors.control.peer import (
+    ROUND,
+    SHARE,
+    PeerConnection,
+    RangeSender,
+    UngreetedConnections,
 )
-from omni_kvlink.connectors.protocol.fetch_plan import EAGER
+from omni_kvlink.connectors.control.security import ZapAuth, find_credentials, random_routing_ids
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, EAGER, WINDOW
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     PROTOCOL,
+    Chunk,
     FetchRange,
     Hello,
     Message,
@@ -34,7 +36,7 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime.listener import Listener
-from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
+from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, RecentNames, TurnCounts
 from omni_kvlink.errors import ClosedError, KVLinkError, WireError
 
 if TYPE_CHECKING:
@@ -52,8 +54,6 @@ MAX_PENDING = 4096
 """Ranges that one peer may have requested and not been sent."""
 _REFUSAL_RETRY = 1.0
 """Seconds between attempts to tell a peer that it was refused."""
-
-
 SenderOpener: TypeAlias = "Callable[[ControlListener], RangeSender]"
 
 
@@ -85,7 +85,8 @@ class ControlListener(Listener):
         self._refused = Counter[str]()
         self._ungreeted = UngreetedConnections(self._refused)
         self._throttled = TurnCounts()
-        self._inboxes = Inboxes()
+        self._floods = RecentNames()  # hosts
+        self._round, self._handled = -1, 0  # of reads, the last; messages that it has handled
         self._flooders: set[bytes] = set()  # disconnected, while messages of them may be here
         self._context: zmq.Context[Any] = zmq.Context()
         self._senders: list[RangeSender] = []
@@ -101,15 +102,14 @@ class ControlListener(Listener):
         self.transports = tuple(sender.transport for sender in self._senders)
 
     def _bind(self, credentials: Credentials | None) -> None:
-        on_refused = partial(self._count, "key")
         callbacks = (
-            self._is_known,
+            lambda identity: identity in self._peers or identity in self._flooders,
             self._on_parts_in_loop,
             self._on_event_in_loop,
             self._on_idle_in_loop,
         )
         with random_routing_ids():
-            self._zap_auth = ZapAuth(self._context, credentials, self.loop, on_refused)
+            self._zap_auth = ZapAuth(self._context, credentials, self.loop, self._refused)
             self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -150,6 +150,11 @@ class ControlListener(Listener):
     def send(self, peer: PeerConnection, message: Message) -> None:
         """Queue a message for a peer; any thread, never blocks."""
         self._outbox.append((peer, message))
+        self.loop.call(self._flush_in_loop)
+
+    def send_all(self, peer: PeerConnection, messages: Sequence[Message]) -> None:
+        """Queue several messages for a peer; any thread, never blocks."""
+        self._outbox.extend((peer, message) for message in messages)
         self.loop.call(self._flush_in_loop)
 
     def flush(self) -> None:
@@ -210,59 +215,60 @@ class ControlListener(Listener):
             self._socket.send([peer.identity, *frames], copy=copy)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
-                self._count("too slow")
+                self._refused["too slow"] += 1
                 self.refuse(peer, "too slow")
             else:
                 self._disconnected.append(peer)
                 self.loop.call(self._on_idle_in_loop)
 
-    def _is_known(self, identity: bytes) -> bool:
-        return identity in self._peers or identity in self._flooders
-
     def _on_parts_in_loop(self, identity: bytes, parts: Sequence[Any]) -> None:
         """Handle a message, or keep it if its peer has used up its turn in this round of reads."""
         peer = self._peers.get(identity)
-        if peer is None:
-            if identity not in self._flooders:
-                self._on_stranger_in_loop(identity, parts)
-        elif len(parts) != 1:
-            self._on_bad_message_in_loop(peer)
-        elif peer.inbox or not self._inboxes.has_turn(peer, self._socket.rounds):
+        if peer is None and identity in self._flooders:
+            pass
+        elif peer is None or len(parts) != 1:
+            self._handle_in_loop(peer, identity, parts)
+        elif peer.inbox or not self._has_turn_in_loop(peer):
             if not peer.inbox:
                 peer.turns = 0
                 self._throttle_in_loop(peer)
-            if not self._inboxes.keep(peer, parts[0]):
-                self._end_flood_in_loop(peer)
+            if not peer.keep(parts[0], self._floods):
+                self._refused["flood"] += 1
+                self.refuse(peer, "it sent more than can be kept")
+                self._flooders.add(peer.identity)
+                self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
         else:
-            self._handle_data_in_loop(peer, parts[0])
+            self._handle_in_loop(peer, identity, parts)
         if self._outbox:  # also of a `put`, which left it to the thread that has the lock
             self._send_queued()
 
-    def _on_stranger_in_loop(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _has_turn_in_loop(self, peer: PeerConnection) -> bool:
+        """Count a message of a peer; return whether this round of reads handles it."""
+        if self._round != self._socket.rounds:
+            self._round, self._handled = self._socket.rounds, 0
+        if peer.round != self._round:
+            peer.round, peer.handled = self._round, 0
+        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
+            return False
+        peer.handled += 1
+        self._handled += 1
+        return True
+
+    def _handle_in_loop(
+        self, peer: PeerConnection | None, identity: bytes, parts: Sequence[Any]
+    ) -> None:
+        """Handle a message; one that its peer must not send removes that peer."""
         try:
-            if len(frames) != 1:
+            if len(parts) != 1:
                 raise WireError("a message has one part")
-            self._on_hello_in_loop(identity, frames[0], decode(frames[0].bytes))
+            if peer is None:
+                self._on_hello_in_loop(identity, parts[0], decode(parts[0].bytes))
+            else:
+                self._on_message_in_loop(peer, decode(parts[0]))
         except WireError:
-            self._on_bad_message_in_loop(None)
-
-    def _handle_data_in_loop(self, peer: PeerConnection, data: bytes) -> None:
-        try:
-            self._on_message_in_loop(peer, decode(data))
-        except WireError:
-            self._on_bad_message_in_loop(peer)
-
-    def _on_bad_message_in_loop(self, peer: PeerConnection | None) -> None:
-        self._count("bad message")
-        if peer is not None:
-            self.refuse(peer, "it sent what is no message of this protocol")
-
-    def _end_flood_in_loop(self, peer: PeerConnection) -> None:
-        """Disconnect a peer of which no more messages are kept."""
-        self._count("flood")
-        self.refuse(peer, "it sent more than can be kept")
-        self._flooders.add(peer.identity)
-        self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
+            self._refused["bad message"] += 1
+            if peer is not None:
+                self.refuse(peer, "it sent what is no message of this protocol")
 
     def _throttle_in_loop(self, peer: PeerConnection) -> None:
         peer.turns += 1
@@ -273,7 +279,7 @@ class ControlListener(Listener):
         """Handle messages that were kept."""
         with self.lock:
             for _ in range(min(TURN, len(peer.inbox))):
-                self._handle_data_in_loop(peer, peer.take_kept())
+                self._handle_in_loop(peer, peer.identity, [peer.take_kept()])
                 if not peer.inbox:
                     break  # also when it was refused
             if peer.inbox:
@@ -285,7 +291,7 @@ class ControlListener(Listener):
         if isinstance(message, TransportAddress):
             self._on_address_in_loop(peer, message)
         elif peer.sender is None:
-            self._count("bad message")
+            self._refused["bad message"] += 1
             scheme = self.address.url.partition(":")[0]
             self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
         elif isinstance(message, FetchRange):
@@ -301,10 +307,10 @@ class ControlListener(Listener):
             raise WireError("the first message must be Hello")
         refusal = ""
         if common_version(message.versions) is None:
-            self._count("other version")
+            self._refused["other version"] += 1
             refusal = "no common version"
         elif len(self._peers) >= MAX_PEERS:
-            self._count("too many")
+            self._refused["too many"] += 1
             refusal = f"{MAX_PEERS} readers are connected already"
         if refusal:
             self._refusals[identity] = refusal
@@ -353,22 +359,9 @@ class ControlListener(Listener):
             self.send_frames(peer, [encode(answer)])
 
     def _on_event_in_loop(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
-            self._ungreeted.add(value, self._socket)
-        elif event == zmq.EVENT_ACCEPT_FAILED:
-            self._ungreeted.give_up(self._by_descriptor.values(), self._socket)
-        elif event == zmq.EVENT_DISCONNECTED:
-            peer = self._by_descriptor.pop(value, None)
-            if peer is not None:
-                if peer.has_unread_data():
-                    self._count("too long")
-                self._drop_connection_in_loop(peer)
-            elif value in self._ungreeted:  # ZMQ does not report why each of these was refused
-                del self._ungreeted[value]
-                self._count("no greeting")
-            self._ungreeted.take_spare()
-        elif event & BROKEN:
-            self._count("handshake")
+        ended = self._ungreeted.on_event(event, value, self._socket, self._by_descriptor)
+        if ended is not None:
+            self._drop_connection_in_loop(ended)
 
     def _on_idle_in_loop(self) -> None:
         """Remove disconnected peers, when their last messages have been read and handled."""
@@ -424,7 +417,8 @@ class ControlListener(Listener):
         nbytes = fetch.stop - fetch.start
         if nbytes <= 0 or len(peer.pending) >= MAX_PENDING:
             raise WireError("a peer fetches bytes, and only so many ranges at once")
-        if nbytes + peer.pending_nbytes > sender.max_in_flight:
+        pending = sum(each.stop - each.start for each in peer.pending)
+        if nbytes + pending > sender.max_in_flight:
             raise WireError("a peer fetches no more than its window")
         peer.pending.append(fetch)
         self._send_pending_in_loop(peer, sender)
@@ -435,14 +429,15 @@ class ControlListener(Listener):
             fetch = peer.pending.popleft()
             transfer = self.producer.find_leased(peer, fetch.get_id, fetch.epoch)
             if transfer is None:
-                self.producer.transfers.counters["stale"] += 1
+                with self.producer.lock:
+                    self.producer.transfers.counters["stale"] += 1
                 continue
             try:
                 sender.send_range(peer, fetch, transfer)
             except WireError as error:
                 if self.producer.find_leased(peer, fetch.get_id, fetch.epoch) is None:
                     continue  # the transfer ended meanwhile; a direct put's tensors are gone
-                self._count("bad message")
+                self._refused["bad message"] += 1
                 self.refuse(peer, f"it asked for {error}")
                 return
 
@@ -463,9 +458,6 @@ class ControlListener(Listener):
             self._send_pending_in_loop(peer, peer.sender)
         self._socket.drain()
 
-    def _count(self, reason: str) -> None:
-        self._refused[reason] += 1
-
     def close(self) -> None:
         """Send the last messages, then close sockets and senders; in the producer's loop, once."""
         if self._context.closed:
@@ -483,3 +475,25 @@ class ControlListener(Listener):
         # After the last messages: a peer that UCX lost first would not wait for them.
         for sender in self._senders:
             sender.close()
+
+
+class ChunkSender(RangeSender):
+    """Sends ranges over the control channel, without a copy, as messages of at most 4 MiB."""
+
+    transport = "zmq"
+    max_in_flight = 2 * WINDOW
+
+    def __init__(self, listener: ControlListener):
+        self._listener = listener
+
+    def direct_refusal(self, device: str) -> str:
+        """Return why tensors of a device cannot be sent; "" for host memory."""
+        return "" if device == "cpu" else "ZMQ sends from host memory only"
+
+    def send_range(self, peer: PeerConnection, fetch: FetchRange, transfer: Transfer) -> None:
+        """Send the bytes of one request; see `RangeSender`."""
+        for start in range(fetch.start, fetch.stop, CHUNK):
+            stop = min(fetch.stop, start + CHUNK)
+            piece = self._listener.borrow(peer, fetch, transfer, start, stop)
+            header = encode(Chunk(fetch.get_id, fetch.epoch, start))
+            self._listener.send_frames(peer, [header, piece.view()], copy=False)

@@ -1,4 +1,4 @@
-"""A ZMQ socket and its monitor in an event loop, with the options of every control channel."""
+"""ZMQ sockets and their monitors in an event loop, with the options of every control channel."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ _UNCONNECTED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = _OPENED | BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | _UNCONNECTED | zmq.EVENT_ACCEPT_FAILED
 _POLLIN = int(zmq.POLLIN)  # the `&` of zmq's flag type is slower than the call to ZMQ
 DONTWAIT = int(zmq.DONTWAIT)
+_RCVMORE = int(zmq.RCVMORE)
+_MANY = 16
+"""Messages in one round after which another is likely: to ask ZMQ costs as much as to read it."""
 _sockets: weakref.WeakSet[MonitoredSocket] = weakref.WeakSet()
 
 
@@ -208,9 +211,9 @@ class MonitoredSocket:
     def read_events(self) -> bool:
         """Handle the monitor's pending events; return whether there were any."""
         found = False
-        while not self._closed and (frames := _receive(self._monitor)) is not None:
+        while not self._closed and is_readable(self._monitor):
             found = True
-            event, value = struct.unpack("=Hi", frames[0].bytes)
+            event, value = struct.unpack("=Hi", self._monitor.recv_multipart(DONTWAIT)[0])
             if event & _OPENED:
                 self.descriptors.add(value)
             elif event == zmq.EVENT_DISCONNECTED:
@@ -281,24 +284,56 @@ class MonitoredSocket:
             self._on_message, self._on_event, self._on_idle = _ignore, _ignore, _ignore
 
 
+class RouterSocket(MonitoredSocket):
+    """Reads as fast as ZMQ gives: what is not read stands in front of other peers' messages.
+
+    `on_message`, which leaves most of what one round reads for later, is given the routing id of
+    the sender and the parts of its message: bytes if `is_known` says so of the routing id, which
+    costs a tenth of frames, else frames.
+    """
+
+    max_reads = 2048
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        loop: EventLoop,
+        is_known: Callable[[bytes], bool],
+        on_message: Callable[[bytes, Sequence[Any]], None],
+        on_event: Callable[[int, int], None],
+        on_idle: Callable[[], None],
+        *,
+        max_frame: int,
+    ):
+        super().__init__(context, zmq.ROUTER, loop, _ignore, on_event, on_idle, max_frame=max_frame)
+        self._is_known, self._on_parts = is_known, on_message
+
+    def close(self) -> None:
+        """Close socket and monitor, as `MonitoredSocket` does."""
+        super().close()
+        self._is_known, self._on_parts = _ignore, _ignore  # breaks the cycle with the owner
+
+    def _read_message(self, number: int) -> bool:
+        if number < _MANY and not is_readable(self.socket):
+            return False
+        try:
+            identity = self.socket.recv(DONTWAIT)
+        except zmq.Again:
+            return is_readable(self.socket)  # it was not asked; or dropped with its connection
+        copy = self._is_known(identity)
+        parts = [self.socket.recv(DONTWAIT, copy)]  # whole: its first part is there
+        while self.socket.getsockopt(_RCVMORE):
+            parts.append(self.socket.recv(DONTWAIT, copy))
+        self._on_parts(identity, parts)
+        return True
+
+
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Ten times cheaper than the exception of a receive that finds nothing."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
-    if not is_readable(socket):
-        return None
-    try:
-        frames = [socket.recv(DONTWAIT, copy=False)]
-    except zmq.Again:
-        return None  # dropped with its connection
-    while frames[-1].more:  # a message is whole once its first part is there
-        frames.append(socket.recv(copy=False))
-    return frames
-
-
-def _ignore(*arguments: object) -> None:
+def _ignore(*arguments: Any) -> Any:
     pass
 
 

@@ -1,19 +1,31 @@
-"""A peer of the control channel: the sender of its bytes, and the limits of what it sends."""
+"""A peer of the control channel: the sender of its bytes, and the limits of what it sends.
+
+Before its `Hello` it is one of the `UngreetedConnections`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
 import socket
 import struct
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
+from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
 
 if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterable
+
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
 MAX_INBOX, MAX_INBOX_NBYTES = 1 << 14, 64 << 20
@@ -26,6 +38,10 @@ MAX_INBOX_AGAIN = 256
 ROUND, SHARE = 2 * TURN, 8
 """Messages that one round of reads handles; and those of each peer that it handles nevertheless."""
 _CREDENTIALS = struct.calcsize("3i")
+MAX_UNGREETED = 128
+"""Connections that may be without `Hello` at a time; the oldest is disconnected for another."""
+_ACCEPT_SECONDS = 0.1
+"""Seconds that ZMQ may take to accept a connection with a descriptor that was given up for it."""
 _UNREAD_WAIT_MS = 10
 """Time for which a closed connection is checked for unread data; a frozen peer costs this once."""
 
@@ -104,16 +120,26 @@ class PeerConnection(PeerHandle):
         """The host of the peer, or its process over a Unix socket."""
         return self.name.rpartition(":")[0] or self.name
 
-    @property
-    def pending_nbytes(self) -> int:
-        """Bytes of the requests that are queued."""
-        return sum(fetch.stop - fetch.start for fetch in self.pending)
-
     def take_kept(self) -> bytes:
         """Return the oldest message that is read and not handled; it counts as handled."""
         data = self.inbox.popleft()
         self.inbox_nbytes -= len(data)
         return data
+
+    def keep(self, data: bytes, floods: RecentNames) -> bool:
+        """Keep a message until a turn of this peer; False if it is to be disconnected.
+
+        `floods` are the hosts of peers that had too many; its own is added then.
+        """
+        self.inbox.append(data)
+        self.inbox_nbytes += len(data)
+        count = len(self.inbox)
+        if count > MAX_INBOX_AGAIN and self.host in floods:
+            count += MAX_INBOX
+        if count > MAX_INBOX or self.inbox_nbytes > MAX_INBOX_NBYTES:
+            floods.add(self.host)
+            return False
+        return True
 
     def has_unread_data(self) -> bool:
         """Return whether ZMQ closed the connection at a frame that is too long.
@@ -146,33 +172,84 @@ def _address_of(connection: socket.socket | None) -> str:
         return "unknown"
 
 
-class Inboxes:
-    """Decides how many messages of a peer one round of reads handles, and how many are kept."""
+class UngreetedConnections(dict[int, None]):
+    """Descriptors of connections without `Hello`, the oldest first; `refused` counts refusals.
 
-    def __init__(self) -> None:
-        self._floods = RecentNames()  # hosts
-        self._round, self._handled = -1, 0  # the last round; messages that were handled in it
+    One descriptor is kept in reserve, for when the process has no other.
+    """
 
-    def has_turn(self, peer: PeerConnection, round_number: int) -> bool:
-        """Count a message of a peer; return whether this round of reads handles it."""
-        if self._round != round_number:
-            self._round, self._handled = round_number, 0
-        if peer.round != self._round:
-            peer.round, peer.handled = self._round, 0
-        if peer.handled >= (TURN if self._handled < ROUND else SHARE):
-            return False
-        peer.handled += 1
-        self._handled += 1
-        return True
+    def __init__(self, refused: Counter[str]):
+        super().__init__()
+        self._refused = refused
+        self.spare, self._given_up_at = -1, 0.0
 
-    def keep(self, peer: PeerConnection, data: bytes) -> bool:
-        """Keep a message until a turn of its peer; False if it is to be disconnected."""
-        peer.inbox.append(data)
-        peer.inbox_nbytes += len(data)
-        count = len(peer.inbox)
-        if count > MAX_INBOX_AGAIN and peer.host in self._floods:
-            count += MAX_INBOX
-        if count > MAX_INBOX or peer.inbox_nbytes > MAX_INBOX_NBYTES:
-            self._floods.add(peer.host)
-            return False
-        return True
+    def on_event(
+        self,
+        event: int,
+        descriptor: int,
+        monitored: MonitoredSocket,
+        peers: dict[int, PeerConnection],
+    ) -> PeerConnection | None:
+        """Handle an event of the socket; return the peer, by descriptor, whose connection ended."""
+        peer: PeerConnection | None = None
+        if event == zmq.EVENT_ACCEPTED:
+            self.add(descriptor, monitored)
+        elif event == zmq.EVENT_ACCEPT_FAILED:
+            self.give_up(peers.values(), monitored)
+        elif event == zmq.EVENT_DISCONNECTED:
+            peer = peers.pop(descriptor, None)
+            if peer is not None:
+                if peer.has_unread_data():
+                    self._refused["too long"] += 1
+            elif descriptor in self:  # ZMQ does not report why each of these was refused
+                del self[descriptor]
+                self._refused["no greeting"] += 1
+            self.take_spare()
+        elif event & BROKEN:
+            self._refused["handshake"] += 1
+        return peer
+
+    def add(self, descriptor: int, monitored: MonitoredSocket) -> None:
+        """Keep a connection until its `Hello`, unless there are too many, or no descriptors."""
+        if not self.take_spare():
+            self._refused["no descriptors"] += 1
+            monitored.disconnect(descriptor)
+            return
+        self[descriptor] = None
+        if len(self) > MAX_UNGREETED:
+            oldest = next(iter(self))
+            del self[oldest]
+            self._refused["no greeting"] += 1
+            monitored.disconnect(oldest)
+
+    def take_spare(self) -> bool:
+        """Keep one descriptor in reserve; return whether there is one."""
+        if self.spare < 0:
+            with contextlib.suppress(OSError):
+                self.spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return self.spare >= 0
+
+    def give_up(self, peers: Iterable[PeerConnection], monitored: MonitoredSocket) -> None:
+        """Let ZMQ accept a connection for which there was no descriptor, to disconnect it.
+
+        ZMQ would try again without a pause for as long as the connection is in the queue. If
+        another thread took the spare descriptor, a peer's `duplicate` is given up.
+        """
+        now = time.monotonic()
+        if self.spare >= 0:
+            self.close()
+        elif now < self._given_up_at + _ACCEPT_SECONDS:
+            return  # an event from before ZMQ could use what was given up last
+        else:
+            for peer in peers:
+                if peer.duplicate is not None:
+                    monitored.close_duplicate(peer.duplicate)
+                    peer.duplicate = None
+                    break
+        self._given_up_at = now
+
+    def close(self) -> None:
+        """Close the spare descriptor."""
+        spare, self.spare = self.spare, -1
+        if spare >= 0:
+            os.close(spare)

@@ -1,79 +1,80 @@
-"""A get over the control channel; its thread may receive a small payload itself."""
+"""A get over the control channel, and the transfer that brings its payload into this process."""
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import threading
 import time
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Delivery
-from omni_kvlink.connectors.protocol.get_table import GetLease
-from omni_kvlink.connectors.protocol.messages import Offer, Status, decode
+from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
+from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
+from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.consumer import SessionGet
-from omni_kvlink.connectors.runtime.event_loop import LeadingReceiver, Wake
-from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
-from omni_kvlink.errors import ClosedError, KVLinkError, VersionError, WireError
+from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.digests import verify
+from omni_kvlink.payload.digests import mismatch, verified
+from omni_kvlink.payload.format import ALIGN, MAX_HEADER, MAX_TENSORS
+from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Sequence, Sized
+    from collections.abc import Callable, Sequence
 
-    import zmq
-
-    from omni_kvlink.connectors.base import InlineTarget
-    from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
-    from omni_kvlink.connectors.protocol.get_table import GetState, GetTable
-    from omni_kvlink.connectors.protocol.messages import Message
+    from omni_kvlink.connectors.control.receive_pool import SessionResources
+    from omni_kvlink.connectors.protocol.fetch_plan import ArrivingChunk
+    from omni_kvlink.connectors.protocol.get_table import GetLease, GetState
+    from omni_kvlink.connectors.protocol.messages import Offer, Outcome
     from omni_kvlink.connectors.runtime.consumer import Session
-    from omni_kvlink.connectors.runtime.event_loop import EventLoop
-    from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-    from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.memory.arena import Block
+    from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
+
+_WHOLE, _TENSOR = "whole", "tensor"
+Label: TypeAlias = "str | Layer"
 
 
 class RemoteGet(SessionGet):
-    """A pending get; it is done when the payload has arrived, or with the error."""
+    """A pending get; it is done when the payload has arrived, or with the error.
 
-    delivery: Delivery | None = None  # that the receiver has taken, for `wait`
+    `receive` blocks until a deadline at most, and may set `delivery`: the thread that waits has
+    received a small payload itself. Else the loop fetches the payload: `InboundTransfer`.
+    """
 
-    def __init__(self, session: Session, get_state: GetState, receiver: InlineReceiver):
-        self.session, self._get_table, self._receiver = session, session.get_table, receiver
+    delivery: Delivery | None = None
+
+    def __init__(
+        self, session: Session, get_state: GetState, receive: Callable[[RemoteGet, float], None]
+    ):
         assert get_state.ready is not None
-        self.get_state = self._get_state = get_state
-        self._done, self._process = get_state.ready, process.current
+        self.session, self.get_state, self._receive = session, get_state, receive
+        self._get_state, self._done, self._process = get_state, get_state.ready, process.current
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
-        timeout = check_timeout(timeout)
-        deadline = time.monotonic() + timeout
-        if timeout and not self._get_state.answer.is_set() and self._process.is_current:
-            self._receiver.receive(self, deadline)
-            timeout = max(0.0, deadline - time.monotonic())
+        deadline = time.monotonic() + check_timeout(timeout)
+        if not self._process.is_current:
+            self._process.check(f"the get of {self._get_state.key!r}")
+        if timeout and not self._get_state.answer.is_set():
+            self._receive(self, deadline)
         if self.delivery is not None:
             delivery, self.delivery = self.delivery, None
             return delivery
-        self._get_table.wait(self._get_state, timeout)
-        inbound = self._inbound
         try:
-            if not inbound.ready.wait(max(0.0, deadline - time.monotonic())):
-                self._get_state.phase = inbound.phase
-                if inbound.cancel():
+            if not self._done.wait(max(0.0, deadline - time.monotonic())):
+                if self._withdraw():
                     raise self._get_state.timeout_error()
-                inbound.ready.wait(MAX_TIMEOUT)  # it is being set
-            inbound.ready.result()
+                self._done.wait(MAX_TIMEOUT)  # it is being set
+            self._done.result()
         except KVLinkError:
             self._get_state.settle()
             raise
         except BaseException:
             self.cancel()
             raise
-        delivery = inbound.deliver()
+        delivery = self._inbound.deliver()
         self._get_state.settle()
         return delivery
 
@@ -82,20 +83,43 @@ class RemoteGet(SessionGet):
         get_state, self.delivery = self._get_state, None
         if get_state.is_settled:
             return
-        if self._get_table.cancel(get_state):
-            return
+        if not self._withdraw():
+            self._done.wait(MAX_TIMEOUT)  # it is being set
+            if self._done.error is None:
+                self._inbound.lease.release("unread", "")
+        get_state.settle()
+
+    def _withdraw(self) -> bool:
+        """End the get, unless its payload has arrived or its error has come."""
+        get_state = self._get_state
+        if self.session.get_table.cancel(get_state):
+            return True
         get_state.answer.wait(MAX_TIMEOUT)  # it is being set
         if get_state.answer.error is not None:
-            return
-        if get_state.inbound is None:  # an interrupt ended `InlineReceiver.receive`
-            self._get_table.drop(get_state)
-            return
-        inbound = self._inbound
-        if not inbound.cancel():
-            inbound.ready.wait(MAX_TIMEOUT)  # it is being set
-            if inbound.ready.error is None:
-                inbound.release_unread()
-        get_state.settle()
+            return False
+        if get_state.inbound is None:  # an interrupt ended the call of `receive`
+            self.session.get_table.drop(get_state)
+            return True
+        get_state.phase = self._inbound.phase
+        return self._inbound.cancel()
+
+    def open(
+        self, payload: memoryview, layouts: LayoutCache
+    ) -> tuple[Region, Manifest | None, bool] | None:
+        """Return memory with the payload, its manifest if decoded, and whether all was compared.
+
+        None if it is not as committed.
+        """
+        is_compared, target = self._get_state.verify, self.inline_target
+        if target is not None:
+            region = target.fill(payload, verify=is_compared)
+            if region is not None:
+                return region, None, is_compared and target.is_covered
+        region = Region.copy_of(payload)
+        if not is_compared:
+            return region, None, False
+        manifest = verified(payload, region, layouts)
+        return None if manifest is None else (region, manifest, manifest.is_covered)
 
     @property
     def _inbound(self) -> InboundTransfer:
@@ -103,155 +127,373 @@ class RemoteGet(SessionGet):
         return self._get_state.inbound
 
 
-class InlineReceiver(LeadingReceiver):
-    """Receives a payload that comes inside its offer in the thread whose get waits for it.
+class InboundState(enum.Enum):
+    """The state of an `InboundTransfer`."""
 
-    It takes that payload only, and only if it is as committed. Any other message stays in the
-    socket for the loop, whose thread would otherwise receive all of them and wake the get. One
-    thread at a time; a get that comes meanwhile waits for the loop.
+    PENDING = "pending"
+    READY = "ready"
+    ENDED = "ended"
 
-    A payload is charged to the quota of `receive_pool` until its `Release`.
+
+class InboundTransfer:
+    """A payload that was offered and is being fetched.
+
+    ```text
+            ┌── all of it has come; of a stream, its header ──► READY ──┐
+    PENDING ┤                                                   released│
+            └── cancelled, failed, rejected ──────────────────► ENDED ◄─┘
+    ```
+    The loop, and the thread that cancels, contend for the step from PENDING: who takes it completes
+    the get, with the error if there is one. What a stream still receives in READY (`progress`), and
+    that a payload was rejected (`_error_text`), are beside the state.
+
+    Methods are called in the loop's thread, except those under "For any thread". The end of `lease`
+    tells the producer the outcome and leads to `close`. `fetch_more` is called with this object
+    whenever `plan` may have ranges to request, of `chunk` bytes at most. A stream's layers are
+    delivered one by one, as they arrive (`progress`). `inline_bytes`: the first bytes that are
+    needed, if they travelled with the offer.
+
+    With the get's `verify`, bytes are compared with their digests as they arrive, before anything
+    is delivered that depends on them. A wrong MiB of a tensor, or a wrong header, is fetched once
+    more; if it is wrong again, the payload is rejected. The consumer's counters count both.
     """
-
-    socket: MonitoredSocket
-    """The session's, from the end of the handshake on."""
 
     def __init__(
         self,
-        loop: EventLoop,
-        get_table: GetTable,
-        receive_pool: ReceivePool,
-        layouts: LayoutCache,
-        counters: Counter[str],
-        fetching: Sized,
+        resources: SessionResources,
+        get_state: GetState,
+        offer: Offer,
+        lease: GetLease,
+        fetch_more: Callable[[InboundTransfer], None],
+        inline_bytes: bytes,
+        chunk: int,
     ):
-        super().__init__()
-        self._loop, self._get_table, self._receive_pool = loop, get_table, receive_pool
-        self._layouts, self._counters, self._fetching = layouts, counters, fetching
+        self.key, self.offer, self.streamed = get_state.key, offer, get_state.streamed
+        self.verify, self.state = get_state.verify, InboundState.PENDING
+        self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
+        self.progress = Progress() if self.streamed else None
+        assert get_state.ready is not None
+        self.ready = get_state.ready
+        self._receive_pool, self._layouts, self._counters = resources[4:]
+        self._fetch_more, self.lease, self._inline_bytes = fetch_more, lease, inline_bytes
+        self._block: Block | None = None
+        self._region: Region | None = None
+        self._manifest: Manifest | None = None
+        self._waiting_messages: list[Layer | Committed] = []
+        self._uncommitted: list[Layer] = []
+        self._lock = threading.Lock()
+        self._is_committed = False
+        self._error_text = ""  # why the payload was rejected
+        self._announced: dict[int, bytes] = {}
+        self._bad_headers = set[int]()
+        head = min(offer.location.nbytes, 8 + MAX_HEADER + ALIGN)
+        self._header_range = offer.first if offer.draft else (0, head)
 
-    def receive(self, get: RemoteGet, deadline: float) -> None:
-        """Block until `get.delivery` is there or the get has ended, to the `deadline` at most.
+    # For any thread
 
-        It may return earlier, and leave the get to the loop.
-        """
-        if self._get_table.waiting == 1 and not self._fetching:
-            self.receive_until(get.get_state.answer, deadline, get)
-        # Else what comes is mostly for others, so that the loop would be woken, too.
+    @property
+    def phase(self) -> str:
+        """The step that the payload has reached, for the message of a timeout."""
+        if self._region is None:
+            return "announced; it waits for memory of this consumer: raise quota=, or release"
+        return f"announced; {self.plan.received_nbytes} of {self.plan.nbytes} bytes have come"
 
-    def close(self) -> None:
-        """Free the descriptor once no thread uses it; called when the socket is closed."""
-        self._wake = None
+    def cancel(self) -> bool:
+        """Release the payload unread; return False if it was delivered or failed before."""
+        is_first = self._decide(InboundState.ENDED)
+        if is_first:
+            self.lease.release("unread", "")
+        return is_first
 
-    def _begin_leading(self, get: RemoteGet) -> int:
-        with contextlib.suppress(OSError):  # no descriptor is left
-            self._wake = self._wake or Wake()
-        wake = self._wake
-        if wake is None or not self.socket.pause():
-            self._wake = None
-            return -1
-        get.get_state.answer.add_done_callback(partial(self._on_answer, wake))
-        if get.inline_target is not None and get.session.has_inline:
-            get.inline_target.open()
-        return self.socket.fd if self._receive_next(get) else -1
-
-    def _watch_channel(self) -> None:
-        self.socket.resume()
-
-    def _receive_next(self, get: RemoteGet) -> bool:
-        """Take the payload if it has come; return whether to wait on, since no message has.
-
-        An interrupt at any line loses nothing: a message is taken away at last, and to handle it
-        twice changes nothing.
-        """
-        socket = self.socket
-        with socket.lock:
-            frames = socket.peek()
-            message = _decoded(frames)
-            if isinstance(message, Status) and len(frames) == 1:
-                self._get_table.on_message(message)
-                socket.skip()
-                frames = socket.peek()
-                message = _decoded(frames)
-            if isinstance(message, Offer) and _is_whole(message, frames, get.get_state):
-                try:
-                    self._take(message, frames[1].buffer, get)
-                except BaseException:  # an interrupt: the loop takes it, or ends the connection
-                    if get.get_state.offer is not message:
-                        owner = self._get_table, message.get_id
-                        self._loop.call(partial(self._receive_pool.free_share, owner))
-                    raise
-            if get.delivery is not None:
-                socket.skip()
-        if get.delivery is not None:
-            get._done.set_result(None)
-            get.get_state.settle()
-        return not frames
-
-    def _take(self, offer: Offer, payload: memoryview, get: RemoteGet) -> None:
-        """Answer the get with the payload, unless it is damaged or there is no room for it."""
-        get_state, owner, has_room = get.get_state, (self._get_table, offer.get_id), False
-        fault_points.point("get.offered")
-        with contextlib.suppress(ClosedError):
-            has_room = self._receive_pool.share(owner, payload.nbytes)
-        if not has_room:
-            return  # the loop waits for room
-        opened = _open(payload, get_state, get.inline_target, self._layouts)
-        if opened is None:  # the loop fetches again what is wrong
-            self._loop.call(partial(self._receive_pool.free_share, owner))
-            return
-        region, manifest, is_verified = opened
-        fault_points.point("fetch.chunk")
-        self._get_table.on_message(offer)
-        if get_state.offer is not offer:  # it was ended meanwhile, and the payload released unread
-            if get.inline_target is not None:
-                get.inline_target.discard()
-            return
+    def deliver(self) -> Delivery:
+        """Return the payload, once, after `ready` has completed."""
         fault_points.point("get.mapped")
-        get.session.has_inline = True
+        assert self._block is not None
+        region = self._receive_pool.region(self._block).slice(0, self.offer.location.nbytes)
+        region.readonly = True
+        manifest = self._manifest
+        is_verified = self.verify and manifest is not None and manifest.is_covered
         self._counters["verified" if is_verified else "unverified"] += 1
-        lease = GetLease(self._get_table, offer.get_id, offer.epoch)
-        get.delivery = Delivery(
-            get_state.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
+        return Delivery(
+            self.key,
+            region,
+            self.lease,
+            progress=self.progress,
+            manifest=manifest,
+            copies=1,
+            is_verified=is_verified,
         )
 
-    def _on_answer(self, wake: Wake, answer: object) -> None:
-        """Wake the leader: another thread has ended its get, if only by the end of the session."""
-        if self._leader not in (0, threading.get_ident()):
-            wake.set()
+    # In the loop's thread
 
+    def on_allocated(self, block: Block) -> None:
+        """Request the bytes that are needed first, now that there is memory for them."""
+        self._block = block
+        self._region = self._receive_pool.region(block)
+        if self._take_whole():
+            return
+        if self.streamed or self.offer.draft:
+            self.plan.fetch(*self._header_range)
+        else:
+            self.plan.request(0, self.offer.location.nbytes, _WHOLE)
+        if self._inline_bytes:
+            self.plan.next_range(len(self._inline_bytes))  # counts as requested
+            inline_bytes, self._inline_bytes = self._inline_bytes, b""
+            self.on_received(self.offer.first[0], memoryview(inline_bytes))
+        else:
+            self._continue()
 
-def _decoded(frames: Sequence[zmq.Frame]) -> Message | None:
-    """Return the message of these frames; None if there is none, or it is damaged."""
-    message: Message | None = None
-    with contextlib.suppress(WireError, IndexError):
-        message = decode(frames[0].bytes)
-    return message
+    def _take_whole(self) -> bool:
+        """Take a payload that came inside its offer, all at once; False if it must be fetched.
 
+        Also of a wrong one: what is wrong with it is found, and fetched again, part by part.
+        """
+        inline_bytes, region, offer = self._inline_bytes, self._region, self.offer
+        assert region is not None
+        if not inline_bytes or self.streamed or offer.draft or region.device != "cpu":
+            return False
+        part = region.slice(0, offer.location.nbytes)
+        part.write(0, inline_bytes)
+        manifest = verified(inline_bytes, part, self._layouts) if self.verify else None
+        if self.verify and manifest is None:
+            return False
+        fault_points.point("fetch.chunk")
+        self._inline_bytes, self._manifest = b"", manifest
+        self._set_ready()
+        return True
 
-def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get_state: GetState) -> bool:
-    """Whether a whole payload for this get comes with its offer."""
-    if offer.get_id != get_state.get_id or get_state.streamed or offer.draft or len(frames) != 2:
-        return False
-    return offer.location.nbytes == len(frames[1]) > 0
+    def on_chunk(self, chunk: Chunk, payload: memoryview) -> None:
+        """Copy bytes that arrived into the payload's memory; WireError if not requested."""
+        if chunk.epoch != self.offer.epoch or self._region is None:
+            raise WireError(f"unrequested bytes of epoch {chunk.epoch} of {self.key!r} arrived")
+        self.on_received(chunk.start, payload)
 
+    def borrow(self, start: int, stop: int) -> Region:
+        """Return memory for a range that a transport writes itself; then call `on_received`."""
+        assert self._block is not None
+        return self._receive_pool.borrow(self._block, start, stop - start)
 
-def _open(
-    payload: memoryview, get_state: GetState, target: InlineTarget | None, layouts: LayoutCache
-) -> tuple[Region, Manifest | None, bool] | None:
-    """Return memory with the payload, its manifest if decoded, and whether each byte was compared.
+    def on_received(self, start: int, payload: memoryview | int) -> None:
+        """Copy bytes to the payload's memory, or take those that a transport has written there.
 
-    None if it is not as committed.
-    """
-    if target is not None:
-        region = target.fill(payload, verify=get_state.verify)
-        if region is not None:
-            return region, None, get_state.verify and target.is_covered
-    region = Region.copy_of(payload)
-    if not get_state.verify:
-        return region, None, False
-    manifest: Manifest | None = None
-    with contextlib.suppress(WireError, VersionError):
-        decoded = layouts.decode(payload)
-        verify(decoded, region)
-        manifest = decoded
-    return None if manifest is None else (region, manifest, manifest.is_covered)
+        Fetches those again that are not as committed. Raises WireError if they were not requested,
+        or too many layers were announced before.
+        """
+        assert self._region is not None
+        wrong = self.plan.receive(self._region, start, payload)
+        fault_points.point("fetch.chunk")
+        self._repair(wrong)
+        if self._manifest is None and not self._error_text and self.plan.has(*self._header_range):
+            self._open_header()
+        self._continue()
+
+    def on_message(self, message: Layer | Committed) -> None:
+        """Request the layers that the producer of a stream has written.
+
+        Raises WireError if the producer must not send the message now: too many layers, one of
+        them twice, or one after the commit. What was delivered depends on the earlier messages.
+        """
+        if not self.offer.draft:
+            raise WireError(f"{self.key!r} was committed before it was offered, and has no layers")
+        if self._error_text:
+            return
+        if self._manifest is None:
+            self._waiting_messages.append(message)
+            if len(self._waiting_messages) > MAX_TENSORS:
+                raise WireError(f"more layers of {self.key!r} were announced than any payload has")
+        else:
+            self._on_progress(message)
+            self._continue()
+
+    def fail(self, error: KVLinkError, outcome: Outcome = "unread", reason: str = "") -> bool:
+        """Fail the layers, and the get with its lease; return False if it was ready before."""
+        if self.progress is not None:
+            self.progress.fail(error)
+        if not self._decide(InboundState.ENDED):
+            return False
+        if isinstance(error, (PeerLostError, ClosedError)):
+            error = type(error)(f"{error}; {self.key!r} was awaited: {self.phase}")
+        self.ready.set_error(error)
+        self.lease.release(outcome, reason)
+        return True
+
+    def close(self) -> None:
+        """Free the payload's memory; no view of it is left."""
+        with self._lock:
+            self.state = InboundState.ENDED
+        self._receive_pool.cancel(self)
+        self._region = None
+        block, self._block = self._block, None
+        if block is not None:
+            self._receive_pool.free(block)
+
+    def _decide(self, state: InboundState) -> bool:
+        """Reach READY or ENDED; return True to the first caller, which completes `ready`."""
+        with self._lock:
+            is_first = self.state is InboundState.PENDING
+            if is_first:
+                self.state = state
+        return is_first
+
+    def _set_ready(self) -> None:
+        if self._decide(InboundState.READY):
+            self.ready.set_result(None)
+
+    def _on_progress(self, message: Layer | Committed) -> None:
+        """Fetch what was announced; the header is here."""
+        assert self._manifest is not None
+        if self._is_committed:
+            raise WireError(f"a layer or a commit of {self.key!r} came after its commit")
+        if isinstance(message, Committed):
+            self._is_committed = True
+            self.plan.request(0, self.offer.location.nbytes, _WHOLE)
+            return
+        tensors = self._manifest.tensors[message.first :][: len(message.digests)]
+        if len(tensors) != len(message.digests) or not tensors:
+            self._reject(WireError(f"layers of {self.key!r} were announced that it has not"))
+            return
+        data = self._manifest.header_nbytes
+        for number, (spec, digest) in enumerate(
+            zip(tensors, message.digests, strict=True), message.first
+        ):
+            if number in self._announced:
+                raise WireError(f"{spec.where()} of {self.key!r} was announced twice")
+            if 2 * len(digest) != len(spec.digest):
+                text = f"{spec.where()}: a digest of another length was announced"
+                self._reject(WireError(text))
+                return
+            self._announced[number] = digest
+            self._expect(spec, digest)
+        if self.offer.direct and self.offer.draft:
+            self._uncommitted.append(message)
+            for spec in tensors:
+                self.plan.request(data + spec.start, data + spec.stop, _TENSOR)
+        else:
+            self.plan.request(data + tensors[0].start, data + tensors[-1].stop, message)
+
+    def _expect(self, spec: TensorSpec, digest: bytes) -> None:
+        """Check a tensor's bytes from now on, and those that are here."""
+        assert self._manifest is not None
+        assert self._region is not None
+        if self.verify:
+            data = self._manifest.header_nbytes
+            self._repair(self.plan.expect(self._region, spec, digest, data))
+
+    def _repair(self, wrong: Sequence[ArrivingChunk]) -> None:
+        """Fetch chunks that are not as committed once more; then reject the payload."""
+        for chunk in wrong:
+            if self._error_text:
+                return
+            # The tensors of a direct put are its caller's again as soon as they were sent.
+            if chunk.is_again or self.offer.direct:
+                self._reject(mismatch(chunk.spec, chunk.number))
+            else:
+                chunk.is_again = True
+                self._counters["refetched"] += 1
+                self.plan.fetch_again(chunk.start, chunk.stop)
+
+    def _continue(self) -> None:
+        """Handle the ranges that are complete, then request more."""
+        for label in self.plan.pop_complete():
+            if isinstance(label, Layer):
+                if self.progress is not None:
+                    self.progress.announce(label.first, label.digests)
+            elif label == _WHOLE:
+                self._complete()
+        self._fetch_more(self)
+
+    def _open_header(self) -> None:
+        """Deliver a stream, and request its layers, now that the header is here.
+
+        A get that wants the payload whole waits on while its layers arrive. Its own header has the
+        digests, unless it is still being written.
+        """
+        if not self.streamed and not self.offer.draft and not self.verify:
+            return
+        manifest = self._decode(*self._header_range)
+        if manifest is None:
+            return
+        self._manifest = manifest
+        messages, self._waiting_messages = self._waiting_messages, []
+        digests = [] if self.offer.draft else [bytes.fromhex(t.digest) for t in manifest.tensors]
+        if digests and self.streamed:
+            for *_, part in manifest.layers():
+                messages.append(Layer(0, part.start, tuple(digests[part.start : part.stop])))
+        elif digests:
+            for spec, digest in zip(manifest.tensors, digests, strict=True):
+                self._expect(spec, digest)
+        if self.streamed:
+            if not self.offer.draft:
+                messages.append(Committed(0))
+            self._set_ready()
+        for message in messages:
+            if not self._error_text:
+                self._on_progress(message)
+
+    def _decode(self, start: int, stop: int) -> Manifest | None:
+        """Decode the header at `start`, which `stop` may exceed; fetch a wrong one once more."""
+        assert self._region is not None
+        try:
+            header = header_bytes(self._region, start, stop)
+            return self._layouts.decode(header, self.offer.location.nbytes)
+        except VersionError as error:
+            self._reject(error)
+        except WireError as error:
+            if start in self._bad_headers or not self.verify:
+                self._reject(error)
+            else:
+                self._bad_headers.add(start)
+                self._counters["refetched"] += 1
+                self.plan.fetch_again(start, stop)
+        return None
+
+    def _complete(self) -> None:
+        """Deliver the payload, or complete its stream.
+
+        The layers of a direct put are announced only now: their bytes may change until the commit.
+        """
+        if self.progress is not None:
+            for layer in self._uncommitted:
+                self.progress.announce(layer.first, layer.digests)
+            self.progress.commit()
+        elif self._is_as_announced():
+            self._set_ready()
+
+    def _is_as_announced(self) -> bool:
+        """Compare the header of a payload that was taken while it was written with its layers.
+
+        If a part of the payload is fetched again, `_complete` is called once more.
+        """
+        draft, nbytes = self._manifest, self.offer.location.nbytes
+        if draft is None or not self.offer.draft or not self.verify:
+            return True
+        final = self._decode(0, draft.header_nbytes)
+        layouts = [
+            (each.header_nbytes, [(spec.name, spec.start, spec.stop) for spec in each.tensors])
+            for each in (draft, final or draft)
+        ]
+        if layouts[0] != layouts[1]:
+            self._reject(WireError(f"the header of {self.key!r} is not the one announced"))
+        elif final is not None:
+            for number, spec in enumerate(final.tensors):
+                digest = bytes.fromhex(spec.digest)
+                if number not in self._announced:
+                    self._announced[number] = digest
+                    self._expect(spec, digest)
+                elif digest != self._announced[number]:
+                    self._reject(mismatch(spec, 0))
+        if self._error_text:
+            return False
+        if not self.plan.has(0, nbytes):
+            self.plan.request(0, nbytes, _WHOLE)
+            return False
+        self._manifest = final
+        return True
+
+    def _reject(self, error: WireError) -> None:
+        """Fail, and fetch no more; what was delivered stays in its memory until it is released."""
+        self._error_text = shorten(str(error) or repr(error))
+        self._counters["rejected"] += 1
+        self.plan.cancel()
+        if not self.fail(error, "rejected", self._error_text):
+            self.lease.reject(self._error_text)

@@ -12,7 +12,6 @@ import zmq
 import zmq.utils.z85
 
 from omni_kvlink.connectors.control.keys import (
-    files_without_key,
     read_all,
     read_public,
     read_secret,
@@ -23,7 +22,8 @@ from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.errors import ConnectorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections import Counter
+    from collections.abc import Iterator
 
     from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.control.address import ControlAddress
@@ -58,7 +58,7 @@ class Credentials:
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a producer's socket encrypt and authenticate."""
-        for problem in files_without_key(self._peers) if self._peers else ():
+        for problem in read_all(self._peers)[1] if self._peers else ():
             text = f"{problem}; the other keys of peers={self._peers} are used"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         secret = self._secret()
@@ -76,7 +76,7 @@ class Credentials:
 
     def admitted(self) -> set[bytes]:
         """Return the public keys, 32 bytes each, of the consumers that may connect now."""
-        return read_all(self._peers) if self._peers else {self._own_public}
+        return read_all(self._peers)[0] if self._peers else {self._own_public}
 
     def _secret(self) -> bytes:
         return read_secret(self._keys) if self._keys else user_secret()
@@ -137,8 +137,8 @@ class ZapAuth:
 
     With credentials, a client is admitted if its public key is among theirs when it connects: a key
     can be added or removed without a restart. Without, every client is: libzmq still refuses those
-    that speak ZMTP 1 or 2, which it does not authenticate. `on_refused` is called for each client
-    that was not admitted.
+    that speak ZMTP 1 or 2, which it does not authenticate. `refused` counts clients that were
+    not admitted.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class ZapAuth:
         context: zmq.Context[Any],
         credentials: Credentials | None,
         loop: EventLoop,
-        on_refused: Callable[[], None],
+        refused: Counter[str],
     ):
-        self._credentials, self._loop, self._on_refused = credentials, loop, on_refused
+        self._credentials, self._loop, self._refused = credentials, loop, refused
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP)
@@ -173,7 +173,7 @@ class ZapAuth:
                 return
             status = self._status(request)
             if status != b"200":
-                self._on_refused()
+                self._refused["key"] += 1
             self._socket.send_multipart([*request[:2], status, b"", b"", b""], zmq.DONTWAIT)
 
     def close(self) -> None:

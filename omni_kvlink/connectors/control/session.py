@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections import Counter, deque
+import contextlib
+import threading
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
-from omni_kvlink.connectors.control.remote_get import InlineReceiver, RemoteGet
+from omni_kvlink.connectors.control.remote_get import InboundTransfer, RemoteGet
 from omni_kvlink.connectors.protocol.answer import Answer
+from omni_kvlink.connectors.protocol.delivery import Delivery
+from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits, FetchQueue
 from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
@@ -25,6 +28,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Refused,
     Release,
+    Status,
     decode,
     encode,
     own_hello,
@@ -32,14 +36,13 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.connectors.runtime.consumer import Session, check_hello, closed_here
-from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+from omni_kvlink.connectors.runtime.event_loop import LeadingReceiver, Wake
 from omni_kvlink.errors import (
+    ClosedError,
     ConnectorError,
     KVLinkError,
     PeerLostError,
-    TransferTimeout,
     WireError,
-    format_seconds,
 )
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.system.failures import translate_errors
@@ -48,70 +51,49 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.control.address import ControlAddress
-    from omni_kvlink.connectors.control.security import Credentials
-    from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
-    from omni_kvlink.connectors.protocol.get_table import GetRequest
-    from omni_kvlink.connectors.runtime.event_loop import EventLoop
-    from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
-    from omni_kvlink.payload.manifest import LayoutCache
+    from omni_kvlink.connectors.control.receive_pool import SessionResources
+    from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState
 
 
-class SessionResources(NamedTuple):
-    """The address of a consumer, and the parts that all of its sessions share."""
-
-    address: ControlAddress
-    credentials: Credentials | None
-    context: zmq.Context[Any]
-    loop: EventLoop
-    receive_pool: ReceivePool
-    layouts: LayoutCache
-    counters: Counter[str]
-
-
-class ControlSession(Session):
-    """One connection to one incarnation of a producer; subclasses say how bytes are fetched.
+class ControlSession(LeadingReceiver, Session):
+    """One connection to one incarnation of a producer, which also sends the chunks that it fetches.
 
     It connects again and again until a producer serves, and ends when that producer disconnects.
     Methods whose names end in `_in_loop` are for the loop's thread: see docs/threads.md.
+
+    A thread whose get waits receives a payload that comes inside its offer itself, if it is as
+    committed. Any other message stays in the socket for the loop, whose thread would otherwise
+    receive all of them and wake the get. One thread at a time; a get that comes meanwhile waits for
+    the loop. Such a payload is charged to the quota of the receive pool until its `Release`.
     """
 
-    max_frame_nbytes = MAX_MESSAGE
+    max_frame_nbytes = max(CHUNK, MAX_MESSAGE)
     """The longest frame that the producer may send."""
+    fetch_limits = FetchLimits(CHUNK, WINDOW)
+    """Bytes to request at a time, and bytes that may be requested and not yet received."""
 
     def __init__(self, resources: SessionResources):
+        super().__init__()
+        self._resources = resources
         self._address, self._credentials, self._context, self._loop = resources[:4]
         self._receive_pool, self._layouts, self._counters = resources[4:]
         self._url = self._address.url
         self._inbound_transfers: dict[int, InboundTransfer] = {}
-        self._fetching: deque[InboundTransfer] = deque()
+        self._fetching = FetchQueue[InboundTransfer]()
         self._outbox: deque[Message] = deque()
         self.get_table = GetTable(self.send, self._post_release, self.send_all, fetches=True)
-        self._inline_receiver = InlineReceiver(
-            self._loop,
-            self.get_table,
-            self._receive_pool,
-            self._layouts,
-            self._counters,
-            self._fetching,
-        )
         self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
         self._hello = own_hello()
         self.no_wait = False  # fail if no producer serves, instead of trying again
         self.transports = tuple[str, ...]()  # by which the producer can send bytes
-        self._is_greeted = self._was_connected = self._is_handshaken = self._is_lost = False
-        self._handshake_error = ""
-
-    @property
-    @abstractmethod
-    def fetch_limits(self) -> FetchLimits:
-        """Bytes to request at a time, and bytes that may be requested and not yet received."""
+        self._is_greeted = self.was_connected = self._is_handshaken = self._is_lost = False
+        self.handshake_error = ""
 
     def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
         """Ask for payloads; see `Session`."""
         get_states = self.get_table.request(requests, verify=verify)
-        return [RemoteGet(self, get_state, self._inline_receiver) for get_state in get_states]
+        return [RemoteGet(self, get_state, self._receive) for get_state in get_states]
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
@@ -137,32 +119,14 @@ class ControlSession(Session):
         """Return how often the producer was throttled."""
         return {"throttled": 0 if self._socket is None else self._socket.throttled}
 
-    def set_ready(self, error: KVLinkError | None = None) -> None:
+    def set_ready_in_loop(self, error: KVLinkError | None = None) -> None:
         """Set `ready`; later calls change nothing."""
         if self.ready.is_set():
             return
         if error is None:
-            assert self._socket is not None
-            self._inline_receiver.socket = self._socket
             self.ready.set_result(None)
         else:
             self.ready.set_error(error)
-
-    def connect_timeout(self, waited: float) -> TransferTimeout:
-        """Return the error of a `connect` that waited so many seconds, with the likely reason."""
-        phase = "handshake" if self._was_connected else "connecting"
-        reason = "nobody serves it; start the producer, or give a longer timeout"
-        if self._handshake_error:
-            cure = "the producer may have keys, this side has none"
-            if self._credentials is not None:
-                cure = self._credentials.cure
-            reason = f"handshakes fail ({self._handshake_error}): {cure}"
-        elif self._was_connected:
-            reason = "the producer does not answer"
-        else:
-            reason = self._address.unknown_host() or reason
-        message = f"{self._url} after {format_seconds(waited)}: {reason}"
-        return TransferTimeout(message, waited=waited, phase=phase)
 
     def connect_in_loop(self) -> None:
         """Start connecting; `ready` tells the outcome."""
@@ -181,7 +145,7 @@ class ControlSession(Session):
                 self._socket.socket.connect(self._address.zmq_endpoint)
                 self._socket.watch()
         except KVLinkError as error:
-            self.set_ready(error)
+            self.set_ready_in_loop(error)
 
     def _transmit_in_loop(self, message: Message) -> None:
         assert self._socket is not None
@@ -199,25 +163,25 @@ class ControlSession(Session):
     def _close_connection_in_loop(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._inline_receiver.close()
+        self._wake = None  # once no thread uses it
 
     def _on_event_in_loop(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
-            self._was_connected, self._is_handshaken = True, False
+            self.was_connected, self._is_handshaken = True, False
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._handshake_error, self._is_handshaken = "", True
+            self.handshake_error, self._is_handshaken = "", True
             self._send_hello_in_loop()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.set_ready(
+            self.set_ready_in_loop(
                 ConnectorError(
                     f"{self._url} refused this side's key: its public key must be in the "
                     "producer's peers= directory"
                 )
             )
         elif event == zmq.EVENT_CONNECT_RETRIED and self.no_wait:
-            self.set_ready(PeerLostError(f"{self._url}: nobody serves it"))
+            self.set_ready_in_loop(PeerLostError(f"{self._url}: nobody serves it"))
         elif event & BROKEN or (event == zmq.EVENT_DISCONNECTED and not self._is_handshaken):
-            self._handshake_error = "another protocol, or the wrong key"
+            self.handshake_error = "another protocol, or the wrong key"
         elif event == zmq.EVENT_DISCONNECTED and self.ready.is_set():
             self._is_lost = True
         elif event == zmq.EVENT_DISCONNECTED:  # ZMQ connects again
@@ -260,7 +224,6 @@ class ControlSession(Session):
             else:
                 self.on_message_in_loop(message)
         except KVLinkError as error:
-            self.set_ready(error)
             self.disconnect_in_loop(error)
 
     def _on_hello_in_loop(self, message: Message) -> None:
@@ -277,7 +240,7 @@ class ControlSession(Session):
 
     def _on_greeted_in_loop(self) -> None:
         """Continue after the exchange of `Hello`."""
-        self.set_ready()
+        self.set_ready_in_loop()
 
     def _end_gets_in_loop(self, error: KVLinkError) -> None:
         for get_state in self.get_table.close(error):
@@ -288,6 +251,7 @@ class ControlSession(Session):
         """Close the connection, and fail all payloads that have not arrived completely."""
         if self.is_closed:
             return
+        self.set_ready_in_loop(error)
         self.flush_in_loop()
         if self.is_closed:  # `flush` met the end of the connection
             return
@@ -312,7 +276,8 @@ class ControlSession(Session):
             return
         if isinstance(message, Failed) and message.get_id in self._inbound_transfers:
             inbound = self._inbound_transfers[message.get_id]
-            self._fail_one_in_loop(inbound, get_error(inbound.key, message))
+            if not inbound.fail(get_error(inbound.key, message)):
+                self._fetching.drop(inbound)
         self.get_table.on_message(message)
 
     def on_chunk_in_loop(self, chunk: Chunk, payload: memoryview) -> None:
@@ -332,18 +297,14 @@ class ControlSession(Session):
             self.get_table.on_message(offer)  # cancelled, or a repeated offer
             return
         self.has_inline = bool(inline_bytes)
-        lease = GetLease(self.get_table, offer.get_id, offer.epoch)
-        chunk = self.fetch_limits.chunk
         get_state.inbound = inbound = InboundTransfer(
+            self._resources,
             get_state,
             offer,
-            self._receive_pool,
-            lease,
+            GetLease(self.get_table, offer.get_id, offer.epoch),
             self._fetch_more_in_loop,
             inline_bytes,
-            chunk,
-            self._counters,
-            self._layouts,
+            self.fetch_limits.chunk,
         )
         self._inbound_transfers[offer.get_id] = inbound
         fault_points.point("get.offered")
@@ -355,34 +316,13 @@ class ControlSession(Session):
         """Request what the window allows, of all payloads in turn: small ones overtake large."""
         if self.is_closed:
             return  # memory that was mapped meanwhile arrives behind the end; it will be released
-        if inbound not in self._fetching and inbound.plan.is_active:
-            self._fetching.append(inbound)
-        window = self.fetch_limits.window - sum(i.plan.pending_nbytes for i in self._fetching)
-        idle = 0
-        while idle < len(self._fetching):
-            first = self._fetching[0]
-            span = first.plan.next_range(window)
-            if span is None:
-                idle += 1
-            else:
-                idle = 0
-                window -= span[1] - span[0]
-                self._fetch_range_in_loop(first, *span)
-            self._fetching.rotate(-1)
-        for inactive in [i for i in self._fetching if not i.plan.is_active]:
-            self._fetching.remove(inactive)
+        for one, start, stop in self._fetching.next_ranges(inbound, self.fetch_limits.window):
+            self._fetch_range_in_loop(one, start, stop)
 
     def _fail_inbound_in_loop(self, error: KVLinkError, key: str | None = None) -> None:
         for inbound in [*self._inbound_transfers.values()]:
-            if key in (None, inbound.key):
-                self._fail_one_in_loop(inbound, error)
-
-    def _fail_one_in_loop(self, inbound: InboundTransfer, error: KVLinkError) -> None:
-        """Release a payload that was not delivered; a delivered one stays with its consumer."""
-        if inbound.fail(error):
-            inbound.release_unread()
-        elif inbound in self._fetching:
-            self._fetching.remove(inbound)
+            if key in (None, inbound.key) and not inbound.fail(error):
+                self._fetching.drop(inbound)  # delivered: it stays with its consumer
 
     def _post_release(self, message: Message) -> None:
         """For finalizers: takes no lock."""
@@ -394,13 +334,13 @@ class ControlSession(Session):
         assert isinstance(message, Release)
         inbound = self._inbound_transfers.pop(message.get_id, None)
         self.send(message)
-        if inbound is not None and inbound in self._fetching:
-            self._fetching.remove(inbound)
+        if inbound is not None:
+            self._fetching.drop(inbound)
         # Not `flush`: it also reads, and an offer would find the memory still in use.
         self._send_queued_in_loop()
         if inbound is not None:
             inbound.close()
-        self._receive_pool.free_share((self.get_table, message.get_id))
+        self._free_share_in_loop(message.get_id)
 
     def flush_in_loop(self) -> None:
         """Send queued messages in their order, and read what the send may have hidden."""
@@ -415,3 +355,108 @@ class ControlSession(Session):
     def _fetch_range_in_loop(self, inbound: InboundTransfer, start: int, stop: int) -> None:
         """Request bytes of a payload."""
         self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
+
+    def _receive(self, get: RemoteGet, deadline: float) -> None:
+        """Block until `get.delivery` is there or the get has ended, to the `deadline` at most.
+
+        It may return earlier, and leave the get to the loop.
+        """
+        if self.get_table.waiting == 1 and not self._fetching:
+            self.receive_until(get.get_state.answer, deadline, get)
+        # Else what comes is mostly for others, so that the loop would be woken, too.
+
+    def _begin_leading(self, get: RemoteGet) -> int:
+        with contextlib.suppress(OSError):  # no descriptor is left
+            self._wake = self._wake or Wake()
+        wake, socket = self._wake, self._socket
+        if wake is None or socket is None or not socket.pause():
+            self._wake = None
+            return -1
+        get.get_state.answer.add_done_callback(partial(self._on_answer, wake))
+        if get.inline_target is not None and self.has_inline:
+            get.inline_target.open()
+        return socket.fd if self._receive_next(get) else -1
+
+    def _watch_channel(self) -> None:
+        if self._socket is not None:
+            self._socket.resume()
+
+    def _receive_next(self, get: RemoteGet) -> bool:
+        """Take the payload if it has come; return whether to wait on, since no message has.
+
+        An interrupt at any line loses nothing: a message is taken away at last, and to handle it
+        twice changes nothing.
+        """
+        socket = self._socket
+        assert socket is not None
+        with socket.lock:
+            frames = socket.peek()
+            message = _decoded(frames)
+            if isinstance(message, Status) and len(frames) == 1:
+                self.get_table.on_message(message)
+                socket.skip()
+                frames = socket.peek()
+                message = _decoded(frames)
+            if isinstance(message, Offer) and _is_whole(message, frames, get.get_state):
+                try:
+                    self._take(message, frames[1].buffer, get)
+                except BaseException:  # an interrupt: the loop takes it, or ends the connection
+                    if get.get_state.offer is not message:
+                        self._loop.call(partial(self._free_share_in_loop, message.get_id))
+                    raise
+            if get.delivery is not None:
+                socket.skip()
+        if get.delivery is not None:
+            get._done.set_result(None)
+            get.get_state.settle()
+        return not frames
+
+    def _take(self, offer: Offer, payload: memoryview, get: RemoteGet) -> None:
+        """Answer the get with the payload, unless it is damaged or there is no room for it."""
+        has_room = False
+        fault_points.point("get.offered")
+        with contextlib.suppress(ClosedError):
+            has_room = self._receive_pool.share((self.get_table, offer.get_id), payload.nbytes)
+        if not has_room:
+            return  # the loop waits for room
+        opened = get.open(payload, self._layouts)
+        if opened is None:  # the loop fetches again what is wrong
+            self._loop.call(partial(self._free_share_in_loop, offer.get_id))
+            return
+        fault_points.point("fetch.chunk")
+        self.get_table.on_message(offer)
+        if get.get_state.offer is not offer:  # it was ended meanwhile, and the payload released
+            if get.inline_target is not None:
+                get.inline_target.discard()
+            return
+        fault_points.point("get.mapped")
+        region, manifest, is_verified = opened
+        self.has_inline = True
+        self._counters["verified" if is_verified else "unverified"] += 1
+        lease = GetLease(self.get_table, offer.get_id, offer.epoch)
+        get.delivery = Delivery(
+            get.get_state.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
+        )
+
+    def _free_share_in_loop(self, get_id: int) -> None:
+        self._receive_pool.free_share((self.get_table, get_id))
+
+    def _on_answer(self, wake: Wake, answer: object) -> None:
+        """Wake the leader: another thread has ended its get, if only by the end of the session."""
+        if self._leader not in (0, threading.get_ident()):
+            wake.set()
+
+
+def _decoded(frames: Sequence[zmq.Frame]) -> Message | None:
+    """Return the message of these frames; None if there is none, or it is damaged."""
+    message: Message | None = None
+    with contextlib.suppress(WireError, IndexError):
+        message = decode(frames[0].bytes)
+    return message
+
+
+def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get_state: GetState) -> bool:
+    """Whether a whole payload for this get comes with its offer."""
+    if offer.get_id != get_state.get_id or get_state.streamed or offer.draft or len(frames) != 2:
+        return False
+    return offer.location.nbytes == len(frames[1]) > 0

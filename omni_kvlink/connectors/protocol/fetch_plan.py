@@ -1,15 +1,24 @@
-"""The bytes of a payload that are requested, that have arrived, and that are complete; no I/O."""
+"""The bytes of a payload: which are requested, which have arrived, and are as committed."""
 
 from __future__ import annotations
 
 import bisect
+import sys
 from collections import deque
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
+from omni_kvlink._native import device_memory, host
+from omni_kvlink._native.crc32c import combine
 from omni_kvlink.errors import WireError
+from omni_kvlink.payload.format import DIGEST_CHUNK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import TensorSpec
 
 CHUNK = 4 << 20
 """Bytes to request, and to send, at a time. Each chunk costs both sides 0.2 ms, because the copy
@@ -18,6 +27,11 @@ WINDOW = 16 << 20
 """Bytes that one consumer may have requested and not yet received."""
 EAGER = 16 << 10
 """A payload of at most so many bytes travels with its offer: a request would double the time."""
+_MAX_PIECES = 64
+"""Pieces of one MiB that do not touch each other; a sender that goes in order makes two."""
+
+_STREAM_MIN = 256 << 10
+"""Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""
 
 Label = TypeVar("Label")
 
@@ -57,11 +71,7 @@ class RangeSet:
 
     def remove(self, start: int, stop: int) -> None:
         """Remove the integers from `start` to `stop`, without `stop`."""
-        near = self._near(start, stop)
-        kept = list[tuple[int, int]]()
-        for first, last in self._ranges[near]:
-            kept += [(first, min(last, start)), (max(first, stop), last)]
-        self._ranges[near] = [(first, last) for first, last in kept if first < last]
+        self._ranges = [*self.parts(0, start), *self.parts(stop, sys.maxsize)]
 
     def parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges between `start` and `stop` that are in the set."""
@@ -93,6 +103,7 @@ class FetchPlan(Generic[Label]):
         self._num_goals = 0
         self._changed_to = -1  # goals that begin behind this byte are known to be open
         self._complete: deque[Label] = deque()
+        self._digests = ArrivingDigests()
 
     @property
     def is_active(self) -> bool:
@@ -153,6 +164,33 @@ class FetchPlan(Generic[Label]):
         self.pending_nbytes += cut - start
         return start, cut
 
+    def receive(self, region: Region, start: int, payload: memoryview | int) -> list[ArrivingChunk]:
+        """Copy bytes to the payload's memory, or take as many as a transport has written there.
+
+        Returns the chunks that are whole now, and not as committed. WireError as of `check`.
+        """
+        nbytes = payload if isinstance(payload, int) else payload.nbytes
+        self.check(start, nbytes)
+        pieces = self._digests.split(start, start + nbytes)
+        if isinstance(payload, int):
+            crcs = crcs_of(region, pieces)
+        else:
+            crcs = copy_into(region, start, payload, pieces)
+        self.on_received(start, nbytes)
+        return _wrong_chunks(pieces, crcs)
+
+    def expect(
+        self, region: Region, spec: TensorSpec, digest: bytes, data: int
+    ) -> list[ArrivingChunk]:
+        """Compare a tensor with its digest from now on; return wrong chunks that are here.
+
+        `data` is where the tensors begin.
+        """
+        self._digests.expect(spec, digest, data)
+        parts = self.parts(data + spec.start, data + spec.stop)
+        pieces = [piece for part in parts for piece in self._digests.split(*part)]
+        return _wrong_chunks(pieces, crcs_of(region, pieces))
+
     def on_received(self, start: int, nbytes: int) -> None:
         """Record that bytes have been written to the payload's memory; WireError as of `check`."""
         self.check(start, nbytes)
@@ -193,3 +231,157 @@ class FetchPlan(Generic[Label]):
         self._goals[:end] = open_goals
         complete.sort(key=lambda goal: goal[2])
         self._complete.extend(label for *_, label in complete)
+
+
+class HasPlan(Protocol):
+    """A payload that is being fetched."""
+
+    plan: FetchPlan[Any]
+
+
+P = TypeVar("P", bound=HasPlan)
+
+
+class FetchQueue(deque[P]):
+    """The payloads that are being fetched, in turn: small ones overtake large ones."""
+
+    def next_ranges(self, payload: P, window: int) -> Iterator[tuple[P, int, int]]:
+        """Yield what may be requested now, of all payloads, one of which may have new ranges.
+
+        At most `window` bytes are requested and not received.
+        """
+        if payload not in self and payload.plan.is_active:
+            self.append(payload)
+        window -= sum(payload.plan.pending_nbytes for payload in self)
+        idle = 0
+        while idle < len(self):
+            first = self[0]
+            span = first.plan.next_range(window)
+            idle = idle + 1 if span is None else 0
+            if span is not None:
+                window -= span[1] - span[0]
+                yield first, *span
+            self.rotate(-1)
+        for inactive in [payload for payload in self if not payload.plan.is_active]:
+            self.remove(inactive)
+
+    def drop(self, payload: P) -> None:
+        """Fetch no more of a payload; does nothing if it was not being fetched."""
+        if payload in self:
+            self.remove(payload)
+
+
+class ArrivingChunk:
+    """Bytes `start` to `stop` of a payload, which have a digest of their own, and arrive in pieces.
+
+    They are chunk `number` of tensor `spec`. `is_again` is for the owner: they were fetched twice.
+    """
+
+    __slots__ = ("_committed", "_pieces", "is_again", "number", "spec", "start", "stop")
+
+    def __init__(self, spec: TensorSpec, number: int, data: int, committed: int):
+        self.spec, self.number, self._committed = spec, number, committed
+        self.start = data + spec.start + number * DIGEST_CHUNK
+        self.stop = min(self.start + DIGEST_CHUNK, data + spec.stop)
+        self._pieces: list[tuple[int, int, int]] = []
+        self.is_again = False
+
+    def is_wrong(self, start: int, stop: int, crc: int) -> bool:
+        """Record a piece and its CRC-32C; return whether the chunk is whole, and not as committed.
+
+        No byte may be in two pieces; after a wrong chunk, all of it is expected again. WireError
+        if it arrives in too many pieces.
+        """
+        at = bisect.bisect_left(self._pieces, (start, stop, crc))
+        self._pieces.insert(at, (start, stop, crc))
+        for left in (at, at - 1):  # join it with its neighbours
+            pair = self._pieces[max(0, left) : left + 2]
+            if len(pair) == 2 and pair[0][1] == pair[1][0]:
+                (start, _, first), (middle, stop, second) = pair
+                joined = start, stop, combine(first, second, stop - middle)
+                self._pieces[left : left + 2] = [joined]
+        if len(self._pieces) > _MAX_PIECES:
+            raise WireError(f"{self.spec.where()} arrives in more than {_MAX_PIECES} pieces")
+        if self._pieces[0][:2] != (self.start, self.stop):
+            return False
+        (_, _, found) = self._pieces.pop()
+        return found != self._committed
+
+
+Piece: TypeAlias = "tuple[int, int, ArrivingChunk | None]"
+"""Bytes of a payload from a start to a stop, and the chunk that they are a part of, if any."""
+
+
+class ArrivingDigests:
+    """The chunks of a payload that arrives in pieces, in any order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._chunks: list[ArrivingChunk] = []
+
+    def expect(self, spec: TensorSpec, digest: bytes, data: int) -> None:
+        """Take the digest of a tensor, as messages carry it; `data` is where the tensors begin."""
+        for number in range(len(digest) // 4):
+            committed = int.from_bytes(digest[4 * number : 4 * number + 4], "big")
+            chunk = ArrivingChunk(spec, number, data, committed)
+            at = bisect.bisect_left(self._starts, chunk.start)
+            self._starts.insert(at, chunk.start)
+            self._chunks.insert(at, chunk)
+
+    def split(self, start: int, stop: int) -> list[Piece]:
+        """Divide bytes into pieces that lie in one chunk each, or in none."""
+        pieces, at = list[Piece](), start
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        for chunk in self._chunks[first : bisect.bisect_left(self._starts, stop)]:
+            if chunk.stop <= at:
+                continue
+            if chunk.start > at:
+                pieces.append((at, chunk.start, None))
+                at = chunk.start
+            pieces.append((at, min(stop, chunk.stop), chunk))
+            at = min(stop, chunk.stop)
+        return [*pieces, (at, stop, None)] if at < stop else pieces
+
+
+def _wrong_chunks(pieces: Sequence[Piece], crcs: Sequence[int]) -> list[ArrivingChunk]:
+    """Record pieces with their CRC-32C; return the chunks that are whole, and not as committed."""
+    checked = ((start, stop, chunk) for start, stop, chunk in pieces if chunk is not None)
+    return [
+        chunk
+        for (start, stop, chunk), crc in zip(checked, crcs, strict=True)
+        if chunk.is_wrong(start, stop, crc)
+    ]
+
+
+def copy_into(
+    region: Region, start: int, payload: memoryview, pieces: Sequence[Piece]
+) -> list[int]:
+    """Copy bytes to byte `start` of a region; many of them bypass the processor's cache.
+
+    `pieces` divide them. Returns the CRC-32C of those with a digest, in the same pass.
+    """
+    if payload.nbytes < _STREAM_MIN or not host.is_loaded() or region.device != "cpu":
+        region.write(start, payload)
+        return [
+            host.crc32c(payload[first - start : stop - start])
+            for first, stop, chunk in pieces
+            if chunk is not None
+        ]
+    batch = host.CopyBatch(region.address, region.nbytes, threads=1, stores=host.STREAM)
+    source = np.frombuffer(payload, np.uint8).ctypes.data - start
+    for first, stop, chunk in pieces:
+        view = host.packed_flat_view(source + first, stop - first)
+        batch.add(first, stop - first, view, digest=chunk is not None)
+    digests = batch.gather()
+    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]
+
+
+def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
+    """Return what `copy_into` returns, for bytes that are in the region already.
+
+    Bytes of a device are hashed there; this blocks until it has done so.
+    """
+    spans = [(start, stop) for start, stop, chunk in pieces if chunk is not None]
+    if region.device != "cpu":
+        return device_memory.crcs_of(region, spans) if spans else []
+    return [host.crc32c(region.view(start, stop)) for start, stop in spans]

@@ -9,9 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.control.consumer import ControlConsumer
-from omni_kvlink.connectors.control.session import ControlSession, SessionResources
-from omni_kvlink.connectors.protocol.messages import Release, TransportAddress, unexpected
-from omni_kvlink.connectors.runtime.receive_pool import ReceivePool
+from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
+from omni_kvlink.connectors.control.session import ControlSession
+from omni_kvlink.connectors.protocol.messages import (
+    MAX_MESSAGE,
+    Release,
+    TransportAddress,
+    unexpected,
+)
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
 from omni_kvlink.connectors.ucx.payload_memory import PayloadMemory
 from omni_kvlink.connectors.ucx.settings import FETCH_LIMITS, UcxSettings
@@ -20,9 +25,9 @@ from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, WireErro
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options
+    from omni_kvlink.connectors.control.remote_get import InboundTransfer
     from omni_kvlink.connectors.protocol.messages import Chunk, Message
     from omni_kvlink.connectors.runtime.consumer import Session
-    from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
 
 
 class UcxConsumer(ControlConsumer):
@@ -64,7 +69,7 @@ class UcxConsumer(ControlConsumer):
 class UcxSession(ControlSession):
     """A control connection, and a UCX connection to the same producer."""
 
-    fetch_limits = FETCH_LIMITS
+    max_frame_nbytes, fetch_limits = MAX_MESSAGE, FETCH_LIMITS
 
     def __init__(self, resources: SessionResources, ucx_transport: UcxTransport):
         super().__init__(resources)
@@ -92,7 +97,7 @@ class UcxSession(ControlSession):
         if self._endpoint is not None:
             raise WireError(f"{self._url} sent its UCX address twice")
         self._endpoint = self._ucx_transport.connect(address.address)
-        self.set_ready()
+        self.set_ready_in_loop()
 
     def _fetch_range_in_loop(self, inbound: InboundTransfer, start: int, stop: int) -> None:
         """Post the receive, then send the request: UCX discards what no receive waits for."""

@@ -8,7 +8,6 @@ import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink.connectors.control import listener as control_listener
-from omni_kvlink.connectors.zmq import sender as zmq_sender
 from omni_kvlink.testing import (
     CONNECTOR_CHECKS,
     delivery_checks,
@@ -68,5 +67,5 @@ def test_connector(
     if small_chunks:  # also split the small payloads of the checks
         options["inline"] = 0
         monkeypatch.setattr(control_listener, "EAGER", 0)
-        monkeypatch.setattr(zmq_sender, "CHUNK", 1000)
+        monkeypatch.setattr(control_listener, "CHUNK", 1000)
     run_check(check, Rig(lambda: fresh_url(transport, sockets), options, process))

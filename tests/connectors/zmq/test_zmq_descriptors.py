@@ -15,7 +15,7 @@ import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, KVProducer
-from omni_kvlink.connectors.control import router_socket
+from omni_kvlink.connectors.control import peer
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until, until_freed
@@ -86,7 +86,7 @@ def test_no_descriptor_is_left(
 ) -> None:
     """Connections that wait are taken from the queue and ended, those that are there are served."""
     # On a busy machine a late event would give up a duplicate, too, and so admit the reader.
-    monkeypatch.setattr(router_socket, "_ACCEPT_SECONDS", 3600)
+    monkeypatch.setattr(peer, "_ACCEPT_SECONDS", 3600)
     reader, later = connect(producer, start, "first"), connect(producer, start, "later")
     later.call("close")
     until(lambda: producer.stats()["readers"] == 1, "the later reader has left")

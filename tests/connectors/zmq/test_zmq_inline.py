@@ -27,7 +27,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
-from omni_kvlink.connectors.control.remote_get import InlineReceiver
+from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import Offer
 from omni_kvlink.connectors.runtime import event_loop
@@ -74,12 +74,12 @@ class Receipts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.own, self.left = list[int](), list[int]()
         self.waiting = 0
-        receive, pause = InlineReceiver.receive_until, MonitoredSocket.pause
+        receive, pause = ControlSession.receive_until, MonitoredSocket.pause
 
         def watched(
-            receiver: InlineReceiver, event: LazyEvent, deadline: float, get: RemoteGet
+            session: ControlSession, event: LazyEvent, deadline: float, get: RemoteGet
         ) -> None:
-            receive(receiver, event, deadline, get)
+            receive(session, event, deadline, get)
             found = self.left if get.delivery is None else self.own
             found.append(threading.get_ident())
 
@@ -88,7 +88,7 @@ class Receipts:
             self.waiting += 1
             return paused
 
-        monkeypatch.setattr(InlineReceiver, "receive_until", watched)
+        monkeypatch.setattr(ControlSession, "receive_until", watched)
         monkeypatch.setattr(MonitoredSocket, "pause", counted)
 
 

@@ -18,7 +18,6 @@ from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchLimits
-from omni_kvlink.connectors.zmq.consumer import ZmqSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory import arena
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -30,7 +29,7 @@ from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.connectors.runtime.inbound_transfer import InboundTransfer
+    from omni_kvlink.connectors.control.remote_get import InboundTransfer
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 MIB = 1 << 20
@@ -153,7 +152,7 @@ def test_the_window_is_shared_by_all_payloads(
 ) -> None:
     """No more bytes than the window are requested, however many payloads arrive."""
     window = 2 * CHUNK
-    monkeypatch.setattr(ZmqSession, "fetch_limits", FetchLimits(CHUNK, window))
+    monkeypatch.setattr(ControlSession, "fetch_limits", FetchLimits(CHUNK, window))
     most = []
     fetch_more = ControlSession._fetch_more_in_loop
 
@@ -181,7 +180,7 @@ def test_a_small_payload_overtakes_a_large_one(
 ) -> None:
     """A small payload that was requested later does not wait for the end of a large one."""
     ended, both_requested = [], threading.Event()
-    monkeypatch.setattr(ZmqSession, "fetch_limits", FetchLimits(CHUNK, CHUNK))
+    monkeypatch.setattr(ControlSession, "fetch_limits", FetchLimits(CHUNK, CHUNK))
     with KVLink.connect(producer.url, timeout=60, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())

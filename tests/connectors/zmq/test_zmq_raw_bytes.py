@@ -13,7 +13,7 @@ import pytest
 from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
-from omni_kvlink.connectors.control import monitored_socket, router_socket
+from omni_kvlink.connectors.control import monitored_socket, peer
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
@@ -201,7 +201,7 @@ def test_many_connections(
 ) -> None:
     """Of those that say nothing a few may be open; the oldest is ended for another."""
     producer, reader = ends
-    monkeypatch.setattr(router_socket, "MAX_UNGREETED", 4)
+    monkeypatch.setattr(peer, "MAX_UNGREETED", 4)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(producer.url)) for _ in range(40)]
         for sock in silent[:36]:
@@ -216,7 +216,7 @@ def test_a_reader_among_many_connections(
 ) -> None:
     """A greeted reader is not among those that are ended."""
     producer, reader = ends
-    monkeypatch.setattr(router_socket, "MAX_UNGREETED", 1)
+    monkeypatch.setattr(peer, "MAX_UNGREETED", 1)
     for _ in range(5):
         with connect(producer.url), connect(producer.url) as sock:
             check_link(producer, reader)

@@ -181,6 +181,31 @@ def test_bytes_of_what_is_not_on_lease(producer: KVProducer, unharmed: None) -> 
             assert not one.socket.poll(0)
 
 
+class GuardedCounters(dict[str, int]):
+    """Counters that record which of them were changed without the lock that guards them."""
+
+    def __init__(self, end: Any):
+        super().__init__(end.transfers.counters)
+        self.lock, self.unguarded = end.lock, list[str]()
+
+    def __setitem__(self, name: str, count: int) -> None:
+        if not self.lock.locked():
+            self.unguarded.append(name)
+        super().__setitem__(name, count)
+
+
+def test_bytes_of_what_is_not_on_lease_are_counted_with_the_lock(
+    producer: KVProducer, unharmed: None
+) -> None:
+    end: Any = producer._end
+    counters = end.transfers.counters = GuardedCounters(end)
+    with greeted_peer(producer.url) as peer:
+        offer = leased(producer, peer)
+        peer.send(FetchRange(1, offer.epoch + 1, 0, 100))
+        until(lambda: counters["stale"] == 1, "it was refused")
+    assert counters.unguarded == []
+
+
 def test_what_is_on_lease_is_served_to_its_end(producer: KVProducer, unharmed: None) -> None:
     """Also if the payload failed meanwhile."""
     with greeted_peer(producer.url) as peer:
@@ -230,7 +255,7 @@ def test_a_reader_that_requests_and_does_not_read(producer: KVProducer, unharmed
         end: Any = producer._end
         big = end.transfers._live["big"]
         (slow,) = end.listeners[0]._peers.values()
-        until(lambda: slow.pending_nbytes > 0, "the rest waits")
+        until(lambda: bool(slow.pending), "the rest waits")
         assert WINDOW < CHUNK * len(big.views) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=60, quota=64 << 20) as reader:
             for number in range(3):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from omni_kvlink import WireError
 from omni_kvlink._native.crc32c import combine, numpy_crc32c
 from omni_kvlink._native.host import crc32c
-from omni_kvlink.payload.digests import ArrivingDigests, mismatch
+from omni_kvlink.connectors.protocol.fetch_plan import ArrivingDigests
+from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.manifest import TensorSpec
 

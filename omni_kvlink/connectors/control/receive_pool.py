@@ -5,11 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
-from omni_kvlink._native import device_memory, host
 from omni_kvlink.errors import CapacityError, KVLinkError
 from omni_kvlink.memory.arena import ArenaPool, Block, Holder
 from omni_kvlink.memory.ownership import CallAtEnd
@@ -17,13 +14,15 @@ from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable
 
+    import zmq
+
+    from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.memory.arena import MakeArena
-
-_STREAM_MIN = 256 << 10
-"""Bytes; larger copies bypass the processor's cache: they would be evicted before they are read."""
+    from omni_kvlink.payload.manifest import LayoutCache
 
 
 class AllocationWaiter(Protocol):
@@ -32,12 +31,8 @@ class AllocationWaiter(Protocol):
     def on_allocated(self, block: Block) -> None:
         """Take the block."""
 
-    def on_allocation_failed(self, error: KVLinkError) -> None:
+    def fail(self, error: KVLinkError) -> object:
         """Fail: there will be no block."""
-
-
-def _ignore() -> None:
-    pass
 
 
 class ReceivePool:
@@ -142,7 +137,7 @@ class ReceivePool:
         """Withdraw all requests and free the memory that is not in use."""
         self._waiting.clear()
         self._pool.close()
-        self._on_empty = _ignore  # breaks the cycle with the owner, which has descriptors
+        self._on_empty = lambda: None  # breaks the cycle with the owner, which has descriptors
 
     def _on_returned(self, block: Block) -> None:
         self._borrowed[block] -= 1
@@ -204,7 +199,7 @@ class ReceivePool:
             self._blocked.add(waiter)
         else:
             del self._waiting[waiter]
-            waiter.on_allocation_failed(error)
+            waiter.fail(error)
 
     def _give(self, waiter: AllocationWaiter, block: Block) -> None:
         del self._waiting[waiter]
@@ -212,44 +207,13 @@ class ReceivePool:
         waiter.on_allocated(block)
 
 
-Span: TypeAlias = tuple[int, int, bool]
-"""Bytes from a start to a stop, and whether they are hashed: a MiB of them at most."""
+class SessionResources(NamedTuple):
+    """The address of a consumer, and the parts that all of its sessions share."""
 
-
-def copy_into(target: Region, payload: memoryview, spans: Sequence[Span]) -> list[int]:
-    """Copy bytes into a region of the same size; many of them bypass the processor's cache.
-
-    `spans` divide them. Returns the CRC-32C of those that are hashed, in the same pass.
-    """
-    if target.nbytes < _STREAM_MIN or host.missing() or target.device != "cpu":
-        target.write(0, payload)
-        return [host.crc32c(payload[start:stop]) for start, stop, is_hashed in spans if is_hashed]
-    batch = host.CopyBatch(target.address, target.nbytes, threads=1, stores=host.STREAM)
-    source = np.frombuffer(payload, np.uint8).ctypes.data
-    for start, stop, is_hashed in spans:
-        view = host.packed_flat_view(source + start, stop - start)
-        batch.add(start, stop - start, view, digest=is_hashed)
-    return _numbers(batch.gather())
-
-
-def crcs_of(region: Region, spans: Sequence[Span]) -> list[int]:
-    """Return what `copy_into` returns, for bytes that are in the region already.
-
-    Bytes of a device are hashed there; this blocks until it has done so.
-    """
-    if region.device != "cpu":
-        hashed = [(start, stop) for start, stop, is_hashed in spans if is_hashed]
-        return device_memory.crcs_of(region, hashed) if hashed else []
-    if host.missing():
-        return [
-            host.crc32c(region.view(start, stop)) for start, stop, is_hashed in spans if is_hashed
-        ]
-    batch = host.CopyBatch(region.address, region.nbytes, threads=1)
-    for start, stop, is_hashed in spans:
-        if is_hashed:
-            batch.add(start, stop - start, digest=True)
-    return _numbers(batch.digest())
-
-
-def _numbers(digests: bytes) -> list[int]:
-    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]
+    address: ControlAddress
+    credentials: Credentials | None
+    context: zmq.Context[Any]
+    loop: EventLoop
+    receive_pool: ReceivePool
+    layouts: LayoutCache
+    counters: Counter[str]
