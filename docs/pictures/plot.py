@@ -100,7 +100,7 @@ def streams() -> None:
 
 
 def growing() -> None:
-    """`growing`: the CPU of each side, all threads, for one chunk."""
+    """`append-stream`: the CPU of each side, all threads, for one chunk."""
     rows = []
     paces = {
         "growing": "asked for 50/s each",

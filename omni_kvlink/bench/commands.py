@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from omni_kvlink.bench import report
-from omni_kvlink.bench.options import COMMANDS, make_parser
+from omni_kvlink.bench.options import COMMANDS, RENAMED, make_parser
 from omni_kvlink.bench.setups import PRESETS
 from omni_kvlink.cli.process import held, interruptible, run_guarded, show
 
@@ -31,10 +31,9 @@ def run(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command line; SystemExit for wrong usage, `--help` and `--version`."""
     parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.command == "keygen":
-        parser.exit(2, "kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME\n")
-    return arguments
+    for name in set(argv[:1]) & set(RENAMED):
+        parser.exit(2, f"kvlink-bench: {name} {RENAMED[name]}\n")
+    return parser.parse_args(argv)
 
 
 def perform(arguments: argparse.Namespace) -> int:
@@ -50,13 +49,12 @@ def perform(arguments: argparse.Namespace) -> int:
     if not is_quiet:
         about = report.wrapped("machine", machine.one_line(description))
         show("\n".join((f"kvlink-bench {arguments.command}", about, result.text())))
-        if hasattr(result, "drawn"):
-            report.draw(*result.drawn())
+        report.draw(*result.drawn)
     if arguments.json:
         parts = (dataclasses.asdict(setup), result.to_dict())
         with held():
             report.write_json(arguments.json, arguments.command, description, *parts)
-    return 1 if getattr(result, "failed", None) else 0
+    return 1 if result.failed else 0
 
 
 def _setup(kind: type[Any], values: dict[str, Any]) -> Any:

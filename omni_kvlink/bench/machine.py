@@ -42,12 +42,6 @@ def one_line(machine: dict[str, Any]) -> str:
     )
 
 
-def load_text() -> str:
-    """The load of the machine in one line, for people."""
-    averages = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    return f"of the machine, 1, 5, 15 min: {averages}"
-
-
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch use `count` threads within the `with` block."""

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_kvlink.bench.setups import (
-    BLOCK,
     PRESETS,
-    READERS,
+    AppendStreamSetup,
     CopySetup,
     FirstSetup,
-    GrowingSetup,
     LatencySetup,
     LinkSetup,
     ManySetup,
+    Option,
     SmallSetup,
     StreamSetup,
     VerifySetup,
 )
-from omni_kvlink.cli.arguments import (
-    COUNT,
-    EVEN,
-    PER_SECOND,
-    POSITIVE,
-    SECONDS,
-    THREADS,
-    NumberArgument,
-    Parser,
-    examples,
-)
+from omni_kvlink.cli.arguments import POSITIVE, NumberArgument, Parser, examples
 from omni_kvlink.connectors import registry
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.format import MAX_BRANCHES, MAX_LAYERS
+from omni_kvlink.payload.format import MAX_LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,23 +33,13 @@ if TYPE_CHECKING:
 COPIERS = ("auto", "native", "pinned", "torch")
 
 
-class Option(NamedTuple):
-    """An option for a field of a setup, which has its default: a number, a choice or a flag."""
-
-    group: str
-    name: str
-    text: str
-    kind: NumberArgument | tuple[str, ...] | None = POSITIVE
-
-
 class Command(NamedTuple):
-    """A subcommand: its module, which has `measure`, its setup's type, and its own options."""
+    """A subcommand: its module, which has `measure`, and its setup's type, which has options."""
 
     module: str
     setup: type[Any]
     about: str
     example: str
-    options: tuple[Option, ...]
     presets: tuple[str, ...] = tuple(PRESETS)
 
 
@@ -84,40 +63,40 @@ def make_parser() -> Parser:
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
         _add_options(subparser, command)
-    keygen = commands.add_parser("keygen", add_help=False)  # until 0.3
-    keygen.add_argument("arguments", nargs="*")
     return parser
 
 
 def _add_options(parser: Parser, command: Command) -> None:
     """Add the options of a command, in the order in which `--help` lists them."""
-    setup, names = command.setup, [field.name for field in fields(command.setup)]
-    if "shape" in names:
+    by_name = {field.name: field for field in fields(command.setup)}
+    if "shape" in by_name:
         _add_payload(parser, command.presets)
     for is_payload in (True, False):
-        for option in command.options:
-            if is_payload is (option.group not in ("link", "measurement")):
-                _add_option(parser, option, getattr(setup, option.name))
-        if is_payload and issubclass(setup, LinkSetup):
+        for name, field in by_name.items():
+            option = field.metadata.get("option")
+            if option and is_payload is (option.group not in ("link", "measurement")):
+                _add_option(parser, name, option, field.default)
+        if is_payload and issubclass(command.setup, LinkSetup):
             _add_link(parser)
-            if issubclass(setup, SmallSetup):
+            if issubclass(command.setup, SmallSetup):
                 _add_inline(parser)
-    if "corrupt" in names:
+    if "corrupt" in by_name:
         number = NumberArgument("a whole number", -1)
         parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
     about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
     parser.group("output").add_argument("--json", default="", metavar="FILE", help=about)
 
 
-def _add_option(parser: Parser, option: Option, default: Any) -> None:
-    add, name = parser.group(option.group).add_argument, f"--{option.name}"
+def _add_option(parser: Parser, name: str, option: Option, default: Any) -> None:
+    details: dict[str, Any] = {"default": default, "help": option.text}
     if option.kind is None:
-        add(name, action="store_true", help=option.text)
+        details = {"action": "store_true", "help": option.text}
     elif isinstance(option.kind, tuple):
-        add(name, choices=option.kind, default=default, help=option.text)
+        details["choices"] = option.kind
     else:
-        text = f"{option.text} (default: {default:g})" if default else option.text
-        add(name, type=option.kind, default=default, metavar=option.kind.metavar, help=text)
+        details |= {"type": option.kind, "metavar": option.kind.metavar}
+        details["help"] += f" (default: {default:g})" if default else ""
+    parser.group(option.group).add_argument(f"--{name}", **details)
 
 
 def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
@@ -176,97 +155,47 @@ def _link_url(text: str) -> str:
     return text
 
 
-_POOLS = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
-_BLOCKS = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
-_BRANCHES = "send a bundle of N: one branch with bytes, the others in turn half of it and the same"
-_DIGESTS = "which the reader checks: full: all; auto: of bytes from a socket (default); off: none"
-_BUSY = "put others just before: the producer's code is in the processor's caches"
-_IDLE = "measure the CPU of the waiting link, too, for so long"
-_TOGETHER = "the chunks of all streams are due at the same moment, as after a batched step"
-_SECONDS = "for the link, and for the pipe, all rounds together"
-_READER = (
-    f"how the reader's one thread waits for all streams (default: {GrowingSetup.reader}); steps: "
-    "one stream carries them, each chunk of it what is due together (append_requests)"
-)
-_LIVE = "payloads that nobody reads, live meanwhile; compared with 10"
-_WAIT = "between a link's opening and its first transfer"
-_ROUNDS = Option("measurement", "rounds", "rounds that are counted")
-_WARMUP = Option("measurement", "warmup", "rounds before", COUNT)
-
+RENAMED = {
+    "keygen": "has moved; use kvlink keygen DIRECTORY NAME",  # until 0.3
+    "growing": "is now append-stream; use kvlink-bench append-stream",
+}
+"""Subcommands of former versions, and what to use."""
 COMMANDS = {
     "latency": Command(
         "latency",
         LatencySetup,
         "how long it takes from put until the reader has the views, phase by phase",
         "--preset small --rounds 100 --json latency.json",
-        (
-            Option("payload", "paged", _POOLS, None),
-            Option("payload", "branches", _BRANCHES, replace(POSITIVE, most=MAX_BRANCHES)),
-            Option("link", "direct", "put(direct=True): nothing is copied (zmq, ucx)", None),
-            Option("link", "verify", f"digests {_DIGESTS}", ("auto", "full", "off")),
-            _ROUNDS,
-            _WARMUP,
-            Option("measurement", "busy", _BUSY, None),
-            Option("measurement", "threads", "threads of torch, at both ends", THREADS),
-            Option("measurement", "idle", _IDLE, SECONDS),
-        ),
     ),
     "stream": Command(
         "streaming",
         StreamSetup,
         "how long it takes until the reader has copied all out: as a whole, and layer by layer",
         "--paged",
-        (Option("payload", "paged", _BLOCKS, None), _ROUNDS, _WARMUP),
     ),
-    "growing": Command(
-        "growing",
-        GrowingSetup,
-        "how long a chunk of a growing stream is on its way, many streams at once, beside a pipe",
+    "append-stream": Command(
+        "append_stream",
+        AppendStreamSetup,
+        "how long a chunk of an append stream is on its way, many streams at once, beside a pipe",
         "--together --reader asyncio",
-        (
-            Option("chunks", "streams", "append streams at the same time"),
-            Option("chunks", "rate", "chunks a second of each stream", PER_SECOND),
-            Option("chunks", "tokens", "tokens of a chunk"),
-            Option("chunks", "hidden", "elements of a token"),
-            Option("chunks", "together", _TOGETHER, None),
-            Option("measurement", "rounds", "rounds of link and pipe, in turn"),
-            Option("measurement", "seconds", _SECONDS, replace(SECONDS, least=0.01)),
-            Option("measurement", "reader", _READER, READERS),
-        ),
     ),
     "many": Command(
         "many",
         ManySetup,
         "how many small payloads pass in a second, singly and in batches, beside a pipe",
         "--inline 0 --batch 8",
-        (
-            Option("payloads", "bytes", "bytes of a payload, an even number", EVEN),
-            Option("payloads", "transfers", "payloads of a run"),
-            Option("payloads", "outstanding", "gets requested, and payloads not yet released"),
-            Option("payloads", "batch", "payloads of one put_many, and of one get_many"),
-            Option("payloads", "live", _LIVE),
-            Option("measurement", "rounds", "rounds, each with a run of every kind"),
-        ),
     ),
     "first": Command(
         "first",
         FirstSetup,
         "how much longer the first transfer of a link takes than its tenth, prefaulted and not",
         "--connector zmq+tcp",
-        (
-            Option("measurement", "rounds", "links of each kind"),
-            Option("measurement", "wait", _WAIT, SECONDS),
-        ),
     ),
     "copy": Command(
         "membench",
         CopySetup,
         "what this machine's memory allows: methods to copy as many bytes, timed in turn",
         "--preset small --rounds 100",
-        (
-            Option("measurement", "rounds", "times that each method is timed"),
-            Option("measurement", "threads", "threads of torch", THREADS),
-        ),
         ("small", "bagel", "bagel36"),
     ),
     "verify": Command(
@@ -274,6 +203,5 @@ COMMANDS = {
         VerifySetup,
         "whether every payload arrives bit for bit, by digests that the library has no part in",
         "--quick --connector zmq+tcp",
-        (Option("measurement", "quick", "send a sixth of the cases, small ones", None),),
     ),
 }

@@ -12,6 +12,7 @@ import time
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.bench.chunks import Pipe
 from omni_kvlink.bench.reader import ReaderCommands
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.connectors.registry import schemes
@@ -88,6 +89,19 @@ def open_setup(setup: Any, **options: Any) -> AbstractContextManager[Pair]:
     names = ("copier", "digests", "mode", "inline")
     serving = {name: getattr(setup, name) for name in names if hasattr(setup, name)}
     return open_pair(setup.connector, url=setup.url, **{**serving, **options})
+
+
+@contextlib.contextmanager
+def open_pipe(pair: Pair) -> Iterator[Pipe]:
+    """Open a pipe to a pair's reader."""
+    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
+        path = os.path.join(directory, "pipe")
+        for suffix in ("", "-back"):
+            os.mkfifo(path + suffix, 0o600)
+        with contextlib.closing(Pipe(path, is_sender=True)) as pipe:
+            pair.peer.call("open_pipe", path=path)
+            pipe.connect()
+            yield pipe
 
 
 def _start_reader(own_thread: bool) -> Peer:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from omni_kvlink.bench.report import row, table
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +39,17 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Summary))
 """The names of the figures of a summary."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Timings:
+class Timings(dict[str, list[float]]):
     """Seconds of every measurement, round by round."""
 
-    seconds: dict[str, list[float]]
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[dict[str, float]]) -> Timings:
+        """The seconds of rounds that have the same measurements."""
+        return cls({name: [seconds[name] for seconds in rounds] for name in rounds[0]})
 
     def milliseconds(self, name: str) -> Summary:
         """Milliseconds of one measurement."""
-        return Summary.of([1e3 * value for value in self.seconds[name]])
+        return Summary.of([1e3 * value for value in self[name]])
 
     def ratio_of(self, name: str, other: str) -> float:
         """Median of one measurement over the median of another one."""
@@ -52,5 +57,13 @@ class Timings:
 
     def ratio_by_round(self, name: str, other: str) -> Summary:
         """One measurement over another one, round by round."""
-        pairs = zip(self.seconds[name], self.seconds[other], strict=True)
+        pairs = zip(self[name], self[other], strict=True)
         return Summary.of([value / base for value, base in pairs])
+
+    def table(self, texts: Mapping[str, str], columns: Sequence[str] = COLUMNS) -> str:
+        """A table of milliseconds: some columns of the summaries of measurements, with texts."""
+        rows = [
+            row(name, operator.attrgetter(*columns)(self.milliseconds(name)), text)
+            for name, text in texts.items()
+        ]
+        return table(["ms", *columns, "what"], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from fork_server import new_interpreters
 
 from omni_kvlink import __version__
 from omni_kvlink.bench import commands as bench
-from omni_kvlink.bench.chunks import RECEIVE
 from omni_kvlink.bench.options import COPIERS
+from omni_kvlink.bench.pace import RECEIVE
 from omni_kvlink.bench.setups import READERS
 from omni_kvlink.cli import commands as kvlink
 from omni_kvlink.cli.arguments import STATUS, NumberArgument, Parser
@@ -43,7 +44,7 @@ def parsers() -> Iterator[tuple[str, Parser]]:
 
 
 PARSERS = dict(parsers())
-COMMANDS = [name for name in PARSERS if " " in name and name != "kvlink-bench keygen"]
+COMMANDS = [name for name in PARSERS if " " in name]
 
 
 def options(command: str) -> list[argparse.Action]:
@@ -128,8 +129,12 @@ def test_the_free_words_are_paths_and_names() -> None:
         ("latency --rounds", "kvlink-bench latency: argument --rounds: expected one argument; see"),
         ("many --bytes 4095", "argument --bytes: wanted an even number from 2 to 1,000,000,000"),
         ("latency --rounds 0", "--rounds: wanted a whole number from 1 to 1,000,000,000, got '0'"),
-        ("growing --rate nan", "argument --rate: wanted a number a second from 0.001 to 1,000,000"),
+        (
+            "append-stream --rate nan",
+            "argument --rate: wanted a number a second from 0.001 to 1,000,000",
+        ),
         ("first --connector carrier", "argument --connector: invalid choice: 'carrier' (choose"),
+        ("growing --reader steps", "kvlink-bench: growing is now append-stream; use kvlink-bench"),
         ("keygen keys a", "kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME"),
     ],
 )
@@ -154,6 +159,15 @@ def test_help_says_what_everything_is(command: str) -> None:
             assert option.nargs == 0 or option.metavar or option.choices or option.dest == "url"
     if command.startswith("kvlink-bench"):
         assert {one.title for one in parser._action_groups if one._group_actions} >= {"output"}
+
+
+@pytest.mark.parametrize("name", bench.COMMANDS)
+def test_every_option_of_a_measurement_is_in_its_setup(name: str) -> None:
+    names = {field.name for field in dataclasses.fields(bench.COMMANDS[name].setup)}
+    if "shape" in names:
+        names |= {"preset", "layers", "tokens", "heads", "head_dim", "dtype"}
+    taken = {one.dest for one in PARSERS[f"kvlink-bench {name}"]._actions}
+    assert taken - names == {"help", "json"}
 
 
 @pytest.mark.parametrize("command", [*MODULES, *COMMANDS])
