@@ -14,6 +14,7 @@ from fork_server import new_interpreters
 
 from omni_kvlink import __version__
 from omni_kvlink.bench import commands as bench
+from omni_kvlink.bench import options as bench_options
 from omni_kvlink.bench.options import COPIERS
 from omni_kvlink.bench.pace import RECEIVE
 from omni_kvlink.bench.setups import READERS
@@ -161,9 +162,9 @@ def test_help_says_what_everything_is(command: str) -> None:
         assert {one.title for one in parser._action_groups if one._group_actions} >= {"output"}
 
 
-@pytest.mark.parametrize("name", bench.COMMANDS)
+@pytest.mark.parametrize("name", bench_options.COMMANDS)
 def test_every_option_of_a_measurement_is_in_its_setup(name: str) -> None:
-    names = {field.name for field in dataclasses.fields(bench.COMMANDS[name].setup)}
+    names = {field.name for field in dataclasses.fields(bench_options.COMMANDS[name].setup)}
     if "shape" in names:
         names |= {"preset", "layers", "tokens", "heads", "head_dim", "dtype"}
     taken = {one.dest for one in PARSERS[f"kvlink-bench {name}"]._actions}
