@@ -11,7 +11,7 @@ import torch
 
 from omni_kvlink.bench.chunks import ChunkBytes, Pipe
 from omni_kvlink.bench.pace import Sent, send_all
-from omni_kvlink.bench.pair import Pair, open_pipe, open_setup
+from omni_kvlink.bench.pair import TIMEOUT, Pair, open_pipe, open_setup
 from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.runs import Run, Runs, link_text, load_line
@@ -34,7 +34,6 @@ TIMES = {
     "link_late": "due → append called",
     "pipe_late": "due → write called",
 }
-_TIMEOUT = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +176,13 @@ def _link_round(pair: Pair, setup: AppendStreamSetup, paced: Paced, name: str) -
     names = [f"{name}-stream-{number}" for number in range(count)]
     with contextlib.ExitStack() as stack:
         outs = [stack.enter_context(pair.link.open_stream(key, spec)) for key in names]
-        pair.peer.call("open_streams", names=names, timeout=_TIMEOUT)
+        pair.peer.call("open_streams", names=names, timeout=TIMEOUT)
         receiving = pair.peer.submit("receive_streams", reader=setup.reader, **paced._asdict())
         append = (_append_step if setup.steps else _append)(outs, data, setup.corrupt)
         sent = send_all(setup, paced, append, steps=setup.steps)
-    received = receiving.result(_TIMEOUT)
+    received = receiving.result(TIMEOUT)
     for out in outs:
-        out.commit().wait(timeout=_TIMEOUT)
+        out.commit().wait(timeout=TIMEOUT)
     return Round.of("link", sent, received), outs[0].ledger.copier
 
 
@@ -218,4 +217,4 @@ def _pipe_round(pair: Pair, setup: AppendStreamSetup, paced: Paced, pipe: Pipe) 
     data = ChunkBytes(paced)
     receiving = pair.peer.submit("receive_pipe", **paced._asdict())
     sent = send_all(setup, paced, lambda stream, number: pipe.write(data.raw(stream, number)))
-    return Round.of("pipe", sent, receiving.result(_TIMEOUT))
+    return Round.of("pipe", sent, receiving.result(TIMEOUT))

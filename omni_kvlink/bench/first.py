@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omni_kvlink.bench.pair import Pair, open_setup
+from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import make_sample
 from omni_kvlink.bench.report import Progress, progress, row, table
 from omni_kvlink.bench.result import Result
@@ -49,12 +49,11 @@ def measure(setup: FirstSetup, progress: Progress = progress) -> Result:
 
 def _transfer(pair: Pair, sample: Sample) -> float:
     """Send one payload to a reader that waits for it; seconds until the reader has its views."""
-    getting = pair.peer.submit("get", key=KEY, timeout=60.0, verify="auto")
-    pair.wait_until_requested()
+    getting = pair.begin("get", key=KEY, verify="auto")
     called = time.monotonic_ns()
-    receipt = pair.link.put(sample.cache, timeout=60.0)
-    returned = int(getting.result(60.0)["returned"])
-    receipt.wait(timeout=60.0)
+    receipt = pair.link.put(sample.cache, timeout=TIMEOUT)
+    returned = int(getting.result(TIMEOUT)["returned"])
+    receipt.wait(timeout=TIMEOUT)
     return 1e-9 * (returned - called)
 
 

@@ -18,7 +18,7 @@ from omni_kvlink.bench.baselines import (
 )
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_setup
+from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
 from omni_kvlink.bench.report import Progress, progress
@@ -226,16 +226,15 @@ def _round(
     """One transfer after as many bytes by every baseline: seconds, page faults, and the ledger."""
     seconds = {"plain_copy": plain.seconds(), "pipe_wake": _pipe_wake(pair)}
     seconds |= {name: sender.seconds() for name, sender in senders.items()}
-    getting = pair.peer.submit("get", key=KEY, timeout=60.0, verify=setup.verify)
-    pair.wait_until_requested()
+    getting = pair.begin("get", key=KEY, verify=setup.verify)
     if setup.busy:
         _put_others(pair, data)
     faults_before = page_faults(own_thread=pair.own_thread)
     called = time.monotonic_ns()
-    receipt = pair.link.put(data, direct=setup.direct, ttl=TTL, timeout=60.0)
+    receipt = pair.link.put(data, direct=setup.direct, ttl=TTL, timeout=TIMEOUT)
     returned = time.monotonic_ns()
-    reader = getting.result(60.0)
-    receipt.wait(timeout=60.0)
+    reader = getting.result(TIMEOUT)
+    receipt.wait(timeout=TIMEOUT)
     done = time.monotonic_ns()
     committed = int(1e9 * (receipt.expires - TTL))
     seconds |= _phases(receipt.ledger, called, committed, reader)
@@ -249,7 +248,7 @@ def _put_others(pair: Pair, data: Payload) -> None:
     other = copy.copy(data)
     other.request_id = OTHER
     for _ in range(OTHERS):
-        pair.link.put(other, ttl=TTL, timeout=60.0)
+        pair.link.put(other, ttl=TTL, timeout=TIMEOUT)
         pair.link.abort(OTHER)
 
 

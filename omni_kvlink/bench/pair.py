@@ -22,7 +22,12 @@ from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, Proces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
+
+
+TIMEOUT = 60.0
+"""Seconds in which a payload must be put, received or released."""
 
 
 class Pair:
@@ -33,6 +38,12 @@ class Pair:
 
     def __init__(self, link: KVProducer, peer: Peer, *, own_thread: bool):
         self.link, self.peer, self.own_thread = link, peer, own_thread
+
+    def begin(self, command: str, **arguments: Any) -> Future[Any]:
+        """Begin a command of the reader that gets a payload; returns when the reader sleeps."""
+        reading = self.peer.submit(command, timeout=TIMEOUT, **arguments)
+        self.wait_until_requested()
+        return reading
 
     def wait_until_requested(self, *, timeout: float = 10.0) -> None:
         """Wait until the reader's `get` has reached the producer, and the reader sleeps."""

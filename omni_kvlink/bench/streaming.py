@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_setup
+from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
 from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Result
@@ -96,17 +96,15 @@ def _result(setup: StreamSetup, times: Timings, copier: str) -> Result:
 def _start_reader(pair: Pair, sample: Sample, command: str, **options: Any) -> Future[Any]:
     """Let the reader make its targets, request the payload, and fall asleep."""
     shape, paged = dataclasses.asdict(sample.shape), bool(sample.cache.block_ids)
-    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **options)
-    pair.wait_until_requested()
-    return reading
+    return pair.begin(command, key=KEY, shape=shape, paged=paged, **options)
 
 
 def _sequential(pair: Pair, sample: Sample) -> dict[str, float]:
     reading = _start_reader(pair, sample, "copy_out")
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
-    last = reading.result(60.0)
-    receipt.wait(timeout=60.0)
+    last = reading.result(TIMEOUT)
+    receipt.wait(timeout=TIMEOUT)
     return {"sequential": 1e-9 * (last - called)}
 
 
@@ -118,9 +116,9 @@ def _layers(pair: Pair, sample: Sample) -> dict[str, float]:
     with pair.link.stream_put(blank) as out:
         for index, parts in enumerate(layers):
             out.write_layer(index, *(part for part in parts if part is not None))
-    moments = reading.result(60.0)
+    moments = reading.result(TIMEOUT)
     assert out.receipt is not None
-    out.receipt.wait(timeout=60.0)
+    out.receipt.wait(timeout=TIMEOUT)
     streamed, first = moments["last"] - called, moments["first"] - called
     return {"streamed": 1e-9 * streamed, "first_layer": 1e-9 * first}
 
@@ -135,8 +133,8 @@ def _at_once(pair: Pair, sample: Sample, copier: Copier, target: Region) -> dict
         pass
     copier.gather(sources, plan, target)
     ended = time.monotonic_ns()
-    last = reading.result(60.0)
-    receipt.wait(timeout=60.0)
+    last = reading.result(TIMEOUT)
+    receipt.wait(timeout=TIMEOUT)
     return {"at_once": 1e-9 * (max(ended, last) - moment)}
 
 
