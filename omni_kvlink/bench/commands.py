@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from omni_kvlink.bench import report
-from omni_kvlink.bench.options import COMMANDS, RENAMED, make_parser
-from omni_kvlink.bench.setups import PRESETS
+from omni_kvlink.bench.options import RENAMED, make_parser
+from omni_kvlink.bench.setups import COMMANDS, PRESETS
 from omni_kvlink.cli.process import held, interruptible, run_guarded, show
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def perform(arguments: argparse.Namespace) -> int:
     """Measure, print the report, and write the document; return the exit status."""
-    command, is_quiet = COMMANDS[arguments.command], arguments.json == "-"
-    setup = _setup(command.setup, vars(arguments))
+    is_quiet = arguments.json == "-"
+    setup = _setup(COMMANDS[arguments.command], vars(arguments))
     report.check_json(arguments.json)
-    module = import_module(f"omni_kvlink.bench.{command.module}")
+    module = import_module(f"omni_kvlink.bench.{setup.module}")
     machine = import_module("omni_kvlink.bench.machine")
     with interruptible():
         result = module.measure(setup, partial(report.progress, quiet=is_quiet))

@@ -1,24 +1,19 @@
-"""The command line of `kvlink-bench`: its subcommands, and the options of each."""
+"""The command line of `kvlink-bench`: a subcommand for each setup, an option for each field."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from omni_kvlink.bench.setups import (
+    COMMANDS,
     PRESETS,
-    AppendStreamSetup,
-    CopySetup,
-    FirstSetup,
     LatencySetup,
     LinkSetup,
-    ManySetup,
     Option,
     SmallSetup,
-    StreamSetup,
-    VerifySetup,
 )
 from omni_kvlink.cli.arguments import POSITIVE, NumberArgument, Parser, examples
 from omni_kvlink.connectors import registry
@@ -33,16 +28,6 @@ if TYPE_CHECKING:
 COPIERS = ("auto", "native", "pinned", "torch")
 
 
-class Command(NamedTuple):
-    """A subcommand: its module, which has `measure`, and its setup's type, which has options."""
-
-    module: str
-    setup: type[Any]
-    about: str
-    example: str
-    presets: tuple[str, ...] = tuple(PRESETS)
-
-
 def make_parser() -> Parser:
     """The parser of all subcommands."""
     about = "how fast a link is on this machine, beside a plain copy of the same bytes"
@@ -54,31 +39,31 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", title="commands", dest="command"
     )
-    for name, command in COMMANDS.items():
+    for name, setup in COMMANDS.items():
         subparser = commands.add_parser(
             name,
-            help=command.about,
-            description=command.about,
-            epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {command.example}"),
+            help=setup.about,
+            description=setup.about,
+            epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {setup.example}"),
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
-        _add_options(subparser, command)
+        _add_options(subparser, setup)
     return parser
 
 
-def _add_options(parser: Parser, command: Command) -> None:
+def _add_options(parser: Parser, setup: type[Any]) -> None:
     """Add the options of a command, in the order in which `--help` lists them."""
-    by_name = {field.name: field for field in fields(command.setup)}
+    by_name = {field.name: field for field in fields(setup)}
     if "shape" in by_name:
-        _add_payload(parser, command.presets)
+        _add_payload(parser, setup.presets)
     for is_payload in (True, False):
         for name, field in by_name.items():
             option = field.metadata.get("option")
             if option and is_payload is (option.group not in ("link", "measurement")):
                 _add_option(parser, name, option, field.default)
-        if is_payload and issubclass(command.setup, LinkSetup):
+        if is_payload and issubclass(setup, LinkSetup):
             _add_link(parser)
-            if issubclass(command.setup, SmallSetup):
+            if issubclass(setup, SmallSetup):
                 _add_inline(parser)
     if "corrupt" in by_name:
         number = NumberArgument("a whole number", -1)
@@ -160,48 +145,3 @@ RENAMED = {
     "growing": "is now append-stream; use kvlink-bench append-stream",
 }
 """Subcommands of former versions, and what to use."""
-COMMANDS = {
-    "latency": Command(
-        "latency",
-        LatencySetup,
-        "how long it takes from put until the reader has the views, phase by phase",
-        "--preset small --rounds 100 --json latency.json",
-    ),
-    "stream": Command(
-        "streaming",
-        StreamSetup,
-        "how long it takes until the reader has copied all out: as a whole, and layer by layer",
-        "--paged",
-    ),
-    "append-stream": Command(
-        "append_stream",
-        AppendStreamSetup,
-        "how long a chunk of an append stream is on its way, many streams at once, beside a pipe",
-        "--together --reader asyncio",
-    ),
-    "many": Command(
-        "many",
-        ManySetup,
-        "how many small payloads pass in a second, singly and in batches, beside a pipe",
-        "--inline 0 --batch 8",
-    ),
-    "first": Command(
-        "first",
-        FirstSetup,
-        "how much longer the first transfer of a link takes than its tenth, prefaulted and not",
-        "--connector zmq+tcp",
-    ),
-    "copy": Command(
-        "membench",
-        CopySetup,
-        "what this machine's memory allows: methods to copy as many bytes, timed in turn",
-        "--preset small --rounds 100",
-        ("small", "bagel", "bagel36"),
-    ),
-    "verify": Command(
-        "verify",
-        VerifySetup,
-        "whether every payload arrives bit for bit, by digests that the library has no part in",
-        "--quick --connector zmq+tcp",
-    ),
-}

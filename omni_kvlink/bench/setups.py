@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from omni_kvlink.cli.arguments import (
     COUNT,
@@ -18,9 +18,6 @@ from omni_kvlink.cli.arguments import (
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE
 from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE
 from omni_kvlink.payload.format import MAX_BRANCHES
-
-if TYPE_CHECKING:
-    from typing import Any
 
 BLOCK = 16
 """Tokens of a block of paged sources."""
@@ -151,6 +148,11 @@ _READER = (
 class LatencySetup(SmallSetup):
     """The setup of `latency`."""
 
+    about: ClassVar = "how long it takes from put until the reader has the views, phase by phase"
+    example: ClassVar = "--preset small --rounds 100 --json latency.json"
+    module: ClassVar = "latency"
+    presets: ClassVar = tuple(PRESETS)
+
     shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = option(False, "payload", _POOLS, None)
     branches: int = option(
@@ -171,6 +173,13 @@ class LatencySetup(SmallSetup):
 class StreamSetup(LinkSetup):
     """The setup of `stream`."""
 
+    about: ClassVar = (
+        "how long it takes until the reader has copied all out: as a whole, and layer by layer"
+    )
+    example: ClassVar = "--paged"
+    module: ClassVar = "streaming"
+    presets: ClassVar = tuple(PRESETS)
+
     shape: Shape = dataclasses.field(kw_only=True)
     paged: bool = option(False, "payload", _BLOCKS, None)
     rounds: int = option(20, "measurement", "rounds that are counted")
@@ -180,6 +189,12 @@ class StreamSetup(LinkSetup):
 @dataclasses.dataclass(frozen=True)
 class AppendStreamSetup(SmallSetup):
     """The setup of `append-stream`: `seconds` of each kind, in `rounds` rounds that alternate."""
+
+    about: ClassVar = (
+        "how long a chunk of an append stream is on its way, many streams at once, beside a pipe"
+    )
+    example: ClassVar = "--together --reader asyncio"
+    module: ClassVar = "append_stream"
 
     streams: int = option(64, "chunks", "append streams at the same time")
     rate: float = option(50.0, "chunks", "chunks a second of each stream", PER_SECOND)
@@ -217,6 +232,12 @@ class AppendStreamSetup(SmallSetup):
 class ManySetup(SmallSetup):
     """The setup of `many`: `rounds`, each with a run of `transfers` payloads of each kind."""
 
+    about: ClassVar = (
+        "how many small payloads pass in a second, singly and in batches, beside a pipe"
+    )
+    example: ClassVar = "--inline 0 --batch 8"
+    module: ClassVar = "many"
+
     bytes: int = option(4096, "payloads", "bytes of a payload, an even number", EVEN)
     transfers: int = option(2000, "payloads", "payloads of a run")
     outstanding: int = option(256, "payloads", "gets requested, and payloads not yet released")
@@ -232,6 +253,13 @@ class ManySetup(SmallSetup):
 class FirstSetup(LinkSetup):
     """The setup of `first`: `rounds` links of each kind, in turn."""
 
+    about: ClassVar = (
+        "how much longer the first transfer of a link takes than its tenth, prefaulted and not"
+    )
+    example: ClassVar = "--connector zmq+tcp"
+    module: ClassVar = "first"
+    presets: ClassVar = tuple(PRESETS)
+
     shape: Shape = dataclasses.field(kw_only=True)
     rounds: int = option(5, "measurement", "links of each kind")
     wait: float = option(
@@ -243,6 +271,13 @@ class FirstSetup(LinkSetup):
 class CopySetup:
     """The setup of `copy`; `threads` are torch's."""
 
+    about: ClassVar = (
+        "what this machine's memory allows: methods to copy as many bytes, timed in turn"
+    )
+    example: ClassVar = "--preset small --rounds 100"
+    module: ClassVar = "membench"
+    presets: ClassVar = ("small", "bagel", "bagel36")
+
     shape: Shape
     rounds: int = option(20, "measurement", "times that each method is timed")
     threads: int = option(1, "measurement", "threads of torch", THREADS)
@@ -252,5 +287,23 @@ class CopySetup:
 class VerifySetup(LinkSetup):
     """The setup of `verify`; a bit of the case of the number `corrupt` is flipped on the way."""
 
+    about: ClassVar = (
+        "whether every payload arrives bit for bit, by digests that the library has no part in"
+    )
+    example: ClassVar = "--quick --connector zmq+tcp"
+    module: ClassVar = "verify"
+
     quick: bool = option(False, "measurement", "send a sixth of the cases, small ones", None)
     corrupt: int = -1
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "latency": LatencySetup,
+    "stream": StreamSetup,
+    "append-stream": AppendStreamSetup,
+    "many": ManySetup,
+    "first": FirstSetup,
+    "copy": CopySetup,
+    "verify": VerifySetup,
+}
+"""The setup of each subcommand; its `module` has the function `measure`."""

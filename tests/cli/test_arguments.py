@@ -14,10 +14,9 @@ from fork_server import new_interpreters
 
 from omni_kvlink import __version__
 from omni_kvlink.bench import commands as bench
-from omni_kvlink.bench import options as bench_options
+from omni_kvlink.bench import setups
 from omni_kvlink.bench.options import COPIERS
 from omni_kvlink.bench.pace import RECEIVE
-from omni_kvlink.bench.setups import READERS
 from omni_kvlink.cli import commands as kvlink
 from omni_kvlink.cli.arguments import STATUS, NumberArgument, Parser
 from omni_kvlink.copier import Copier, named_copier
@@ -162,9 +161,9 @@ def test_help_says_what_everything_is(command: str) -> None:
         assert {one.title for one in parser._action_groups if one._group_actions} >= {"output"}
 
 
-@pytest.mark.parametrize("name", bench_options.COMMANDS)
+@pytest.mark.parametrize("name", setups.COMMANDS)
 def test_every_option_of_a_measurement_is_in_its_setup(name: str) -> None:
-    names = {field.name for field in dataclasses.fields(bench_options.COMMANDS[name].setup)}
+    names = {field.name for field in dataclasses.fields(setups.COMMANDS[name])}
     if "shape" in names:
         names |= {"preset", "layers", "tokens", "heads", "head_dim", "dtype"}
     taken = {one.dest for one in PARSERS[f"kvlink-bench {name}"]._actions}
@@ -192,7 +191,7 @@ def test_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    assert tuple(RECEIVE) == READERS
+    assert tuple(RECEIVE) == setups.READERS
     for name in {*COPIERS} - {"pinned"}:  # this one needs a device
         assert isinstance(named_copier(name), Copier)
     with pytest.raises(ValueError) as caught:
