@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.bench.chunks import ChunkBytes, Pipe
+from omni_kvlink.bench.machine import load_line
 from omni_kvlink.bench.pace import Sent, send_all
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_pipe, open_setup
 from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Result
-from omni_kvlink.bench.runs import Run, Runs, link_text, load_line
-from omni_kvlink.bench.stats import Timings
+from omni_kvlink.bench.stats import Run, Runs, Timings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +160,7 @@ def _head(setup: AppendStreamSetup, copier: str) -> Lines:
         f"[{setup.tokens}, {setup.hidden}] bfloat16 = {paced.nbytes} bytes"
     )
     reader = "a chunk has the rows of all" if setup.steps else setup.reader
-    link = f"{link_text(setup, copier)}; one thread appends, one receives ({reader})"
+    link = f"{setup.text(copier)}; one thread appends, one receives ({reader})"
     rounds = (
         f"{setup.rounds} of each kind in turn, {paced.chunks} chunks a stream in each, after a "
         "short one to warm up"

@@ -42,6 +42,12 @@ def one_line(machine: dict[str, Any]) -> str:
     )
 
 
+def load_line() -> tuple[str, str]:
+    """The load of the machine, for people, and its label."""
+    averages = ", ".join(f"{average:.1f}" for average in os.getloadavg())
+    return "load", f"of the machine, 1, 5, 15 min: {averages}"
+
+
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch use `count` threads within the `with` block."""

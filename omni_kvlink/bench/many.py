@@ -7,14 +7,14 @@ import time
 from typing import TYPE_CHECKING
 
 from omni_kvlink.bench.chunks import ChunkBytes, Pipe
+from omni_kvlink.bench.machine import load_line
 from omni_kvlink.bench.pair import Pair, open_pipe, open_setup
-from omni_kvlink.bench.pipelined import put_batch, put_batches, put_singly
+from omni_kvlink.bench.pipelined import put_batch, put_run
 from omni_kvlink.bench.reader import freeze_gc
 from omni_kvlink.bench.report import Progress, progress, table
 from omni_kvlink.bench.result import Result
-from omni_kvlink.bench.runs import Run, Runs, link_text, load_line
 from omni_kvlink.bench.setups import ManySetup, Paced
-from omni_kvlink.bench.stats import Summary
+from omni_kvlink.bench.stats import Run, Runs, Summary
 from omni_kvlink.connectors.base import Options
 
 if TYPE_CHECKING:
@@ -103,10 +103,9 @@ class ManySender:
         began, cpu = time.monotonic_ns(), time.process_time_ns()
         if method == "pipe":
             self._pipe.send(items, setup.outstanding)
-        elif method == "batched":
-            put_batches(self._pair.link, run, tensors, setup.outstanding, setup.batch)
         else:
-            put_singly(self._pair.link, run, tensors, setup.outstanding)
+            batch = setup.batch if method == "batched" else 0
+            put_run(self._pair.link, run, tensors, setup.outstanding, batch)
         spent = time.process_time_ns() - cpu
         received = receiving.result(_TIMEOUT)
         sides = {"producer": spent, "reader": received["cpu"]}
@@ -179,7 +178,7 @@ def result_of(setup: ManySetup, runs: Runs, copier: str, wrong_beside: int = 0) 
         },
         head=[
             ("payload", payload),
-            ("link", link_text(setup, copier)),
+            ("link", setup.text(copier)),
             ("rounds", rounds),
             ("gc", "gc.freeze() in both processes after the warm-up; see docs/operations.md"),
         ],

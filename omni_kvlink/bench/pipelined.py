@@ -40,29 +40,23 @@ def payload_of(run: int, number: int, tensor: torch.Tensor) -> TensorTransferDat
     return TensorTransferData(key_of(run, number), {TENSOR: tensor})
 
 
-def put_singly(
-    link: KVProducer, run: int, tensors: Sequence[torch.Tensor], outstanding: int
+def put_run(
+    link: KVProducer, run: int, tensors: Sequence[torch.Tensor], outstanding: int, batch: int = 0
 ) -> None:
-    """`put` one after the other; blocks while `outstanding` of them have not been released."""
-    receipts = deque[Any]()
-    for number, tensor in enumerate(tensors):
-        payload = payload_of(run, number, tensor)
-        receipts.append(link.put(payload, ttl=TTL, timeout=PATIENCE))
-        if len(receipts) >= outstanding:
-            receipts.popleft().wait(timeout=PATIENCE)
-    _wait_for(receipts)
+    """`put` one after the other, or `put_many` of `batch` at a time.
 
-
-def put_batches(
-    link: KVProducer, run: int, tensors: Sequence[torch.Tensor], outstanding: int, batch: int
-) -> None:
-    """`put_many` of `batch` at a time; blocks while `outstanding` have not been released."""
-    batches = deque[list[Any]]()
-    for start in range(0, len(tensors), batch):
-        batches.append(put_batch(link, run, start, tensors[start : start + batch]))
-        if len(batches) * batch >= outstanding:
-            _wait_for(batches.popleft())
-    for receipts in batches:
+    It blocks while `outstanding` payloads have not been released.
+    """
+    live, step = deque[list[Any]](), batch or 1
+    for start in range(0, len(tensors), step):
+        if batch:
+            live.append(put_batch(link, run, start, tensors[start : start + batch]))
+        else:
+            payload = payload_of(run, start, tensors[start])
+            live.append([link.put(payload, ttl=TTL, timeout=PATIENCE)])
+        if len(live) * step >= outstanding:
+            _wait_for(live.popleft())
+    for receipts in live:
         _wait_for(receipts)
 
 

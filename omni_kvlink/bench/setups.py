@@ -131,6 +131,13 @@ class SmallSetup(LinkSetup):
     digests: bool = True
     inline: int = DEFAULT_INLINE
 
+    def text(self, copier: str) -> str:
+        """The link in words, with the copier that it has."""
+        return (
+            f"{self.connector}, mode {self.mode}, copier {copier}, digests "
+            f"{'crc32c' if self.digests else 'off'}, inline up to {self.inline} bytes"
+        )
+
 
 _POOLS = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
 _BLOCKS = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
