@@ -15,7 +15,7 @@ from fork_server import new_interpreters
 from omni_kvlink import __version__
 from omni_kvlink.bench import commands as bench
 from omni_kvlink.bench import setups
-from omni_kvlink.bench.options import COPIERS
+from omni_kvlink.bench.commands import COPIERS
 from omni_kvlink.bench.pace import RECEIVE
 from omni_kvlink.cli import commands as kvlink
 from omni_kvlink.cli.arguments import STATUS, NumberArgument, Parser
