@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -55,6 +55,8 @@ OTHER_TIMES = {
     "pipe_wake": "a pipe wakes the same reader",
 }
 TIMES = PHASES | OTHER_TIMES
+_Round: TypeAlias = "tuple[dict[str, float], dict[str, int], Ledger]"
+"""The seconds of a round, the page faults of each side, and the ledger."""
 
 
 def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
@@ -69,8 +71,10 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
         open_setup(setup, threads=setup.threads, quota=quota) as pair,
         progress("rounds", setup.warmup + setup.rounds) as step,
     ):
-        baselines = baselines_of(setup.connector, nbytes)
-        senders = {one.name: BaselineSender(one, pair.peer, nbytes) for one in baselines}
+        senders = {
+            baseline.name: BaselineSender(baseline, pair.peer, nbytes)
+            for baseline in baselines_of(setup.connector, nbytes)
+        }
         rounds = []
         for _ in range(setup.warmup + setup.rounds):
             rounds.append(_round(pair, data, setup, plain, senders))
@@ -78,6 +82,13 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
         idle = _idle(pair, setup.idle) if setup.idle else None
         for sender in senders.values():
             sender.close()
+    return _result(setup, rounds, plain.text, idle)
+
+
+def _result(
+    setup: LatencySetup, rounds: Sequence[_Round], plain: str, idle: dict[str, float] | None
+) -> Result:
+    nbytes, baselines = setup.shape.nbytes, baselines_of(setup.connector, setup.shape.nbytes)
     cold = rounds[0][0]["total"] if setup.warmup else None
     seconds, pages, ledgers = zip(*rounds[setup.warmup :], strict=True)
     times, ledger = Timings.of_rounds(seconds), ledgers[-1]
@@ -95,7 +106,7 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
         "rounds": setup.rounds,
         "milliseconds": {name: times.milliseconds(name) for name in TIMES},
         "cold_total_ms": None if cold is None else round(1e3 * cold, 6),
-        "plain_copy": plain.text,
+        "plain_copy": plain,
         "ratio": round(times.ratio_of("total", "plain_copy"), 4),
         "ratio_by_round": times.ratio_by_round("total", "plain_copy"),
         **_compared(times, baselines),
@@ -222,8 +233,8 @@ def _round(
     setup: LatencySetup,
     plain: PlainCopy,
     senders: dict[str, BaselineSender],
-) -> tuple[dict[str, float], dict[str, int], Ledger]:
-    """One transfer after as many bytes by every baseline: seconds, page faults, and the ledger."""
+) -> _Round:
+    """One transfer after as many bytes by every baseline."""
     seconds = {"plain_copy": plain.seconds(), "pipe_wake": _pipe_wake(pair)}
     seconds |= {name: sender.seconds() for name, sender in senders.items()}
     getting = pair.begin("get", key=KEY, verify=setup.verify)
