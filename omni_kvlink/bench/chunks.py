@@ -65,44 +65,50 @@ class ChunkBytes:
 
 
 class Recorder:
-    """Compares items, and notes when each came and the CPU of this process, nanoseconds.
-
-    The CPU counts from `begin`, or from the first item, to `end`, or the last item.
-    """
+    """Compares items; the CPU is that of this process from `begin` to `end`, nanoseconds."""
 
     def __init__(self, expected: Sequence[bytes]):
-        self._expected, self._received = expected, [0] * len(expected)
-        self._wrong = self._first = self._ended = self._cpu_before = self._cpu = 0
-        self.items_left = len(expected)
+        self._expected, self._wrong, self.count = expected, 0, len(expected)
 
     def begin(self) -> None:
-        """Start the clocks."""
-        self._first, self._cpu_before = time.monotonic_ns(), time.process_time_ns()
+        """Start the clock."""
+        self._cpu_before = time.process_time_ns()
+
+    def take(self, position: int, data: Any) -> None:
+        """Compare an item; `data` has the buffer protocol."""
+        self._wrong += bytes(data) != self._expected[position]
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self._ended, self._cpu = time.monotonic_ns(), time.process_time_ns() - self._cpu_before
+
+    def result(self) -> dict[str, Any]:
+        """The number of wrong items, the CPU, and the moment of the end."""
+        return {"wrong": self._wrong, "cpu": self._cpu, "ended": self._ended}
+
+
+class TimedRecorder(Recorder):
+    """Notes when each item came, too; the clock runs from the first item to the last."""
+
+    def __init__(self, expected: Sequence[bytes]):
+        super().__init__(expected)
+        self._received, self.items_left = [0] * self.count, self.count
 
     def take(self, position: int, data: Any, now: int = 0) -> None:
-        """An item is here, since `now` if it is given; `data` has the buffer protocol."""
-        now = now or time.monotonic_ns()
-        if not self._first:
-            self._first, self._cpu_before = now, time.process_time_ns()
-        self._received[position] = now
-        self._wrong += bytes(data) != self._expected[position]
+        """An item is here, since `now` if it is given."""
+        self._received[position] = now or time.monotonic_ns()
+        if self.items_left == self.count:
+            self.begin()
+        super().take(position, data)
         self.items_left -= 1
         if not self.items_left:
             self.end()
 
-    def end(self) -> None:
-        """Stop the clocks."""
-        self._ended, self._cpu = time.monotonic_ns(), time.process_time_ns() - self._cpu_before
-
     def result(self) -> dict[str, Any]:
-        """The moments, how many items were wrong or missing, the CPU, and wall time of all."""
-        return {
-            "received": self._received,
-            "wrong": self._wrong + self._received.count(0),
-            "cpu": self._cpu,
-            "wall": max(self._received) - self._first,
-            "ended": self._ended,
-        }
+        """The moments, the wall time of all, and as usual; a missing item is wrong, too."""
+        wall = max(self._received) - min(filter(None, self._received))
+        wrong = self._wrong + self._received.count(0)
+        return {**super().result(), "received": self._received, "wall": wall, "wrong": wrong}
 
 
 class Pipe:
@@ -158,8 +164,8 @@ class Pipe:
                 raise EOFError("the pipe was closed")
             filled += received
             stop = filled - filled % nbytes
-            for start in range(0, stop, nbytes):
-                into.take(next(unread), buffer[start : start + nbytes])
+            for start, position in zip(range(0, stop, nbytes), unread, strict=False):
+                into.take(position, buffer[start : start + nbytes])
             if replies:
                 os.write(self._replies, bytes(stop // nbytes))
             items_left -= stop // nbytes

@@ -16,7 +16,7 @@ from omni_kvlink.link import ChunkStreams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.bench.chunks import Recorder
+    from omni_kvlink.bench.chunks import TimedRecorder
     from omni_kvlink.bench.setups import AppendStreamSetup, Paced
     from omni_kvlink.link import ChunkStream, ReceivedChunk
 
@@ -81,7 +81,9 @@ def _sleep_until(due: int) -> None:
 class ChunkReader:
     """Receives all chunks of streams in the one thread that calls it."""
 
-    def __init__(self, streams: Sequence[ChunkStream[ReceivedChunk]], paced: Paced, into: Recorder):
+    def __init__(
+        self, streams: Sequence[ChunkStream[ReceivedChunk]], paced: Paced, into: TimedRecorder
+    ):
         self._streams, self._paced, self._into = streams, paced, into
 
     def by_callbacks(self) -> None:

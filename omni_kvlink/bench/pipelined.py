@@ -75,7 +75,7 @@ def _wait_for(receipts: Sequence[Receipt]) -> None:
 
 def get_singly(link: KVConsumer, run: int, outstanding: int, into: Recorder) -> None:
     """Receive in the order of the puts, with at most `outstanding` gets requested; blocks."""
-    pending, requested, count = deque[tuple[float, "PendingGet"]](), 0, into.items_left
+    pending, requested, count = deque[tuple[float, "PendingGet"]](), 0, into.count
     for number in range(count):
         while requested < count and len(pending) < outstanding:
             started = time.perf_counter()
@@ -93,7 +93,7 @@ def _open(link: KVConsumer, started: float, get: PendingGet, number: int, into: 
 
 def get_batches(link: KVConsumer, run: int, batch: int, into: Recorder) -> None:
     """Receive batch after batch, each requested before the one before it is read; blocks."""
-    count, requested = into.items_left, deque[tuple[range, "PendingBatch"]]()
+    count, requested = into.count, deque[tuple[range, "PendingBatch"]]()
     for start in range(0, count, batch):
         numbers = range(start, min(start + batch, count))
         keys = [key_of(run, number) for number in numbers]

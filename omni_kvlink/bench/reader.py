@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from omni_kvlink.bench.baselines import TIMEOUT, BufferTransfer, make_end
-from omni_kvlink.bench.chunks import ChunkBytes, Pipe, Recorder
+from omni_kvlink.bench.chunks import ChunkBytes, Pipe, Recorder, TimedRecorder
 from omni_kvlink.bench.pace import RECEIVE, ChunkReader, sent_positions
 from omni_kvlink.bench.payloads import Sources, bytes_of, found_in, make_sample
 from omni_kvlink.bench.pipelined import get_batches, get_singly
@@ -128,9 +128,9 @@ class ReaderCommands(CommandSet):
         self._streams = [self._link.read_stream(name, timeout=timeout) for name in names]
 
     def receive_streams(self, *, reader: str, **paced: int) -> dict[str, Any]:
-        """Receive every chunk of the open streams, and their ends; see `Recorder.result`."""
+        """Receive every chunk of the open streams, and their ends; see `TimedRecorder.result`."""
         content = ChunkBytes(Paced(**paced))
-        into = Recorder(content.raw_all())
+        into = TimedRecorder(content.raw_all())
         RECEIVE[reader](ChunkReader(self._streams, content.paced, into))
         for number, stream in enumerate(self._streams):
             if stream.receive(timeout=TIMEOUT) is not None:
@@ -143,10 +143,10 @@ class ReaderCommands(CommandSet):
         self._pipe = Pipe(path, is_sender=False)
 
     def receive_pipe(self, **paced: int) -> dict[str, Any]:
-        """Receive every chunk from the pipe; see `Recorder.result`."""
+        """Receive every chunk from the pipe; see `TimedRecorder.result`."""
         assert self._pipe is not None
         content = ChunkBytes(Paced(**paced))
-        into = Recorder(content.raw_all())
+        into = TimedRecorder(content.raw_all())
         self._pipe.receive(content.paced.nbytes, sent_positions(content.paced), into)
         return into.result()
 

@@ -157,6 +157,7 @@ def test_the_pipe_compares_and_notices_its_end(tmp_path: Path) -> None:
     data = ChunkBytes(paced)
     sender, receiver = _pipe(tmp_path)
     into = Recorder(data.raw_run(1, 40))
+    into.begin()
     receiving = threading.Thread(
         target=receiver.receive, args=(100, range(40), into, True), daemon=True
     )
@@ -166,6 +167,7 @@ def test_the_pipe_compares_and_notices_its_end(tmp_path: Path) -> None:
     items[7] = data.raw(0, 7)  # another run's
     sender.send(items, 4)
     receiving.join(10)
+    into.end()
     assert into.result()["wrong"] == 1
     receiver.close()
     with pytest.raises(BenchError, match="closed its pipe"):
@@ -189,6 +191,7 @@ def test_the_reader_requests_no_more_than_it_may(pair: tuple[KVProducer, KVConsu
     producer, consumer = pair
     data, most = ChunkBytes(PACED), 0
     into = Recorder(data.raw_run(0, 20))
+    into.begin()
     getting = threading.Thread(target=get_singly, args=(consumer, 0, 4, into), daemon=True)
     getting.start()
     while producer.stats()["transfers"]["waiting"] < 4:
@@ -197,6 +200,7 @@ def test_the_reader_requests_no_more_than_it_may(pair: tuple[KVProducer, KVConsu
         most = max(most, producer.stats()["transfers"]["waiting"])
         producer.put(payload_of(0, number, data.tensor(0, number)))
     getting.join(20)
+    into.end()
     assert (most, into.result()["wrong"]) == (4, 0)
 
 
