@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from chart import OTHER, OURS, BarRow, chart, times
 
 from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
 from omni_kvlink._native import cuda
 from omni_kvlink.bench import machine, report
-from omni_kvlink.bench.chart import OTHER, OURS, BarRow, chart, times
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.copier import GatherHandle, PinnedCopier
 from omni_kvlink.memory.region import Mapping

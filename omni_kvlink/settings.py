@@ -66,8 +66,16 @@ def check_names(names: Iterable[object], allowed: Collection[str], prefix: str =
             raise SchemaError(f"{text}{there_are(name, allowed)}")
 
 
+def _range(least: int | None, most: int | str | None) -> str:
+    if most is not None:
+        return f" from {least} to {most}"
+    return "" if least is None else f" from {least} on"
+
+
 class Rule:
-    """A rule for the values of one setting."""
+    """A rule for the values of one setting; `allowed` says in words which they are, for errors."""
+
+    allowed: str
 
     def read(self, value: Any, name: str) -> Any:
         """The value, checked; SchemaError names the setting, the value and what is allowed."""
@@ -84,23 +92,17 @@ class Rule:
         """Raise SchemaError for this value."""
         raise SchemaError(f"{name}={shown(value)}: wanted {self.allowed}")
 
-    @property
-    def allowed(self) -> str:
-        """The allowed values in words, for errors."""
-        return self._allowed()
-
     def _read(self, value: Any, name: str) -> Any:
         raise NotImplementedError
 
     def _parse(self, text: str, name: str) -> Any:
         return self._read(text, name)
 
-    def _allowed(self) -> str:
-        raise NotImplementedError
-
 
 class Flag(Rule):
     """True or False; of texts true, false, 1 and 0."""
+
+    allowed = "true or false, a boolean and not a text"
 
     def _read(self, value: Any, name: str) -> bool:
         return value if type(value) is bool else self.refuse(value, name)
@@ -111,15 +113,13 @@ class Flag(Rule):
             raise SchemaError(f"{name}={shown(text)}: wanted true, false, 1 or 0")
         return flag
 
-    def _allowed(self) -> str:
-        return "true or false, a boolean and not a text"
-
 
 class Integer(Rule):
     """A whole number of a range; a bool is none."""
 
     def __init__(self, least: int | None = None, most: int | None = None):
         self.least, self.most = least, most
+        self.allowed = f"a whole number{_range(least, most)}"
 
     def _read(self, value: Any, name: str) -> int:
         if isinstance(value, Integral) and not isinstance(value, bool):
@@ -133,15 +133,15 @@ class Integer(Rule):
         is_number = re.fullmatch("-?[0-9]{1,30}", text)
         return self._read(int(text), name) if is_number else self.refuse(text, name)
 
-    def _allowed(self) -> str:
-        return f"a whole number{_range(self.least, self.most)}"
-
 
 class Size(Integer):
     """A number of bytes: a whole number, or a text such as "8GB" (10**9) or "512MiB" (2**20)."""
 
     def __init__(self, least: int = 0, most: int = LARGEST_SIZE):
         super().__init__(least, most)
+        limit = "2**63 - 1" if most == LARGEST_SIZE else most
+        text = 'a whole number, or a text such as "8GB" or "16KiB"'
+        self.allowed = f"bytes{_range(least, limit)}: {text}"
 
     def _read(self, value: Any, name: str) -> int:
         if not isinstance(value, str):
@@ -158,26 +158,22 @@ class Size(Integer):
     def _parse(self, text: str, name: str) -> int:
         return self._read(text, name)
 
-    def _allowed(self) -> str:
-        limit = "2**63 - 1" if self.most == LARGEST_SIZE else self.most
-        return (
-            f'bytes{_range(self.least, limit)}: a whole number, or a text such as "8GB" or "16KiB"'
-        )
-
 
 class Number(Rule):
     """A number of a range, as a float; neither NaN nor, unless `endless`, infinite."""
 
-    unit = "a number"
+    unit, lowest = "a number", -math.inf
 
     def __init__(
-        self,
-        least: float | None = None,
-        *,
-        above: float | None = None,
-        endless: bool = False,
+        self, least: float | None = None, *, above: float = -math.inf, endless: bool = False
     ):
-        self.least, self.above, self.endless = least, above, endless
+        self.least = self.lowest if least is None else least
+        self.above, self.endless = above, endless
+        bounds = f" from {self.least:g} on" if math.isfinite(self.least) else ""
+        if math.isfinite(above):
+            bounds = f" above {above:g}"
+        no_limit = "; float('inf') for no limit" if endless else ""
+        self.allowed = f"{self.unit}{bounds}{no_limit}"
 
     def _read(self, value: Any, name: str) -> float:
         number = math.nan
@@ -187,39 +183,29 @@ class Number(Rule):
             except OverflowError:
                 self.refuse(value, name)
         is_right = math.isfinite(number) or (self.endless and number == math.inf)
-        if self.least is not None:
-            is_right &= number >= self.least
-        if self.above is not None:
-            is_right &= number > self.above
+        is_right &= number >= self.least and number > self.above
         return number if is_right else self.refuse(value, name)
 
     def _parse(self, text: str, name: str) -> float:
         is_number = re.fullmatch(r"-?([0-9]+\.?|[0-9]*\.[0-9]+)(e-?[0-9]{1,3})?|inf", text)
         return self._read(float(text), name) if is_number else self.refuse(text, name)
 
-    def _allowed(self) -> str:
-        least = f" from {self.least:g} on" if self.least is not None else ""
-        above = f" above {self.above:g}" if self.above is not None else ""
-        endless = "; float('inf') for no limit" if self.endless else ""
-        return f"{self.unit}{least}{above}{endless}"
-
 
 class Seconds(Number):
     """A number of seconds, 0 or more unless told otherwise."""
 
-    unit = "a number of seconds"
-
-    def __init__(
-        self, least: float | None = 0, *, above: float | None = None, endless: bool = False
-    ):
-        super().__init__(None if above is not None else least, above=above, endless=endless)
+    unit, lowest = "a number of seconds", 0
 
 
 class Text(Rule):
     """A text without NUL; `example` is what it may be, `filled` refuses the empty one."""
 
+    noun = "a text"
+
     def __init__(self, example: str = "", *, filled: bool = False):
-        self.example, self.filled = example, filled
+        self.filled = filled
+        such = f" such as {example!r}" if example else ""
+        self.allowed = f"{self.noun}{' that is not empty' if filled else ''}{such}"
 
     def _read(self, value: Any, name: str) -> str:
         if not isinstance(value, str) or (self.filled and not value):
@@ -232,26 +218,25 @@ class Text(Rule):
             return value
         raise SchemaError(f"{name}={shown(value)}: it must be UTF-8 without NUL")
 
-    def _allowed(self) -> str:
-        example = f" such as {self.example!r}" if self.example else ""
-        return f"a text{' that is not empty' if self.filled else ''}{example}"
-
 
 class FilePath(Text):
     """The path of a file or a directory: a text or a `pathlib.Path`; becomes a text."""
 
+    noun = "a path"
+
+    def __init__(self, *, filled: bool = False):
+        super().__init__(filled=filled)
+        self.allowed += ", as text"
+
     def _read(self, value: Any, name: str) -> str:
         return super()._read(os.fspath(value) if isinstance(value, os.PathLike) else value, name)
-
-    def _allowed(self) -> str:
-        return f"a path{' that is not empty' if self.filled else ''}, as text"
 
 
 class Choice(Rule):
     """One of several values."""
 
     def __init__(self, *values: str | int):
-        self.values = values
+        self.values, self.allowed = values, " or ".join(map(repr, values))
 
     def _read(self, value: Any, name: str) -> Any:
         for choice in self.values:
@@ -264,15 +249,12 @@ class Choice(Rule):
         by_text = {str(choice): choice for choice in self.values}
         return self.read(by_text.get(text, text), name)
 
-    def _allowed(self) -> str:
-        return " or ".join(map(repr, self.values))
-
 
 class Optional(Rule):
     """None, or what another rule allows."""
 
     def __init__(self, rule: Rule):
-        self.rule = rule
+        self.rule, self.allowed = rule, f"{rule.allowed}, or null"
 
     def _read(self, value: Any, name: str) -> Any:
         return None if value is None else self.rule.read(value, name)
@@ -280,23 +262,18 @@ class Optional(Rule):
     def _parse(self, text: str, name: str) -> Any:
         return self.rule.parse(text, name)
 
-    def _allowed(self) -> str:
-        return f"{self.rule.allowed}, or null"
-
 
 class ListOf(Rule):
     """A list or a tuple, which becomes a tuple; each element is what `rule` allows."""
 
     def __init__(self, rule: Rule, *, length: int | None = None):
         self.rule, self.length = rule, length
+        self.allowed = f"a list of {length or 'any number of'} elements, each {rule.allowed}"
 
     def _read(self, value: Any, name: str) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or self.length not in (None, len(value)):
             self.refuse(value, name)
         return tuple(self.rule.read(item, f"{name}[{index}]") for index, item in enumerate(value))
-
-    def _allowed(self) -> str:
-        return f"a list of {self.length or 'any number of'} elements, each {self.rule.allowed}"
 
 
 class Texts(ListOf):
@@ -313,7 +290,7 @@ class MapOf(Rule):
     """A mapping of texts to what `rule` allows, which becomes a dict."""
 
     def __init__(self, rule: Rule):
-        self.rule = rule
+        self.rule, self.allowed = rule, f"a map from texts to {rule.allowed}"
 
     def _read(self, value: Any, name: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -324,12 +301,11 @@ class MapOf(Rule):
             for key, item in value.items()
         }
 
-    def _allowed(self) -> str:
-        return f"a map from texts to {self.rule.allowed}"
-
 
 class Json(Rule):
     """A value of JSON, as it is: for what another library or a user's class reads."""
+
+    allowed = "a value of JSON: null, true, false, a finite number, a string, a list or a map"
 
     def _read(self, value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
@@ -340,34 +316,25 @@ class Json(Rule):
         is_right = value is None or is_number or isinstance(value, (bool, int, str))
         return value if is_right else self.refuse(value, name)
 
-    def _allowed(self) -> str:
-        return "a value of JSON: null, true, false, a finite number, a string, a list or a map"
-
 
 class Instance(Rule):
     """An object of a class, as it is."""
 
     def __init__(self, kind: type):
-        self.kind = kind
+        self.kind, self.allowed = kind, f"a {kind.__name__}"
 
     def _read(self, value: Any, name: str) -> Any:
         return value if isinstance(value, self.kind) else self.refuse(value, name)
-
-    def _allowed(self) -> str:
-        return f"a {self.kind.__name__}"
 
 
 class Nested(Rule):
     """Other settings: an object of their class, or a mapping of its fields."""
 
     def __init__(self, kind: type[Settings]):
-        self.kind = kind
+        self.kind, self.allowed = kind, f"a map of {', '.join(rules(kind))}"
 
     def _read(self, value: Any, name: str) -> Any:
         return value if isinstance(value, self.kind) else self.kind.read(value, f"{name}.")
-
-    def _allowed(self) -> str:
-        return f"a map of {', '.join(rules(self.kind))}"
 
 
 class SomeOf(Nested):
@@ -473,9 +440,3 @@ def _rule_of(hint: Any) -> Rule:
 def _is_needed(field: dataclasses.Field[Any]) -> bool:
     missing = dataclasses.MISSING
     return field.init and field.default is missing and field.default_factory is missing
-
-
-def _range(least: int | None, most: int | str | None) -> str:
-    if most is not None:
-        return f" from {least} to {most}"
-    return "" if least is None else f" from {least} on"

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omni_kvlink.bench.chart import OTHER, OURS, BarRow, times
-from omni_kvlink.bench.chart import chart as svg
-
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
-sys.path.append(str(HERE.parents[1] / "examples"))
+sys.path += [str(HERE.parents[1] / "examples"), str(RESULTS.parent)]
+
+from chart import OTHER, OURS, BarRow, times  # noqa: E402
+from chart import chart as svg  # noqa: E402
+
 AMD, XEON = "amd-epyc-2core", "intel-xeon-2core"
 H200 = "nvidia-h200"
 
@@ -100,7 +101,7 @@ def streams() -> None:
 
 
 def growing() -> None:
-    """`growing`: the CPU of each side, all threads, for one chunk."""
+    """`append-stream`: the CPU of each side, all threads, for one chunk."""
     rows = []
     paces = {
         "growing": "asked for 50/s each",

@@ -1,23 +1,43 @@
-"""The subcommands of `kvlink-bench`: each measures, prints its report and writes its document."""
+"""The subcommands of `kvlink-bench`: a setup for each, an option for each of its fields.
+
+Each measures, prints its report and writes its document.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import os
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from omni_kvlink.bench import report
-from omni_kvlink.bench.options import COMMANDS, make_parser
-from omni_kvlink.bench.setups import PRESETS
+from omni_kvlink.bench.setups import (
+    COMMANDS,
+    PRESETS,
+    LatencySetup,
+    LinkSetup,
+    Option,
+    SmallSetup,
+)
+from omni_kvlink.cli.arguments import POSITIVE, NumberArgument, Parser, examples
 from omni_kvlink.cli.process import held, interruptible, run_guarded, show
+from omni_kvlink.connectors import registry
+from omni_kvlink.connectors.protocol.messages import INLINE
+from omni_kvlink.payload.dtypes import KV_DTYPES
+from omni_kvlink.payload.format import MAX_LAYERS
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
     from typing import Any
 
+COPIERS = ("auto", "native", "pinned", "torch")
+RENAMED = {
+    "keygen": "has moved; use kvlink keygen DIRECTORY NAME",  # until 0.3
+    "growing": "is now append-stream; use kvlink-bench append-stream",
+}
+"""Subcommands of former versions, and what to use."""
 _COPIES = 3
 """Buffers as large as the payload that a measurement has at once, at least."""
 
@@ -31,32 +51,30 @@ def run(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command line; SystemExit for wrong usage, `--help` and `--version`."""
     parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.command == "keygen":
-        parser.exit(2, "kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME\n")
-    return arguments
+    for name in set(argv[:1]) & set(RENAMED):
+        parser.exit(2, f"kvlink-bench: {name} {RENAMED[name]}\n")
+    return parser.parse_args(argv)
 
 
 def perform(arguments: argparse.Namespace) -> int:
     """Measure, print the report, and write the document; return the exit status."""
-    command, is_quiet = COMMANDS[arguments.command], arguments.json == "-"
-    setup = _setup(command.setup, vars(arguments))
+    is_quiet = arguments.json == "-"
+    setup = _setup(COMMANDS[arguments.command], vars(arguments))
     report.check_json(arguments.json)
-    module = import_module(f"omni_kvlink.bench.{command.module}")
+    module = import_module(f"omni_kvlink.bench.{setup.module}")
     machine = import_module("omni_kvlink.bench.machine")
     with interruptible():
-        result = module.measure(setup, partial(report.progress, quiet=is_quiet))
+        result = module.measure(setup, functools.partial(report.progress, quiet=is_quiet))
     description = machine.describe()
     if not is_quiet:
         about = report.wrapped("machine", machine.one_line(description))
         show("\n".join((f"kvlink-bench {arguments.command}", about, result.text())))
-        if hasattr(result, "drawn"):
-            report.draw(*result.drawn())
+        report.draw(*result.drawn)
     if arguments.json:
         parts = (dataclasses.asdict(setup), result.to_dict())
         with held():
             report.write_json(arguments.json, arguments.command, description, *parts)
-    return 1 if getattr(result, "failed", None) else 0
+    return 1 if result.failed else 0
 
 
 def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
@@ -75,3 +93,115 @@ def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
         values["connector"] = values["url"].partition("://")[0]
     fields = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: values[name] for name in fields if name in values})
+
+
+def make_parser() -> Parser:
+    """The parser of all subcommands."""
+    about = "how fast a link is on this machine, beside a plain copy of the same bytes"
+    usual = examples(
+        "kvlink-bench latency", "kvlink-bench latency --help", "kvlink-bench verify --quick"
+    )
+    parser = Parser(prog="kvlink-bench", description=about, epilog=usual)
+    parser.add_version()
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", title="commands", dest="command"
+    )
+    for name, setup in COMMANDS.items():
+        subparser = commands.add_parser(
+            name,
+            help=setup.about,
+            description=setup.about,
+            epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {setup.example}"),
+            usage=f"kvlink-bench {name} [OPTION ...]",
+        )
+        _add_options(subparser, setup)
+    return parser
+
+
+def _add_options(parser: Parser, setup: type[Any]) -> None:
+    """Add the options of a command, in the order in which `--help` lists them."""
+    by_name = {field.name: field for field in dataclasses.fields(setup)}
+    if "shape" in by_name:
+        _add_payload(parser, setup.presets)
+    for is_payload in (True, False):
+        for name, field in by_name.items():
+            option = field.metadata.get("option")
+            if option and is_payload is (option.group not in ("link", "measurement")):
+                _add_option(parser, name, option, field.default)
+        if is_payload and issubclass(setup, LinkSetup):
+            _add_link(parser)
+            if issubclass(setup, SmallSetup):
+                _add_inline(parser)
+    if "corrupt" in by_name:
+        number = NumberArgument("a whole number", -1)
+        parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
+    about = "write setup, machine and result there as JSON; '-': to standard output, nothing else"
+    parser.group("output").add_argument("--json", default="", metavar="FILE", help=about)
+
+
+def _add_option(parser: Parser, name: str, option: Option, default: Any) -> None:
+    details: dict[str, Any] = {"default": default, "help": option.text}
+    if option.kind is None:
+        details = {"action": "store_true", "help": option.text}
+    elif isinstance(option.kind, tuple):
+        details["choices"] = option.kind
+    else:
+        details |= {"type": option.kind, "metavar": option.kind.metavar}
+        details["help"] += f" (default: {default:g})" if default else ""
+    parser.group(option.group).add_argument(f"--{name}", **details)
+
+
+def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
+    lines = "\n".join(f"  {name:<8} {PRESETS[name]}" for name in presets)
+    about = f"a KV cache: layers × {{K, V}} × [tokens, heads, head dim]; the presets:\n{lines}"
+    add = parser.group("payload", about).add_argument
+    add("--preset", default="bagel", choices=presets, help="one of those above (default: bagel)")
+    layers = NumberArgument("a whole number", 1, MAX_LAYERS)
+    add("--layers", type=layers, metavar="N", help="layers of the model, instead of the preset's")
+    add("--tokens", type=POSITIVE, metavar="N", help="tokens in the cache")
+    add("--heads", type=POSITIVE, metavar="N", help="heads of the keys, and of the values")
+    add("--head-dim", type=POSITIVE, metavar="N", help="elements of a head, for one token")
+    types = f"dtype of the elements: {', '.join(KV_DTYPES)} (default: bfloat16)"
+    add("--dtype", choices=tuple(KV_DTYPES), metavar="NAME", help=types)
+
+
+def _add_link(parser: Parser) -> None:
+    add = parser.group("link").add_argument
+    connectors = f"how the two processes are connected: {', '.join(_schemes())} (default: shm)"
+    add("--connector", default="shm", choices=_schemes(), metavar="NAME", help=connectors)
+    url = "the link's whole URL, with address and options, instead of --connector"
+    add("--url", default=argparse.SUPPRESS, type=_link_url, help=url)
+    modes = "memory of the payloads: pooled arenas (default), or a sealed file for each"
+    add("--mode", default="pooled", choices=("pooled", "sealed"), help=modes)
+    copiers = f"what copies the bytes: {', '.join(COPIERS)} (default: auto, the fastest)"
+    add("--copier", default="auto", choices=COPIERS, metavar="NAME", help=copiers)
+
+
+def _add_inline(parser: Parser) -> None:
+    add = parser.group("link").add_argument
+    limit, usual = NumberArgument("a number of bytes", 0, INLINE), LatencySetup.inline
+    size = (
+        "bytes of the largest payload that is sent inside the message that offers it "
+        f"(default: {usual}; without BYTES: {INLINE})"
+    )
+    add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=size)
+    no_digests = "compute no CRC-32C while copying"
+    add("--no-digests", action="store_false", dest="digests", help=no_digests)
+
+
+@functools.cache
+def _schemes() -> list[str]:
+    """The connectors' schemes; to find them, the metadata of every installed package is read."""
+    return registry.schemes()
+
+
+def _link_url(text: str) -> str:
+    schemes = _schemes()
+    try:
+        is_known = registry.split_url(text)[0] in schemes
+    except ValueError:
+        is_known = False
+    if not is_known:
+        urls = ", ".join(f"{name}://…" for name in schemes)
+        raise argparse.ArgumentTypeError(f"wanted the URL of a link ({urls}), got {text!r}")
+    return text

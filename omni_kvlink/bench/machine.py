@@ -42,10 +42,10 @@ def one_line(machine: dict[str, Any]) -> str:
     )
 
 
-def load_text() -> str:
-    """The load of the machine in one line, for people."""
+def load_line() -> tuple[str, str]:
+    """The load of the machine, for people, and its label."""
     averages = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    return f"of the machine, 1, 5, 15 min: {averages}"
+    return "load", f"of the machine, 1, 5, 15 min: {averages}"
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import time
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.bench.chunks import Pipe
 from omni_kvlink.bench.reader import ReaderCommands
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.connectors.registry import schemes
@@ -21,7 +22,12 @@ from omni_kvlink.testing.peer_harness import Peer, PeerError, PeerExited, Proces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
+
+
+TIMEOUT = 60.0
+"""Seconds in which a payload must be put, received or released."""
 
 
 class Pair:
@@ -32,6 +38,12 @@ class Pair:
 
     def __init__(self, link: KVProducer, peer: Peer, *, own_thread: bool):
         self.link, self.peer, self.own_thread = link, peer, own_thread
+
+    def begin(self, command: str, **arguments: Any) -> Future[Any]:
+        """Begin a command of the reader that gets a payload; returns when the reader sleeps."""
+        reading = self.peer.submit(command, timeout=TIMEOUT, **arguments)
+        self.wait_until_requested()
+        return reading
 
     def wait_until_requested(self, *, timeout: float = 10.0) -> None:
         """Wait until the reader's `get` has reached the producer, and the reader sleeps."""
@@ -88,6 +100,19 @@ def open_setup(setup: Any, **options: Any) -> AbstractContextManager[Pair]:
     names = ("copier", "digests", "mode", "inline")
     serving = {name: getattr(setup, name) for name in names if hasattr(setup, name)}
     return open_pair(setup.connector, url=setup.url, **{**serving, **options})
+
+
+@contextlib.contextmanager
+def open_pipe(pair: Pair) -> Iterator[Pipe]:
+    """Open a pipe to a pair's reader."""
+    with tempfile.TemporaryDirectory(prefix="kvlink-bench-") as directory:
+        path = os.path.join(directory, "pipe")
+        for suffix in ("", "-back"):
+            os.mkfifo(path + suffix, 0o600)
+        with contextlib.closing(Pipe(path, is_sender=True)) as pipe:
+            pair.peer.call("open_pipe", path=path)
+            pipe.connect()
+            yield pipe
 
 
 def _start_reader(own_thread: bool) -> Peer:

@@ -20,11 +20,11 @@ from omni_kvlink.payload.views import TensorView, dense
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.payload.paged import PoolLayers
 
 Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """The bytes of one tensor, a row a token; may be strided."""
 
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Sources: TypeAlias = Literal["contiguous", "strided", "paged"]
 """The memory of tensors: dense; K and V of a token side by side; pool blocks in random order."""
 
@@ -69,22 +69,32 @@ def make_sample(
     block_ids: tuple[int, ...] = (),
 ) -> Sample:
     """Make a cache of random bytes, NaNs included; a paged one has block ids of its own."""
-    if sources == "paged":
-        return _paged_sample(request_id, shape, rng)
-    rows: list[Rows] = []
-    blocks: dict[str, list[torch.Tensor]] = {part: [] for part in shape.parts}
+    rows, tensors = list[Rows](), dict[str, list[torch.Tensor]]()
+    count, block_ids_of_pool, slots = _blocks(shape.tokens, rng)
+    sizes = (count, BLOCK) if sources == "paged" else (shape.tokens,)
     for _ in range(shape.layers):
         if sources == "strided":
-            interleaved = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
-            layer = [interleaved[:, : shape.row_nbytes], interleaved[:, shape.row_nbytes :]]
+            both = _random_bytes(rng, shape.tokens, 2 * shape.row_nbytes)
+            memory = [both[:, : shape.row_nbytes], both[:, shape.row_nbytes :]]
         else:
-            layer = [_random_bytes(rng, shape.tokens, shape.row_nbytes) for _ in shape.parts]
-        for part, part_rows in zip(shape.parts, layer, strict=False):
-            rows.append(part_rows)
+            memory = [_random_bytes(rng, math.prod(sizes), shape.row_nbytes) for _ in shape.parts]
+        for part, part_rows in zip(shape.parts, memory, strict=False):
+            rows.append(part_rows[slots] if sources == "paged" else part_rows)
             tensor = torch.from_numpy(part_rows).view(torch_dtype(shape.dtype))
-            blocks[part].append(tensor.view(shape.tokens, *shape.row))
+            tensors.setdefault(part, []).append(tensor.view(*sizes, *shape.row))
     metadata = make_metadata(shape, shape.tokens, rng)
-    return Sample(KVCacheTransferData(request_id, blocks, block_ids, metadata), shape, rows)
+    if sources != "paged":
+        return Sample(KVCacheTransferData(request_id, tensors, block_ids, metadata), shape, rows)
+    keys, *values = tensors.values()
+    cache = KVCacheTransferData.from_paged(
+        request_id,
+        keys,
+        values[0] if values else None,
+        block_size=BLOCK,
+        metadata=metadata,
+        block_ids=block_ids_of_pool.tolist(),
+    )
+    return Sample(cache, shape, rows)
 
 
 def make_bundle(sample: Sample, branches: int, rng: np.random.Generator) -> KVCacheBundle:
@@ -134,22 +144,18 @@ def make_tensor_sample(
     def leaf(*sizes: int) -> TensorView:
         rows, row = (sizes[0], math.prod(sizes[1:])) if sizes else (1, 1)
         row_nbytes = row * dtype.itemsize
-        table = torch.arange(rows)
-        if sources == "paged" and len(sizes) > 1 and rows * row:
-            blocks = -(-rows // BLOCK)
-            ids = rng.permutation(blocks + 2)[:blocks]
-            table = (torch.from_numpy(ids)[:, None] * BLOCK + torch.arange(BLOCK)).view(-1)[:rows]
-            pool = _random_bytes(rng, (blocks + 2) * BLOCK, row_nbytes)
-        else:
-            is_strided = sources == "strided" and len(sizes) > 1
-            pool = _random_bytes(rng, rows, row_nbytes * (1 + is_strided))
+        is_paged = sources == "paged" and len(sizes) > 1 and rows * row > 0
+        is_strided = sources == "strided" and len(sizes) > 1
+        count, ids, slots = _blocks(rows, rng)
+        length = count * BLOCK if is_paged else rows
+        pool = _random_bytes(rng, length, row_nbytes * (1 + is_strided))
         if dtype == torch.bool:
             pool &= 1
-        content = np.ascontiguousarray(pool[table.numpy(), :row_nbytes])
+        content = np.ascontiguousarray(pool[slots if is_paged else slice(None), :row_nbytes])
         digests.append(_sha256(f"{shape.dtype} {list(sizes)}", content))
         tensor = torch.from_numpy(pool).view(-1).view(dtype)
-        if len(pool) != rows:
-            paged_pool = tensor.view(len(pool) // BLOCK, BLOCK, *sizes[1:])
+        if is_paged:
+            paged_pool = tensor.view(count, BLOCK, *sizes[1:])
             block_table = BlockTable.of_blocks(ids.tolist(), tokens=rows, block_size=BLOCK)
             return PagedTensor(paged_pool, block_table)
         wide = tensor.view(rows, -1) if tensor.numel() else tensor.view(rows, row)
@@ -185,30 +191,12 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def _paged_sample(request_id: str, shape: Shape, rng: np.random.Generator) -> Sample:
-    """Make a cache in pools, an eighth of whose blocks is unused; the last block is partly used."""
-    used = -(-shape.tokens // BLOCK)
+def _blocks(tokens: int, rng: np.random.Generator) -> tuple[int, Numbers, Numbers]:
+    """The blocks of a pool, an eighth of which is unused, the ids of those used, and the slots."""
+    used = -(-tokens // BLOCK)
     count = used + used // 8 + 1
-    block_ids = rng.permutation(count)[:used]
-    slots = (block_ids[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: shape.tokens]
-    rows: list[Rows] = []
-    pools: list[list[torch.Tensor]] = [[] for _ in shape.parts]
-    for _ in range(shape.layers):
-        for part in pools:
-            pool = _random_bytes(rng, count * BLOCK, shape.row_nbytes)
-            rows.append(pool[slots])
-            tensor = torch.from_numpy(pool).view(torch_dtype(shape.dtype))
-            part.append(tensor.view(count, BLOCK, *shape.row))
-    values: PoolLayers | None = pools[1] if len(pools) == 2 else None
-    cache = KVCacheTransferData.from_paged(
-        request_id,
-        pools[0],
-        values,
-        block_size=BLOCK,
-        metadata=make_metadata(shape, shape.tokens, rng),
-        block_ids=block_ids.tolist(),
-    )
-    return Sample(cache, shape, rows)
+    ids = rng.permutation(count)[:used]
+    return count, ids, (ids[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[:tokens]
 
 
 def _random_bytes(rng: np.random.Generator, rows: int, row: int) -> Rows:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from omni_kvlink.bench.baselines import TIMEOUT, BufferTransfer, make_end
-from omni_kvlink.bench.chunks import RECEIVE, ChunkPipe, ChunkRecorder
+from omni_kvlink.bench.chunks import ChunkBytes, Pipe, Recorder, TimedRecorder
+from omni_kvlink.bench.pace import RECEIVE, ChunkReader, sent_positions
 from omni_kvlink.bench.payloads import Sources, bytes_of, found_in, make_sample
-from omni_kvlink.bench.pipelined import RunReader
+from omni_kvlink.bench.pipelined import get_batches, get_singly
 from omni_kvlink.bench.setups import Paced, Shape
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStream, KVLink, ReceivedChunk, begin_get
@@ -49,8 +50,7 @@ class ReaderCommands(CommandSet):
         self._baselines: dict[str, BufferTransfer] = {}
         self._target_layers: list[list[TensorView]] = []
         self._streams: list[ChunkStream[ReceivedChunk]] = []
-        self._pipe: ChunkPipe | None = None
-        self._runs: RunReader | None = None
+        self._pipe: Pipe | None = None
 
     def connect(self, url: str, timeout: float, threads: int, options: dict[str, Any]) -> None:
         """Connect to the producer; `threads` are torch's in this process."""
@@ -128,9 +128,10 @@ class ReaderCommands(CommandSet):
         self._streams = [self._link.read_stream(name, timeout=timeout) for name in names]
 
     def receive_streams(self, *, reader: str, **paced: int) -> dict[str, Any]:
-        """Receive every chunk of the open streams, and their ends; see `ChunkRecorder.result`."""
-        into = ChunkRecorder(Paced(**paced))
-        RECEIVE[reader](self._streams, into)
+        """Receive every chunk of the open streams, and their ends; see `TimedRecorder.result`."""
+        content = ChunkBytes(Paced(**paced))
+        into = TimedRecorder(content.raw_all())
+        RECEIVE[reader](ChunkReader(self._streams, content.paced, into))
         for number, stream in enumerate(self._streams):
             if stream.receive(timeout=TIMEOUT) is not None:
                 raise IntegrityError(f"stream {number} has too many chunks")
@@ -139,27 +140,39 @@ class ReaderCommands(CommandSet):
 
     def open_pipe(self, path: str) -> None:
         """Open the reading end of a pipe."""
-        self._pipe = ChunkPipe(path, is_sender=False)
+        self._pipe = Pipe(path, is_sender=False)
 
     def receive_pipe(self, **paced: int) -> dict[str, Any]:
-        """Receive every chunk from the pipe."""
+        """Receive every chunk from the pipe; see `TimedRecorder.result`."""
         assert self._pipe is not None
-        into = ChunkRecorder(Paced(**paced))
-        self._pipe.receive(into)
+        content = ChunkBytes(Paced(**paced))
+        into = TimedRecorder(content.raw_all())
+        self._pipe.receive(content.paced.nbytes, sent_positions(content.paced), into)
         return into.result()
 
-    def open_runs(self, path: str, **paced: int) -> None:
-        """Make the reader of `receive_run`, and open its end of a pipe."""
-        self._runs = RunReader(self._link, path, **paced)
+    def open_runs(self, **paced: int) -> None:
+        """Make what the payloads of `receive_run` are compared with."""
+        self._content = ChunkBytes(Paced(**paced))
 
     def freeze_gc(self) -> None:
         """See the function `freeze_gc`."""
         freeze_gc()
 
-    def receive_run(self, **run: Any) -> dict[str, int]:
-        """Receive the small payloads of one run; see `RunReader.receive`."""
-        assert self._runs is not None
-        return self._runs.receive(**run)
+    def receive_run(
+        self, kind: str, run: int, count: int, outstanding: int, batch: int
+    ) -> dict[str, Any]:
+        """Receive the `count` payloads of a run; see `Recorder.result`."""
+        into = Recorder(self._content.raw_run(run, count))
+        into.begin()
+        if kind == "pipe":
+            assert self._pipe is not None
+            self._pipe.receive(self._content.paced.nbytes, range(count), into, replies=True)
+        elif kind == "batched":
+            get_batches(self._link, run, batch, into)
+        else:
+            get_singly(self._link, run, outstanding, into)
+        into.end()
+        return into.result()
 
     def open_baseline(self, name: str, address: str, nbytes: int) -> str:
         """Connect the receiving end of a baseline; its address."""
@@ -178,10 +191,10 @@ class ReaderCommands(CommandSet):
 
     def close(self) -> None:
         """Close the link, the pipes and the baselines."""
-        for end in (*self._baselines.values(), self._pipe, self._runs, self._link):
+        for end in (*self._baselines.values(), self._pipe, self._link):
             if end is not None:
                 end.close()
-        self._baselines, self._pipe, self._runs = {}, None, None
+        self._baselines, self._pipe = {}, None
 
     close_all = close
 

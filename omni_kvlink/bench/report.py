@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import operator
 import os
 import shutil
 import sys
@@ -20,9 +19,7 @@ from omni_kvlink.errors import FileError, KVLinkError, MissingFileError
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from omni_kvlink.bench.stats import Timings
+    from collections.abc import Iterable, Iterator, Sequence
 
 SCHEMA = "kvlink-bench/1"
 PIPED_WIDTH, MAX_WIDTH = 80, 96
@@ -84,22 +81,6 @@ def _list(head: Sequence[str], row: Sequence[str]) -> list[str]:
 def row(name: str, values: Iterable[float], text: str) -> list[str]:
     """The cells of a measurement in a table of milliseconds."""
     return [name.replace("_", " "), *(f"{value:.3f}" for value in values), text]
-
-
-def times_table(timings: Timings, texts: Mapping[str, str], *columns: str) -> str:
-    """A table of milliseconds: some columns of the summaries of measurements, with their texts."""
-    rows = [
-        row(name, operator.attrgetter(*columns)(timings.milliseconds(name)), text)
-        for name, text in texts.items()
-    ]
-    return table(["ms", *columns, "what"], rows)
-
-
-def document(
-    head: Iterable[str], times: str, lines: Iterable[str], bars: Iterable[dict[str, Any]]
-) -> str:
-    """A report: lines on what was measured, its table, lines on what follows from it, and bars."""
-    return "\n\n".join(("\n".join(head), times, "\n".join((*lines, *map(bar_line, bars)))))
 
 
 def wrapped(label: str, text: str) -> str:
@@ -187,9 +168,9 @@ def _draft(path: str) -> Iterator[str]:
             os.unlink(draft)
 
 
-def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
-    """Draw a bar chart, if standard output is a terminal and rich is installed."""
-    if not sys.stdout.isatty():
+def draw(bars: dict[str, float], unit: str) -> None:
+    """Draw a chart of bars, if standard output is a terminal and rich is installed."""
+    if not bars or not sys.stdout.isatty():
         return
     try:
         from rich.bar import Bar
@@ -197,10 +178,10 @@ def draw(bars: Sequence[tuple[str, float]], unit: str) -> None:
         from rich.table import Table
     except ImportError:
         return  # only the extra [bench] installs rich; the figures are in the table
-    top = max(value for _, value in bars)
+    top, (first, *_) = max(bars.values()), bars.values()
     grid = Table.grid(padding=(0, 2))
-    for label, value in bars:
-        bar = Bar(top, 0, value, width=48, color="green" if value >= bars[0][1] else "cyan")
+    for label, value in bars.items():
+        bar = Bar(top, 0, value, width=48, color="green" if value >= first else "cyan")
         grid.add_row(label, bar, f"{value:.1f} {unit}")
     Console().print("", grid)
 

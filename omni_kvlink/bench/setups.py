@@ -1,18 +1,28 @@
-"""The setup of each command, as its options say it; neither torch nor numpy is imported here."""
+"""The setup of each command, and the options that say it; neither torch nor numpy is imported."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from omni_kvlink.cli.arguments import (
+    COUNT,
+    EVEN,
+    PER_SECOND,
+    POSITIVE,
+    SECONDS,
+    THREADS,
+    NumberArgument,
+)
 from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE
 from omni_kvlink.payload.dtypes import DTYPES, ITEMSIZE
+from omni_kvlink.payload.format import MAX_BRANCHES
 
 BLOCK = 16
 """Tokens of a block of paged sources."""
 READERS = ("streams", "callbacks", "asyncio", "steps")
-"""The ways in which the one thread of `growing`'s reader waits for all streams."""
+"""The ways in which the one thread of `append-stream`'s reader waits for all streams."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +96,24 @@ class Paced(NamedTuple):
         return stream * self.chunks + number
 
 
+class Option(NamedTuple):
+    """The option of a field, as `--help` has it; its kind: a number, a choice or (None) a flag."""
+
+    group: str
+    text: str
+    kind: NumberArgument | tuple[str, ...] | None
+
+
+def option(
+    default: Any,
+    group: str,
+    text: str,
+    kind: NumberArgument | tuple[str, ...] | None = POSITIVE,
+) -> Any:
+    """A field of a setup, and its option."""
+    return dataclasses.field(default=default, metadata={"option": Option(group, text, kind)})
+
+
 @dataclasses.dataclass(frozen=True)
 class LinkSetup:
     """The link that a command measures."""
@@ -93,55 +121,101 @@ class LinkSetup:
     connector: str
     url: str = ""
     copier: str = "auto"
+    mode: str = "pooled"
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallSetup(LinkSetup):
     """A link for payloads that may travel inside their offers."""
 
-    mode: str = "pooled"
     digests: bool = True
     inline: int = DEFAULT_INLINE
+
+    def text(self, copier: str) -> str:
+        """The link in words, with the copier that it has."""
+        return (
+            f"{self.connector}, mode {self.mode}, copier {copier}, digests "
+            f"{'crc32c' if self.digests else 'off'}, inline up to {self.inline} bytes"
+        )
+
+
+_POOLS = f"it lies in pools: blocks of {BLOCK} tokens in random order, read by a block table"
+_BLOCKS = f"it is read out of blocks of {BLOCK} tokens in random order, and written into such"
+_BRANCHES = "send a bundle of N: one branch with bytes, the others in turn half of it and the same"
+_DIGESTS = "which the reader checks: full: all; auto: of bytes from a socket (default); off: none"
+_BUSY = "put others just before: the producer's code is in the processor's caches"
+_TOGETHER = "the chunks of all streams are due at the same moment, as after a batched step"
+_READER = (
+    "how the reader's one thread waits for all streams (default: callbacks); steps: "
+    "one stream carries them, each chunk of it what is due together (append_requests)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class LatencySetup(SmallSetup):
     """The setup of `latency`."""
 
+    about: ClassVar = "how long it takes from put until the reader has the views, phase by phase"
+    example: ClassVar = "--preset small --rounds 100 --json latency.json"
+    module: ClassVar = "latency"
+    presets: ClassVar = tuple(PRESETS)
+
     shape: Shape = dataclasses.field(kw_only=True)
-    paged: bool = False
-    branches: int = 0
-    rounds: int = 20
-    warmup: int = 3
-    verify: str = "auto"
-    threads: int = 1
-    idle: float = 0.0
-    direct: bool = False
-    busy: bool = False
+    paged: bool = option(False, "payload", _POOLS, None)
+    branches: int = option(
+        0, "payload", _BRANCHES, dataclasses.replace(POSITIVE, most=MAX_BRANCHES)
+    )
+    direct: bool = option(False, "link", "put(direct=True): nothing is copied (zmq, ucx)", None)
+    verify: str = option("auto", "link", f"digests {_DIGESTS}", ("auto", "full", "off"))
+    rounds: int = option(20, "measurement", "rounds that are counted")
+    warmup: int = option(3, "measurement", "rounds before", COUNT)
+    busy: bool = option(False, "measurement", _BUSY, None)
+    threads: int = option(1, "measurement", "threads of torch, at both ends", THREADS)
+    idle: float = option(
+        0.0, "measurement", "measure the CPU of the waiting link, too, for so long", SECONDS
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamSetup(LinkSetup):
     """The setup of `stream`."""
 
+    about: ClassVar = (
+        "how long it takes until the reader has copied all out: as a whole, and layer by layer"
+    )
+    example: ClassVar = "--paged"
+    module: ClassVar = "streaming"
+    presets: ClassVar = tuple(PRESETS)
+
     shape: Shape = dataclasses.field(kw_only=True)
-    paged: bool = False
-    rounds: int = 20
-    warmup: int = 3
+    paged: bool = option(False, "payload", _BLOCKS, None)
+    rounds: int = option(20, "measurement", "rounds that are counted")
+    warmup: int = option(3, "measurement", "rounds before", COUNT)
 
 
 @dataclasses.dataclass(frozen=True)
-class GrowingSetup(SmallSetup):
-    """The setup of `growing`: `seconds` of each kind, in `rounds` rounds that alternate."""
+class AppendStreamSetup(SmallSetup):
+    """The setup of `append-stream`: `seconds` of each kind, in `rounds` rounds that alternate."""
 
-    streams: int = 64
-    rate: float = 50.0
-    seconds: float = 4.0
-    rounds: int = 4
-    tokens: int = 1
-    hidden: int = 2048
-    together: bool = False
-    reader: str = "callbacks"
+    about: ClassVar = (
+        "how long a chunk of an append stream is on its way, many streams at once, beside a pipe"
+    )
+    example: ClassVar = "--together --reader asyncio"
+    module: ClassVar = "append_stream"
+
+    streams: int = option(64, "chunks", "append streams at the same time")
+    rate: float = option(50.0, "chunks", "chunks a second of each stream", PER_SECOND)
+    tokens: int = option(1, "chunks", "tokens of a chunk")
+    hidden: int = option(2048, "chunks", "elements of a token")
+    together: bool = option(False, "chunks", _TOGETHER, None)
+    rounds: int = option(4, "measurement", "rounds of link and pipe, in turn")
+    seconds: float = option(
+        4.0,
+        "measurement",
+        "for the link, and for the pipe, all rounds together",
+        dataclasses.replace(SECONDS, least=0.01),
+    )
+    reader: str = option("callbacks", "measurement", _READER, READERS)
     corrupt: int = -1
 
     @property
@@ -165,12 +239,20 @@ class GrowingSetup(SmallSetup):
 class ManySetup(SmallSetup):
     """The setup of `many`: `rounds`, each with a run of `transfers` payloads of each kind."""
 
-    bytes: int = 4096
-    transfers: int = 2000
-    outstanding: int = 256
-    batch: int = 64
-    live: int = 10000
-    rounds: int = 6
+    about: ClassVar = (
+        "how many small payloads pass in a second, singly and in batches, beside a pipe"
+    )
+    example: ClassVar = "--inline 0 --batch 8"
+    module: ClassVar = "many"
+
+    bytes: int = option(4096, "payloads", "bytes of a payload, an even number", EVEN)
+    transfers: int = option(2000, "payloads", "payloads of a run")
+    outstanding: int = option(256, "payloads", "gets requested, and payloads not yet released")
+    batch: int = option(64, "payloads", "payloads of one put_many, and of one get_many")
+    live: int = option(
+        10000, "payloads", "payloads that nobody reads, live meanwhile; compared with 10"
+    )
+    rounds: int = option(6, "measurement", "rounds, each with a run of every kind")
     corrupt: int = -1
 
 
@@ -178,24 +260,57 @@ class ManySetup(SmallSetup):
 class FirstSetup(LinkSetup):
     """The setup of `first`: `rounds` links of each kind, in turn."""
 
+    about: ClassVar = (
+        "how much longer the first transfer of a link takes than its tenth, prefaulted and not"
+    )
+    example: ClassVar = "--connector zmq+tcp"
+    module: ClassVar = "first"
+    presets: ClassVar = tuple(PRESETS)
+
     shape: Shape = dataclasses.field(kw_only=True)
-    rounds: int = 5
-    wait: float = 2.0
+    rounds: int = option(5, "measurement", "links of each kind")
+    wait: float = option(
+        2.0, "measurement", "between a link's opening and its first transfer", SECONDS
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class CopySetup:
     """The setup of `copy`; `threads` are torch's."""
 
+    about: ClassVar = (
+        "what this machine's memory allows: methods to copy as many bytes, timed in turn"
+    )
+    example: ClassVar = "--preset small --rounds 100"
+    module: ClassVar = "membench"
+    presets: ClassVar = ("small", "bagel", "bagel36")
+
     shape: Shape
-    rounds: int = 20
-    threads: int = 1
+    rounds: int = option(20, "measurement", "times that each method is timed")
+    threads: int = option(1, "measurement", "threads of torch", THREADS)
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifySetup(LinkSetup):
     """The setup of `verify`; a bit of the case of the number `corrupt` is flipped on the way."""
 
-    mode: str = "pooled"
-    quick: bool = False
+    about: ClassVar = (
+        "whether every payload arrives bit for bit, by digests that the library has no part in"
+    )
+    example: ClassVar = "--quick --connector zmq+tcp"
+    module: ClassVar = "verify"
+
+    quick: bool = option(False, "measurement", "send a sixth of the cases, small ones", None)
     corrupt: int = -1
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "latency": LatencySetup,
+    "stream": StreamSetup,
+    "append-stream": AppendStreamSetup,
+    "many": ManySetup,
+    "first": FirstSetup,
+    "copy": CopySetup,
+    "verify": VerifySetup,
+}
+"""The setup of each subcommand; its `module` has the function `measure`."""

@@ -1,14 +1,18 @@
-"""The measurements of all rounds, and their summaries."""
+"""The measurements of all rounds or runs, and their summaries."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import math
+import operator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omni_kvlink.bench.report import row, table
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +40,17 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Summary))
 """The names of the figures of a summary."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Timings:
+class Timings(dict[str, list[float]]):
     """Seconds of every measurement, round by round."""
 
-    seconds: dict[str, list[float]]
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[dict[str, float]]) -> Timings:
+        """The seconds of rounds that have the same measurements."""
+        return cls({name: [seconds[name] for seconds in rounds] for name in rounds[0]})
 
     def milliseconds(self, name: str) -> Summary:
         """Milliseconds of one measurement."""
-        return Summary.of([1e3 * value for value in self.seconds[name]])
+        return Summary.of([1e3 * value for value in self[name]])
 
     def ratio_of(self, name: str, other: str) -> float:
         """Median of one measurement over the median of another one."""
@@ -52,5 +58,66 @@ class Timings:
 
     def ratio_by_round(self, name: str, other: str) -> Summary:
         """One measurement over another one, round by round."""
-        pairs = zip(self.seconds[name], self.seconds[other], strict=True)
+        pairs = zip(self[name], self[other], strict=True)
         return Summary.of([value / base for value, base in pairs])
+
+    def table(self, texts: Mapping[str, str], columns: Sequence[str] = COLUMNS) -> str:
+        """A table of milliseconds: some columns of the summaries of measurements, with texts."""
+        rows = [
+            row(name, operator.attrgetter(*columns)(self.milliseconds(name)), text)
+            for name, text in texts.items()
+        ]
+        return table(["ms", *columns, "what"], rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a kind: `count` items, when it began and ended, and the CPU; nanoseconds.
+
+    It begins with the producer's first call. `cpu` is that of each side, all threads.
+    """
+
+    kind: str
+    count: int
+    began: int
+    ended: int
+    cpu: dict[str, int]
+    wrong: int
+
+    @property
+    def per_second(self) -> float:
+        """Items a second."""
+        return 1e9 * self.count / (self.ended - self.began)
+
+    @property
+    def cpu_per_item(self) -> dict[str, float]:
+        """Microseconds of CPU of each side."""
+        return {side: 1e-3 * spent / self.count for side, spent in self.cpu.items()}
+
+
+class Runs:
+    """All runs, kind by kind in the order of the rounds, in two processes or in one."""
+
+    def __init__(self, runs: Sequence[Any], *, one_process: bool):
+        self._runs = runs
+        self.total, self.wrong = sum(run.count for run in runs), sum(run.wrong for run in runs)
+        self.sides = {"producer": "producer", "reader": "reader"}
+        """The name of each side's CPU, and where a run has it."""
+        if one_process:
+            self.sides = {"both": "producer"}
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """The runs of a kind, round by round."""
+        return [run for run in self._runs if run.kind == kind]
+
+    def per_second(self, kind: str, most: float = math.inf) -> Summary:
+        """Items a second, by round; not more than `most`."""
+        return Summary.of([min(run.per_second, most) for run in self.of_kind(kind)])
+
+    def by_side(self, kind: str, figure: str) -> dict[str, Summary]:
+        """A figure of both sides, such as `cpu_per_item`, by round."""
+        by_round = [getattr(run, figure) for run in self.of_kind(kind)]
+        return {
+            side: Summary.of([sides[name] for sides in by_round])
+            for side, name in self.sides.items()
+        }

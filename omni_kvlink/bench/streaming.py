@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omni_kvlink.bench.membench import PlainCopy
-from omni_kvlink.bench.pair import Pair, open_setup
+from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import Sample, bytes_of, make_sample, torch_dtype
-from omni_kvlink.bench.report import Progress, bar, document, progress, times_table, wrapped
-from omni_kvlink.bench.setups import StreamSetup
+from omni_kvlink.bench.report import Progress, progress
+from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
 from omni_kvlink.memory.region import Mapping, Region
@@ -21,6 +21,8 @@ from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from omni_kvlink.bench.setups import StreamSetup
 
 KEY = "bench"
 MEASUREMENTS = {
@@ -35,67 +37,7 @@ MEASUREMENTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class StreamResult(Timings):
-    """Seconds of every one of the `MEASUREMENTS`."""
-
-    setup: StreamSetup
-    copier: str
-
-    @property
-    def ratio(self) -> float:
-        """Streamed over sequential, medians of the same rounds."""
-        return self.ratio_of("streamed", "sequential")
-
-    @property
-    def beyond_digest(self) -> float:
-        """Milliseconds of an in-place put that are not its digests."""
-        return self.milliseconds("in_place").p50 - self.milliseconds("digest").p50
-
-    def bars(self) -> list[dict[str, Any]]:
-        """The bars of this setup, and whether they are met; empty for a setup without one."""
-        if self.setup.connector != "shm" or self.setup.shape.nbytes < 100 << 20:
-            return []
-        figures = [
-            ("streamed / sequential", self.ratio, 0.7),
-            ("first layer, ms", self.milliseconds("first_layer").p50, 5.0),
-            ("in-place put beyond its digests, ms", self.beyond_digest, 1.0),
-        ]
-        return [bar(*figure) for figure in figures]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values; the keys are stable."""
-        return {
-            "payload_bytes": self.setup.shape.nbytes,
-            "copier": self.copier,
-            "rounds": len(self.seconds["streamed"]),
-            "milliseconds": {name: self.milliseconds(name).to_dict() for name in self.seconds},
-            "streamed_over_sequential": round(self.ratio, 4),
-            "at_once_over_sequential": round(self.ratio_of("at_once", "sequential"), 4),
-            "in_place_beyond_digest_ms": round(self.beyond_digest, 4),
-            "bars": self.bars(),
-        }
-
-    def text(self) -> str:
-        """Everything that was measured, as wide as the terminal at most."""
-        sides = "paged: random blocks" if self.setup.paged else "dense"
-        head = [
-            wrapped("payload", self.setup.shape.text),
-            wrapped("link", f"{self.setup.connector}, copier {self.copier}, both sides {sides}"),
-        ]
-        times = times_table(self, MEASUREMENTS, "p50", "min", "max")
-        ratio = (
-            f"streamed = {self.ratio:.2f} × sequential; the two copies at once, as this "
-            f"machine's memory lets them, {self.ratio_of('at_once', 'sequential'):.2f} ×"
-        )
-        lines = [
-            wrapped("ratio", ratio),
-            wrapped("in place", f"{self.beyond_digest:.3f} ms beyond the digests"),
-        ]
-        return document(head, times, lines, self.bars())
-
-
-def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
+def measure(setup: StreamSetup, progress: Progress = progress) -> Result:
     """Run every measurement once a round."""
     sample = make_sample(
         KEY, setup.shape, np.random.default_rng(0), sources="paged" if setup.paged else "contiguous"
@@ -114,25 +56,55 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> StreamResult:
             timings |= _at_once(pair, sample, copier, target) | _in_place(pair, sample)
             rounds.append(timings)
             step()
-        counted = rounds[setup.warmup :]
-        seconds = {name: [timings[name] for timings in counted] for name in MEASUREMENTS}
-        return StreamResult(seconds, setup, copier.name)
+        return _result(setup, Timings.of_rounds(rounds[setup.warmup :]), copier.name)
+
+
+def _result(setup: StreamSetup, times: Timings, copier: str) -> Result:
+    ratio, at_once = (times.ratio_of(name, "sequential") for name in ("streamed", "at_once"))
+    beyond_digest = times.milliseconds("in_place").p50 - times.milliseconds("digest").p50
+    sides = "paged: random blocks" if setup.paged else "dense"
+    ratio_text = (
+        f"streamed = {ratio:.2f} × sequential; the two copies at once, as this machine's memory "
+        f"lets them, {at_once:.2f} ×"
+    )
+    has_bars = setup.connector == "shm" and setup.shape.nbytes >= 100 << 20
+    bars = [
+        ("streamed / sequential", ratio, 0.7),
+        ("first layer, ms", times.milliseconds("first_layer").p50, 5.0),
+        ("in-place put beyond its digests, ms", beyond_digest, 1.0),
+    ]
+    return Result(
+        figures={
+            "payload_bytes": setup.shape.nbytes,
+            "copier": copier,
+            "rounds": setup.rounds,
+            "milliseconds": {name: times.milliseconds(name) for name in MEASUREMENTS},
+            "streamed_over_sequential": round(ratio, 4),
+            "at_once_over_sequential": round(at_once, 4),
+            "in_place_beyond_digest_ms": round(beyond_digest, 4),
+        },
+        head=[
+            ("payload", setup.shape.text),
+            ("link", f"{setup.connector}, copier {copier}, both sides {sides}"),
+        ],
+        tables=times.table(MEASUREMENTS, ("p50", "min", "max")),
+        lines=[("ratio", ratio_text), ("in place", f"{beyond_digest:.3f} ms beyond the digests")],
+        bars=bars if has_bars else (),
+    )
 
 
 def _start_reader(pair: Pair, sample: Sample, command: str, **options: Any) -> Future[Any]:
     """Let the reader make its targets, request the payload, and fall asleep."""
     shape, paged = dataclasses.asdict(sample.shape), bool(sample.cache.block_ids)
-    reading = pair.peer.submit(command, key=KEY, timeout=60.0, shape=shape, paged=paged, **options)
-    pair.wait_until_requested()
-    return reading
+    return pair.begin(command, key=KEY, shape=shape, paged=paged, **options)
 
 
 def _sequential(pair: Pair, sample: Sample) -> dict[str, float]:
     reading = _start_reader(pair, sample, "copy_out")
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
-    last = reading.result(60.0)
-    receipt.wait(timeout=60.0)
+    last = reading.result(TIMEOUT)
+    receipt.wait(timeout=TIMEOUT)
     return {"sequential": 1e-9 * (last - called)}
 
 
@@ -144,9 +116,9 @@ def _layers(pair: Pair, sample: Sample) -> dict[str, float]:
     with pair.link.stream_put(blank) as out:
         for index, parts in enumerate(layers):
             out.write_layer(index, *(part for part in parts if part is not None))
-    moments = reading.result(60.0)
+    moments = reading.result(TIMEOUT)
     assert out.receipt is not None
-    out.receipt.wait(timeout=60.0)
+    out.receipt.wait(timeout=TIMEOUT)
     streamed, first = moments["last"] - called, moments["first"] - called
     return {"streamed": 1e-9 * streamed, "first_layer": 1e-9 * first}
 
@@ -161,8 +133,8 @@ def _at_once(pair: Pair, sample: Sample, copier: Copier, target: Region) -> dict
         pass
     copier.gather(sources, plan, target)
     ended = time.monotonic_ns()
-    last = reading.result(60.0)
-    receipt.wait(timeout=60.0)
+    last = reading.result(TIMEOUT)
+    receipt.wait(timeout=TIMEOUT)
     return {"at_once": 1e-9 * (max(ended, last) - moment)}
 
 

@@ -39,6 +39,7 @@ class Verdict:
     """All cases of one run."""
 
     outcomes: list[Outcome]
+    drawn: tuple[dict[str, float], str] = ({}, "")
 
     @property
     def failed(self) -> list[Outcome]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import textwrap
+from functools import partial
 from typing import Any, NoReturn
 
 from omni_kvlink._version import __version__
@@ -72,6 +74,12 @@ class _Formatter(argparse.HelpFormatter):
             indent + line if line.startswith(" ") else fill(line, width, indent)
             for line in paragraphs
         )
+
+    def _format_usage(self, *arguments: Any) -> str:
+        """Wrap a usage that was given, as argparse does one of its own."""
+        lines = super()._format_usage(*arguments).splitlines()
+        fill = partial(textwrap.fill, width=self._width, subsequent_indent=" " * len("usage: "))
+        return "\n".join(map(fill, lines)) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,14 +43,13 @@ class Device(Text):
     def __init__(self, *also: str):
         super().__init__()
         self.also = ("", *also)
+        others = " or ".join(map(repr, self.also))
+        self.allowed = f"'cuda:0', with this or another number, or {others}"
 
     def _read(self, value: Any, name: str) -> str:
         text = super()._read(value, name)
         is_known = text in self.also or number_of(text) is not None
         return text if is_known else self.refuse(value, name)
-
-    def _allowed(self) -> str:
-        return " or ".join(("'cuda:0', with this or another number,", *map(repr, self.also)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Scripted(CopyMethod):
     ran: list[str]
 
     def __init__(self, key: str, seconds: list[float], *, true: bool = True):
-        super().__init__(key, "")
+        super().__init__(key, "", lambda _: None)
         self._seconds, self._true = seconds, true
 
     def run(self) -> object:
@@ -103,7 +103,7 @@ def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyP
     assert row["ratio"] == pytest.approx(3)
     assert row["ratio_by_round"]["max"] == pytest.approx(5)
     assert row["gigabytes_per_second"] == pytest.approx(SHAPE.nbytes / 0.6 / 1e9, abs=1e-3)
-    assert result.digests_cost == pytest.approx(20)
+    assert result.to_dict()["digests_cost_percent"] == pytest.approx(20)
 
 
 def test_a_method_that_moves_nothing_is_no_result(
@@ -156,7 +156,7 @@ def test_every_method_moves_the_bytes(methods: list[CopyMethod], key: str) -> No
     assert method.key == key
     assert method.moves_all_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(method, "_copier"):
+        if method._copier is not None:
             patch.setattr(method, "_copier", Nothing())
         else:
             patch.setattr(method, "run", lambda: None)
@@ -207,10 +207,10 @@ def test_bars_are_for_terminals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
-    report.draw([("a", 1.0), ("b", 2.0)], "GB/s")
+    report.draw({"a": 1.0, "b": 2.0}, "GB/s")
     assert capsys.readouterr().out == ""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    report.draw([("a", 1.0), ("b", 2.0)], "GB/s")
+    report.draw({"a": 1.0, "b": 2.0}, "GB/s")
     first, second = capsys.readouterr().out.strip().splitlines()
     assert second.count("█") == pytest.approx(2 * first.count("█"), abs=1)
     assert "2.0 GB/s" in second

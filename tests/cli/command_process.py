@@ -43,7 +43,7 @@ What comes before the command's own first line, which blocks signals, is Python'
 """
 MODULES = {
     "kvlink": ("omni_kvlink.cli.main", "omni_kvlink.cli.arguments"),
-    "kvlink-bench": ("omni_kvlink.bench.cli", "omni_kvlink.bench.options"),
+    "kvlink-bench": ("omni_kvlink.bench.cli", "argparse"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from fork_server import new_interpreters
 
 from omni_kvlink import __version__
 from omni_kvlink.bench import commands as bench
-from omni_kvlink.bench.chunks import RECEIVE
-from omni_kvlink.bench.options import COPIERS
-from omni_kvlink.bench.setups import READERS
+from omni_kvlink.bench import setups
+from omni_kvlink.bench.commands import COPIERS
+from omni_kvlink.bench.pace import RECEIVE
 from omni_kvlink.cli import commands as kvlink
 from omni_kvlink.cli.arguments import STATUS, NumberArgument, Parser
 from omni_kvlink.copier import Copier, named_copier
@@ -43,7 +44,7 @@ def parsers() -> Iterator[tuple[str, Parser]]:
 
 
 PARSERS = dict(parsers())
-COMMANDS = [name for name in PARSERS if " " in name and name != "kvlink-bench keygen"]
+COMMANDS = [name for name in PARSERS if " " in name]
 
 
 def options(command: str) -> list[argparse.Action]:
@@ -128,8 +129,12 @@ def test_the_free_words_are_paths_and_names() -> None:
         ("latency --rounds", "kvlink-bench latency: argument --rounds: expected one argument; see"),
         ("many --bytes 4095", "argument --bytes: wanted an even number from 2 to 1,000,000,000"),
         ("latency --rounds 0", "--rounds: wanted a whole number from 1 to 1,000,000,000, got '0'"),
-        ("growing --rate nan", "argument --rate: wanted a number a second from 0.001 to 1,000,000"),
+        (
+            "append-stream --rate nan",
+            "argument --rate: wanted a number a second from 0.001 to 1,000,000",
+        ),
         ("first --connector carrier", "argument --connector: invalid choice: 'carrier' (choose"),
+        ("growing --reader steps", "kvlink-bench: growing is now append-stream; use kvlink-bench"),
         ("keygen keys a", "kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME"),
     ],
 )
@@ -156,6 +161,15 @@ def test_help_says_what_everything_is(command: str) -> None:
         assert {one.title for one in parser._action_groups if one._group_actions} >= {"output"}
 
 
+@pytest.mark.parametrize("name", setups.COMMANDS)
+def test_every_option_of_a_measurement_is_in_its_setup(name: str) -> None:
+    names = {field.name for field in dataclasses.fields(setups.COMMANDS[name])}
+    if "shape" in names:
+        names |= {"preset", "layers", "tokens", "heads", "head_dim", "dtype"}
+    taken = {one.dest for one in PARSERS[f"kvlink-bench {name}"]._actions}
+    assert taken - names == {"help", "json"}
+
+
 @pytest.mark.parametrize("command", [*MODULES, *COMMANDS])
 def test_the_examples_of_a_help_are_right(command: str, tmp_path: Path) -> None:
     examples = [one for one in str(PARSERS[command].epilog).splitlines() if one.startswith("  ")]
@@ -177,7 +191,7 @@ def test_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    assert tuple(RECEIVE) == READERS
+    assert tuple(RECEIVE) == setups.READERS
     for name in {*COPIERS} - {"pinned"}:  # this one needs a device
         assert isinstance(named_copier(name), Copier)
     with pytest.raises(ValueError) as caught:

@@ -1,4 +1,4 @@
-"""`kvlink-bench growing`: every chunk is compared, and the figures are plausible."""
+"""`kvlink-bench append-stream`: every chunk is compared, and the figures are plausible."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from omni_kvlink.bench.append_stream import KINDS, TIMES
 from omni_kvlink.bench.chunks import ChunkBytes
 from omni_kvlink.bench.commands import run as bench
-from omni_kvlink.bench.growing import KINDS, TIMES
 from omni_kvlink.bench.payloads import bytes_of
 from omni_kvlink.bench.setups import Paced
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = ["growing", "--streams", "5", "--rate", "40", "--seconds", "0.5", "--rounds", "2"]
+SMALL = ["append-stream", "--streams", "5", "--rate", "40", "--seconds", "0.5", "--rounds", "2"]
 CHUNKS = 2 * 5 * 10
 """Of each kind: rounds × streams × chunks."""
 CASES = {
@@ -38,7 +38,7 @@ def run(path: Path, *arguments: str) -> dict[str, Any]:
 def document(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("growing") / "result.json", *CASES[request.param])
+    return run(tmp_path_factory.mktemp("append-stream") / "result.json", *CASES[request.param])
 
 
 def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:
