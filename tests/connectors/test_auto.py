@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
+from peer_commands import start_peer
 from zmq_fixtures import free_port, secure_as_user
 
 from omni_kvlink import (
@@ -320,7 +321,7 @@ def count_eventfds() -> int:
 
 def test_a_consumer_that_cannot_reconnect_leaves_no_descriptor(sockets: str) -> None:
     """Its errors make no reference cycle, which the collector would have to find."""
-    peer = ProcessPeer()
+    peer = start_peer()
     producer = RemoteLink(peer, "producer")
     gc.collect()
     gc.disable()
