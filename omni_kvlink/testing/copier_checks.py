@@ -20,7 +20,7 @@ from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense, tensor_view
 from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.rig import expect, run_checked
+from omni_kvlink.testing.rig import expect, naming
 
 if TYPE_CHECKING:
     from omni_kvlink.copier import Copier
@@ -33,7 +33,8 @@ _FILL = 0xA5
 def check_copier(copier: Copier) -> None:
     """Run every check against one copier; `CheckFailed` names the first that does not hold."""
     for check in COPIER_CHECKS:
-        run_checked(check, copier)
+        with naming(check):
+            check(copier)
 
 
 def check_gather_of_every_layout(copier: Copier) -> None:

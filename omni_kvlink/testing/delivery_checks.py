@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import ClosedError, DuplicateKeyError, TransferFailed, TransferTimeout
 from omni_kvlink.link import begin_get, open_delivery
-from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
-from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.testing.caches import MIXED, NESTED, TENSORS, Recipe, every_dtype, fingerprint
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import (
     Rig,
     deliver,
@@ -33,7 +34,10 @@ def check_every_dtype_arrives(rig: Rig) -> None:
 
 
 def check_every_shape_arrives(rig: Rig) -> None:
-    """Odd sizes, many layers, latent layers, an empty cache, and more than one digest chunk."""
+    """Every byte of all kinds of payload, with digests and without.
+
+    Odd sizes, many layers, latent layers, nested tensors, an empty cache, and more than one chunk.
+    """
     producer, reader = rig.serve(), rig.connect()
     for recipe in (
         Recipe("one byte", layers=1, tokens=1, heads=1, dim=1, dtype="uint8"),
@@ -43,8 +47,10 @@ def check_every_shape_arrives(rig: Rig) -> None:
         Recipe("empty", layers=3, tokens=0),
         Recipe("ключ/%00 ?&#", tokens=1),
         Recipe("over a chunk", layers=1, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
+        *TENSORS,
     ):
-        deliver(producer, reader, recipe.make())
+        deliver(producer, reader, recipe.make(), verify="full", digests=True)
+        deliver(producer, reader, recipe.make(), digests=False)
 
 
 def check_bundle_arrives(rig: Rig) -> None:
@@ -56,6 +62,26 @@ def check_bundle_arrives(rig: Rig) -> None:
     assert receipt.ledger.reused_nbytes > 0
     sent = sum(tensor.nbytes for tensor in data.tensors())
     assert receipt.ledger.nbytes < sent + (16 << 10), "a declared branch was sent again"
+
+
+def check_tensors_have_their_structure(rig: Rig) -> None:
+    """Dicts and lists come back as they were, and the kinds of payload are not mixed up."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    for recipe in (NESTED, MIXED):
+        data: Any = recipe.make()
+        receipt = producer.put(data)
+        received = consumer.get("t", timeout=60)
+        payload: Any = received.data
+        assert type(payload) is type(data)
+        if recipe.bundle:
+            assert list(payload.branches) == list(data.branches)
+            payload, data = payload.tensor_data["extra"], data.tensor_data["extra"]
+        assert type(payload) is type(data) is TensorTransferData
+        assert not payload.difference(data), payload.difference(data)
+        received.release()
+        expect(ClosedError, payload.tensors)
+        del payload
+        receipt.wait(timeout=60)
 
 
 def check_get_before_put(rig: Rig) -> None:
@@ -115,15 +141,7 @@ def check_one_get_too_many(rig: Rig) -> None:
     receipt = producer.put(Recipe("two").make(), readers=2)
     reader.call("hold", key="two", timeout=60)
     reader.call("get", key="two", timeout=60)
-    for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
-        began = time.monotonic()
-        error = expect(TransferTimeout, other.call, "get", key="two", timeout=timeout)
-        assert time.monotonic() - began > 0.99 * timeout
-        assert error.key == "two"
-        assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
-        if "every declared reader has it" in error.phase:
-            break
-        assert timeout < 30.0, error.phase
+    _time_out(other, "two", "every declared reader has it")
     reader.peer.call("release", key="two")
     receipt.wait(timeout=60)
 
@@ -135,14 +153,23 @@ def check_a_get_of_a_released_key(rig: Rig) -> None:
     receipt = producer.put(data)
     reader.call("get", key="twice", timeout=60)
     receipt.wait(timeout=60)
-    for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
-        error = expect(TransferTimeout, reader.call, "get", key="twice", timeout=timeout)
-        if "delivered to every declared reader" in error.phase:
-            break
-        assert timeout < 30.0, error.phase
+    _time_out(reader, "twice", "delivered to every declared reader")
     waiting = request(reader, producer, "twice")
     producer.put(data)
     assert waiting.result(60) == fingerprint(data)
+
+
+def _time_out(reader: RemoteLink, key: str, phase: str) -> None:
+    """A get times out at its deadline, with the reason that comes from the producer."""
+    for timeout in (0.3, 3.0, 30.0):  # it must have come by then
+        began = time.monotonic()
+        error = expect(TransferTimeout, reader.call, "get", key=key, timeout=timeout)
+        assert time.monotonic() - began > 0.99 * timeout
+        assert error.key == key
+        assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
+        if phase in error.phase:
+            return
+    raise AssertionError(error.phase)
 
 
 def check_timeout_names_the_phase(rig: Rig) -> None:
@@ -258,14 +285,3 @@ def check_concurrent_threads(rig: Rig) -> None:
         assert future.result(PATIENCE) == expected[key], key
     wait_all(receipts)
     assert producer.stats()["transfers"]["released"] == len(payloads)
-
-
-def check_ends_have_their_own_methods(rig: Rig) -> None:
-    """A producer has no method that receives, a consumer none that sends."""
-    producer, consumer = rig.serve(), rig.connect_here()
-    assert not [name for name in ("get", "stream_get") if hasattr(producer, name)]
-    sending = ("put", "stream_put", "allocate", "fail")
-    assert not [name for name in sending if hasattr(consumer, name)]
-    data = Recipe("side").make()
-    receipt = producer.put(data)
-    receive(consumer, receipt, data)

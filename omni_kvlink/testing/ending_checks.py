@@ -15,6 +15,7 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import (
     Rig,
+    aborts,
     deliver,
     expect,
     hold,
@@ -30,21 +31,22 @@ if TYPE_CHECKING:
 
 
 def check_fail_before_get(rig: Rig) -> None:
-    """A get after a failure raises at once, with the reason."""
+    """A get after a failure raises at once, with the reason; the key can be put again."""
     producer, reader = rig.serve(), rig.connect()
     producer.fail("f", "out of luck")
     get = reader.submit("get", key="f", timeout=60)
     error = expect(TransferFailed, get.result, PATIENCE, mentions=("'f'",))
     assert (error.key, error.reason) == ("f", "out of luck")
+    deliver(producer, reader, Recipe("f").make())
 
 
 def check_end_wakes_a_waiting_get(rig: Rig) -> None:
     """A waiting get raises as soon as its key fails, or is aborted by either side."""
     producer, reader = rig.serve(), rig.connect()
-    for key in _ENDS:
+    for key, end in zip("fab", (producer.fail, *aborts(producer, reader)), strict=True):
         get = request(reader, producer, key)
-        _end(key, producer, reader)
-        mentions = () if key == "fail" else ("aborted",)
+        end(key, "out of luck")
+        mentions = () if key == "f" else ("aborted",)
         error = expect(TransferFailed, get.result, PATIENCE, mentions=mentions)
         assert error.reason == "out of luck"
 
@@ -52,14 +54,14 @@ def check_end_wakes_a_waiting_get(rig: Rig) -> None:
 def check_end_of_a_committed_payload(rig: Rig) -> None:
     """After `fail` or an abort the receipt fails, the memory is free, and later gets raise."""
     producer, reader = rig.serve(), rig.connect()
-    for key in _ENDS:
-        receipt = producer.put(Recipe(key).make())
-        _end(key, producer, reader)
+    for end in (producer.fail, *aborts(producer, reader)):
+        receipt = producer.put(Recipe("k").make())
+        end("k", "out of luck")
         error = expect(TransferFailed, receipt.wait, timeout=60)
         assert error.reason == "out of luck"
         assert receipt.state == "failed"
         until_freed(producer)
-        expect(TransferFailed, reader.call, "get", key=key, timeout=60)
+        expect(TransferFailed, reader.call, "get", key="k", timeout=60)
 
 
 def check_fail_while_read(rig: Rig) -> None:
@@ -74,13 +76,6 @@ def check_fail_while_read(rig: Rig) -> None:
     assert producer.stats()["memory"]["blocks"] == 2
     reader.peer.call("release", key="f")
     reader.call("get", key="g", timeout=60)
-
-
-def check_put_after_fail(rig: Rig) -> None:
-    """A failed key can be put again."""
-    producer, reader = rig.serve(), rig.connect()
-    producer.fail("f", "once")
-    deliver(producer, reader, Recipe("f").make())
 
 
 def check_ttl(rig: Rig) -> None:
@@ -223,18 +218,6 @@ def check_busy_name(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     expect(BusyError, rig.serve)
     deliver(producer, reader, Recipe("b").make())
-
-
-_ENDS = ("fail", "abort", "abort by the reader")
-
-
-def _end(key: str, producer: KVProducer, reader: RemoteLink) -> None:
-    """End the transfer of a key in the way that the key is named for."""
-    if key == "abort by the reader":
-        reader.call("abort", key=key, reason="out of luck")
-    else:
-        end = producer.fail if key == "fail" else producer.abort
-        end(key, "out of luck")
 
 
 def _put_for_waiting(producer: KVProducer, reader: RemoteLink, **options: Any) -> Receipt:

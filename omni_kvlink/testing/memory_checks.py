@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
-from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import (
     CapacityError,
     ClosedError,
@@ -14,7 +12,7 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
 )
-from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.caches import MIB, MIXED, NESTED, Recipe, fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import (
     Rig,
@@ -26,21 +24,7 @@ from omni_kvlink.testing.rig import (
     until_freed,
     wait_all,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
-    from omni_kvlink.payload.views import TensorView
-
-MIB = 1 << 20
-
-
-def sized(key: str, nbytes: int, *, seed: int = 0) -> Recipe:
-    """A recipe of a cache of about `nbytes` bytes."""
-    tokens = max(1, nbytes // (2 * 2 * 1024))
-    return Recipe(key, seed=seed, layers=2, tokens=tokens, heads=4, dim=256, dtype="uint8")
+from omni_kvlink.testing.tampering import TamperingCopier, flip_bit, swap_tensors, swap_tokens
 
 
 def check_release_frees(rig: Rig) -> None:
@@ -72,7 +56,7 @@ def check_views_outlive_the_block(rig: Rig) -> None:
 def check_data_is_closed_after_the_block(rig: Rig) -> None:
     """Using a payload after its `with` block raises, and the error names the block."""
     producer, reader = rig.serve(), rig.connect()
-    for recipe in (Recipe("c"), Recipe("b", bundle=True)):
+    for recipe in (Recipe("c"), Recipe("b", bundle=True), NESTED):
         receipt = producer.put(recipe.make())
         use = reader.submit("use_after_block", key=recipe.key, timeout=60)
         expect(ClosedError, use.result, PATIENCE, mentions=("with",))
@@ -142,25 +126,27 @@ def check_refused_puts_use_nothing(rig: Rig) -> None:
 
 
 def check_corruption_is_found(rig: Rig) -> None:
-    """`verify="full"` names the branch, layer, K or V whose bytes changed; the receipt fails."""
+    """`verify="full"` names branch, layer, K or V, or the path of a tensor; the receipt fails."""
     copier = TamperingCopier()
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
-    tampered = (
-        (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
-        (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
+    cache = Recipe("k")
+    for recipe, tamper, mentions in (
+        (cache, partial(flip_bit, "kv.0.key", 0), ("branch", "K", "layer 0")),
+        (cache, partial(flip_bit, "kv.1.value", -1), ("branch", "V", "layer 1")),
         # Of two tensors that are wrong, the one that arrives first is named.
-        (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1",)),
-        (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0",)),
-        (partial(swap_tensors, "kv.0.value", "kv.1.value"), (", V",)),
-    )
-    for number, (tamper, mentions) in enumerate(tampered):
-        key = f"bad-{number}"
+        (cache, partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("branch", "layer 1")),
+        (cache, partial(swap_tensors, "kv.0.key", "kv.0.value"), ("branch", "layer 0")),
+        (cache, partial(swap_tensors, "kv.0.value", "kv.1.value"), ("branch", ", V")),
+        (NESTED, partial(flip_bit, "tensors/nested/0", -1), ("nested/0",)),
+        (MIXED, partial(flip_bit, "extra/nested/1/mask", -1), ("nested/1/mask",)),
+    ):
         copier.tamper = tamper
-        receipt = producer.put(Recipe(key, seed=number).make())
-        get = reader.submit("get", key=key, timeout=60, verify="full")
-        expect(IntegrityError, get.result, PATIENCE, mentions=("branch", *mentions))
-        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected",))
-        expect(TransferFailed, other.call, "get", key=key, timeout=60)
+        data = recipe.make()
+        receipt = producer.put(data)
+        get = reader.submit("get", key=data.request_id, timeout=60, verify="full")
+        expect(IntegrityError, get.result, PATIENCE, mentions=mentions)
+        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", mentions[-1]))
+        expect(TransferFailed, other.call, "get", key=data.request_id, timeout=60)
 
 
 def check_missing_digests_are_an_error(rig: Rig) -> None:
@@ -188,51 +174,3 @@ def check_no_torn_reads(rig: Rig) -> None:
         producer.put(recipe.make(), timeout=PATIENCE)
     for recipe, get in zip(recipes, gets, strict=True):
         assert get.result(PATIENCE) == fingerprint(recipe.make()), recipe.key
-
-
-def do_nothing(manifest: Manifest, region: Region) -> None:
-    """A change that changes nothing."""
-
-
-class TamperingCopier(TorchCopier):
-    """Computes true digests, then changes the payload, as a fault of the transport would."""
-
-    def __init__(self) -> None:
-        self.tamper: Callable[[Manifest, Region], None] = do_nothing
-
-    def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
-    ) -> list[str]:
-        """Gather, then call `tamper`."""
-        digests = super().gather(sources, manifest, region, **options)
-        self.tamper(manifest, region)
-        return digests
-
-
-def _named(
-    manifest: Manifest, region: Region, *names: str
-) -> Iterator[tuple[TensorSpec, memoryview]]:
-    """The tensors of some names and their bytes; a layer of a stream has only some of them."""
-    for spec in manifest.tensors:
-        if spec.name in names:
-            start = manifest.header_nbytes + spec.start
-            yield spec, region.view()[start : start + spec.nbytes]
-
-
-def flip_bit(name: str, offset: int, manifest: Manifest, region: Region) -> None:
-    """Flip a bit of one byte of one tensor."""
-    for _, content in _named(manifest, region, name):
-        content[offset] ^= 0x10
-
-
-def swap_tokens(names: Sequence[str], manifest: Manifest, region: Region) -> None:
-    """Swap the first two tokens in each tensor: sums of bytes stay the same."""
-    for spec, content in _named(manifest, region, *names):
-        row = spec.nbytes // spec.shape[0]
-        content[: 2 * row] = bytes(content[row : 2 * row]) + bytes(content[:row])
-
-
-def swap_tensors(first: str, second: str, manifest: Manifest, region: Region) -> None:
-    """Swap two tensors."""
-    (_, a), (_, b) = _named(manifest, region, first, second)
-    a[:], b[:] = bytes(b), bytes(a)

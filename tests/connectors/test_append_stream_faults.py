@@ -20,8 +20,14 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.testing.append_stream_checks import (
+    append,
+    numbered,
+    receive,
+    receive_all,
+    until_failed,
+)
 from omni_kvlink.testing.caches import chunk, hash_chunk
-from omni_kvlink.testing.growing_checks import append, numbered, receive, receive_all, until_failed
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
 

@@ -15,7 +15,7 @@ from gets import Get, insist
 from peer_commands import start_peer
 
 from omni_kvlink.testing import faults
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 
 if TYPE_CHECKING:
