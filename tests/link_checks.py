@@ -1,11 +1,12 @@
 """Checks of the link that a connector has no part in, for the same rigs as the conformance kit's.
 
-Arguments that are refused, targets of `scatter`, parts of allocated memory, requests in a chunk.
+Arguments that are refused, targets of `scatter`, requests in a chunk, data after their block; with
+those of `allocation_checks` and `asyncio_checks`.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import allocation_checks
+import asyncio_checks
 import torch
 
 from omni_kvlink.errors import (
@@ -24,29 +27,38 @@ from omni_kvlink.errors import (
     TransferTimeout,
 )
 from omni_kvlink.link import Payload
-from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.append_stream_checks import LENGTHS, append, take
 from omni_kvlink.testing.caches import (
+    NESTED,
     Recipe,
     Tensors,
     chunk,
-    fill,
     fingerprint,
     hash_chunk,
     hash_tensors,
 )
 from omni_kvlink.testing.conformance import CONNECTOR_CHECKS, checks_of
+from omni_kvlink.testing.leaving_checks import ReaderError, until_offered
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import Rig, deliver, expect, receive, until, until_freed
+from omni_kvlink.testing.rig import (
+    Rig,
+    deliver,
+    expect,
+    receive,
+    until,
+)
 from omni_kvlink.testing.scatter_checks import ODD
 from omni_kvlink.testing.stream_checks import LayerStream
-from omni_kvlink.testing.zero_copy_checks import BUNDLE, CACHE, filled
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
+
+    Transfer = Callable[[AsyncKVProducer, AsyncKVConsumer], Awaitable[None]]
     from collections.abc import Mapping
 
 SIZE = 4
@@ -197,119 +209,6 @@ _WRONG: tuple[MakeWrong, ...] = (
 )
 
 
-def check_planned_with_blank(rig: Rig) -> None:
-    """A blank is enough to allocate memory and to plan a stream, but it cannot be put."""
-    producer, reader = rig.serve(), rig.connect()
-    data = CACHE.make()
-    assert isinstance(data, KVCacheTransferData)
-    blank = KVCacheTransferData.blank(
-        "a", row=(2, 24), dtype=torch.bfloat16, metadata=data.metadata
-    )
-    expect(SchemaError, producer.put, blank, mentions=("blank",))
-    allocation = producer.allocate(blank)
-    fill(allocation, data)
-    cache, blocks = _blocks(allocation.data)
-    named = KVCacheTransferData(cache.request_id, blocks, data.block_ids, data.metadata)
-    deliver(producer, reader, named, data, copies=0, verify="full")
-
-
-def check_less_than_allocated(rig: Rig) -> None:
-    """Fewer tokens or branches than allocated, or other metadata: still put in place."""
-    producer, reader = rig.serve(), rig.connect()
-    for tokens in (10, 7, 1):
-        allocation, data = filled(producer, CACHE)
-        extra = {"steps": list(range(tokens))}
-        shorter = _first_tokens(allocation.data, tokens, extra=extra)
-        expected = _first_tokens(data, tokens, extra=extra)
-        deliver(producer, reader, shorter, expected, copies=0, verify="full")
-        del shorter
-        until_freed(producer)
-    allocation, data = filled(producer, BUNDLE)
-    deliver(
-        producer,
-        reader,
-        _branches_of(allocation.data, "other"),
-        _branches_of(data, "other"),
-        copies=0,
-        verify="full",
-    )
-
-
-def check_partly_in_place(rig: Rig) -> None:
-    """Only the tensors that are not in the allocated memory are copied."""
-    producer, reader = rig.serve(), rig.connect()
-    allocation, data = filled(producer, CACHE)
-    deliver(producer, reader, _mixed(allocation.data, data), data, copies=1, verify="full")
-
-
-def check_misplaced_tensors(rig: Rig) -> None:
-    """A tensor at the wrong offset of the memory is refused: it would be overwritten while read."""
-    producer = rig.serve()
-    for turn in ("reverse", "strided", "beyond"):
-        allocation, _ = filled(producer, CACHE)
-        wrong = _misplaced(allocation.data, turn)
-        expect(SchemaError, producer.put, wrong, mentions=("memory",))
-        del wrong
-        until_freed(producer)
-
-
-def check_more_than_allocated(rig: Rig) -> None:
-    """A larger payload is refused, and what fits can still be put."""
-    producer, reader = rig.serve(), rig.connect()
-    allocation, data = filled(producer, CACHE)
-    for larger in (
-        Recipe("a", layers=4, tokens=10, heads=2, dim=24),
-        Recipe("a", layers=3, tokens=11, heads=2, dim=24),
-        Recipe("a", bundle=True),
-    ):
-        expect(SchemaError, producer.put, larger.make())
-        expect(SchemaError, producer.stream_put, larger.make())
-    big = _first_tokens(data, 10, extra={"text": "x" * 20_000})
-    expect(SchemaError, producer.put, big, mentions=("header", "allocated"))
-    deliver(producer, reader, allocation.data, data, copies=0, verify="full")
-
-
-def _blocks(data: Payload) -> tuple[KVCacheTransferData, dict[str, list[Any]]]:
-    assert isinstance(data, KVCacheTransferData)
-    return data, {name: list(layers) for name, layers in data.layer_blocks.items()}
-
-
-def _first_tokens(data: Payload, tokens: int, extra: Any = None) -> KVCacheTransferData:
-    cache, _ = _blocks(data)
-    metadata = dataclasses.replace(
-        cache.metadata, kv_lens=(tokens,), ropes=(tokens,), seq_len=tokens, extra=extra or {}
-    )
-    return cache.first_tokens(tokens, metadata)
-
-
-def _branches_of(data: Payload, *names: str) -> KVCacheBundle:
-    assert isinstance(data, KVCacheBundle)
-    return KVCacheBundle(data.request_id, {name: data.branches[name] for name in names})
-
-
-def _mixed(data: Payload, other: Payload) -> KVCacheTransferData:
-    """A cache whose first K is in other memory."""
-    cache, blocks = _blocks(data)
-    _, other_blocks = _blocks(other)
-    blocks["key_cache"][0] = other_blocks["key_cache"][0]
-    return KVCacheTransferData(cache.request_id, blocks, cache.block_ids, cache.metadata)
-
-
-def _misplaced(data: Payload, kind: str) -> KVCacheTransferData:
-    cache, blocks = _blocks(data)
-    if kind == "reverse":
-        blocks["key_cache"].reverse()
-    elif kind == "strided":
-        first = blocks["key_cache"][0]
-        blocks["key_cache"][0] = first.as_strided(tuple(first.shape), (48, 1, 2))
-    else:  # after the payload, where the draft of a stream would be
-        shorter = _first_tokens(cache, 4)
-        _, less = _blocks(shorter)
-        less["value_cache"][2] = dense(blocks["value_cache"][2])[-4:]
-        return KVCacheTransferData("a", less, (), shorter.metadata)
-    return KVCacheTransferData(cache.request_id, blocks, cache.block_ids, cache.metadata)
-
-
 def check_chunks_are_as_the_spec_says(rig: Rig) -> None:
     """Another name, dtype, shape or number of tensors is refused, and the stream goes on."""
     producer, consumer = rig.serve(), rig.connect_here()
@@ -416,6 +315,69 @@ def check_appends_of_two_threads_keep_their_deadlines(rig: Rig) -> None:
         expect(TransferFailed, waiting.result, PATIENCE, mentions=("enough",))
 
 
-LINK_CHECKS = checks_of(sys.modules[__name__])
+def check_data_is_closed_after_the_block(rig: Rig) -> None:
+    """Using a payload after its `with` block raises, and the error names the block."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    for recipe in (Recipe("c"), Recipe("b", bundle=True), NESTED):
+        receipt = producer.put(recipe.make())
+        with consumer.get(recipe.key, timeout=60) as data:
+            pass
+        expect(ClosedError, data.tensors, mentions=("with",))
+        receipt.wait(timeout=60)
+
+
+def check_refused_puts_use_nothing(rig: Rig) -> None:
+    """A put with wrong arguments uses neither memory nor the key."""
+    producer, reader = rig.serve(), rig.connect()
+    data = Recipe("k").make()
+    for readers in (0, -1):
+        expect(SchemaError, producer.put, data, readers=readers)
+    for ttl in (0.0, -1.0, float("nan")):
+        expect(SchemaError, producer.put, data, ttl=ttl)
+    assert producer.stats()["memory"]["used"] == 0
+    deliver(producer, reader, data)
+
+
+def check_the_first_ending_of_a_payload_counts(rig: Rig) -> None:
+    """After `release` it is read whatever follows, after `release_unread` it is not."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    receipt = producer.put(Recipe("r").make())
+    for is_read in (False, True):
+        with contextlib.suppress(ReaderError), (received := consumer.get("r", timeout=60)) as data:
+            kept = data.tensors()
+            if not is_read:
+                received.release_unread()
+            received.release()
+            raise ReaderError
+        assert not receipt.done, "its tensors are in use"
+        del data, kept, received
+        if not is_read:
+            until_offered(receipt)
+    receipt.wait(timeout=60)
+
+
+def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
+    """A thread that waits for a layer raises when the stream is released by another."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    written = LayerStream(producer)
+    written.write(("kv", 0))
+    stream = consumer.stream_get("s", timeout=60)
+    kept = stream.wait_for_layer(0).key
+    progress: Any = stream.delivery.progress
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stream.wait_for_layer, 1, timeout=PATIENCE)
+        until(lambda: bool(progress._waiting), "it waits")
+        stream.release()
+        expect(ClosedError, waiting.result, PATIENCE)
+    expect(ClosedError, stream.wait_for_layer, 0)
+    assert hash_tensors([kept]) == hash_tensors([written.layers["kv", 0][0]])
+    written.write(("kv", 1), ("kv", 2))
+    receipt = written.out.commit()
+    assert not receipt.done, "released while a view was held"
+    del kept
+    receipt.wait(timeout=60)
+
+
+LINK_CHECKS = checks_of(sys.modules[__name__], allocation_checks, asyncio_checks)
 ALL_CHECKS = (*CONNECTOR_CHECKS, *LINK_CHECKS)
 """What the tests run over each connector of the package."""

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.link import AppendStream, ChunkStream, KVProducer, ReceivedChunk
+    from omni_kvlink.link.consumer import Verify
 
 LENGTHS = (3, 1, 0, 700, 2)
 """Rows of the chunks: none, and more than what travels inside an offer."""
 CHUNKS = [chunk(number, rows) for number, rows in enumerate(LENGTHS)]
 FIRST = 0, hash_chunk(chunk(0))
-"""What `receive` returns of a stream's first chunk, `chunk(0)`."""
+"""Result of `receive` for a stream's first chunk, `chunk(0)`."""
 
 
 def numbered(chunks: Iterable[Tensors], first: int = 0) -> list[tuple[int, str]]:
@@ -262,27 +263,6 @@ def check_a_closing_producer_ends_a_stream(rig: Rig) -> None:
     expect(ClosedError, out.append, chunk(1))
 
 
-def check_another_reader_goes_on(rig: Rig) -> None:
-    """A reader that gives up lets another one go on with the first chunk it had not released."""
-    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
-    with producer.open_stream("g", CHUNKS[0]) as out:
-        append(out, CHUNKS[:3])
-        stream = consumer.read_stream("g", timeout=60)
-        assert take(stream).number == 0
-        received = take(stream)
-        assert received.number == 1
-        received.release()  # this one was used, too
-        stream.release_unread()
-        append(out, CHUNKS[3:])
-    reader.call("read_stream", key="g", timeout=60)
-    mentions = ("chunk 0 was released before", "start=2")
-    expect(TransferFailed, receive, reader, mentions=mentions)
-    reader.peer.call("release_unread", key="g")
-    reader.call("read_stream", key="g", timeout=60, start=2)
-    assert receive_all(reader) == numbered(CHUNKS[2:], 2)
-    out.commit().wait(timeout=60)
-
-
 def check_a_reader_may_leave(rig: Rig) -> None:
     """A reader that says that it needs no more holds nobody up, nor any memory."""
     producer, leaving, reader = rig.serve(), rig.connect_here(), rig.connect()
@@ -333,42 +313,26 @@ def check_streams_and_payloads_are_not_mixed_up(rig: Rig) -> None:
 
 
 def check_a_damaged_chunk_is_found(rig: Rig) -> None:
-    """A byte that changed after the copy fails the stream on both sides, and names the tensor."""
+    """A byte that changed after the copy fails the stream on both sides, with its tensor's name.
+
+    The requests of a chunk are checked also by a reader that does not check its tensors; a chunk
+    with another number, and one after other chunks, are found without digests.
+    """
     copier = TamperingCopier()
     producer, consumer = rig.serve(copier=copier), rig.connect_here()
-    out = producer.open_stream("g", chunk(0))
-    append(out, [chunk(0)])
-    copier.tamper = partial(flip_bit, "tensors/data/more/0", 3)
-    append(out, [chunk(1)])
-    with consumer.read_stream("g", timeout=60, verify="full") as stream:
-        assert identify(take(stream)) == FIRST
-        expect(IntegrityError, stream.receive, mentions=("data/more/0",))
-    until_failed(out, "data/more/0")
-
-
-def check_damaged_requests_are_found(rig: Rig) -> None:
-    """The requests of a chunk are checked also by a reader that does not check its tensors."""
-    copier = TamperingCopier()
-    producer, consumer = rig.serve(copier=copier), rig.connect_here()
-    out = producer.open_stream("g", chunk(0))
-    copier.tamper = partial(flip_bit, "tensors/requests", 4)  # "a" becomes "q"
-    out.append_requests({"a": 3, "b": 2}, chunk(0, 5), timeout=60)
-    with consumer.read_stream("g", timeout=60) as stream:
-        expect(IntegrityError, stream.receive, mentions=("requests",))
-    until_failed(out, "requests")
-
-
-def check_chunks_that_are_missing_or_swapped_are_found(rig: Rig) -> None:
-    """A chunk with another number, and one after other chunks, raise IntegrityError."""
-    copier = TamperingCopier()
-    producer, consumer = rig.serve(copier=copier, digests=False), rig.connect_here()
-    for offset, mentions in ((0, "chunk 17 came instead of chunk 1"), (9, "chunks before 1")):
+    for name, offset, digests, text in (
+        ("data/more/0", 3, True, "data/more/0"),
+        ("requests", 4, True, "requests"),  # "a" becomes "q"
+        ("position", 0, False, "chunk 17 came instead of chunk 1"),
+        ("position", 9, False, "chunks before 1"),
+    ):
         copier.tamper = do_nothing
-        out = producer.open_stream("g", chunk(0))
+        out = producer.open_stream("g", chunk(0), digests=digests)
         append(out, [chunk(0)])
-        copier.tamper = partial(flip_bit, "tensors/position", offset)
-        append(out, [chunk(1)])
-        with consumer.read_stream("g", timeout=60) as stream:
-            take(stream)
-            expect(IntegrityError, stream.receive, mentions=(mentions,))
-        out.fail("it was rejected")
+        copier.tamper = partial(flip_bit, f"tensors/{name}", offset)
+        out.append_requests({"a": 3, "b": 2}, chunk(1), timeout=60)
+        verify: Verify = "full" if name.startswith("data") else "auto"
+        with consumer.read_stream("g", timeout=60, verify=verify) as stream:
+            assert identify(take(stream)) == FIRST
+            expect(IntegrityError, stream.receive, mentions=(text,))
+        until_failed(out, text)

@@ -53,7 +53,7 @@ def make_all() -> list[Payload]:
 
 
 EXPECTED = list(map(fingerprint, make_all()))
-"""What `get_many` of `KEYS` returns in the peer."""
+"""Result of `get_many` of `KEYS` in the peer."""
 
 
 def is_unused(producer: KVProducer) -> bool:

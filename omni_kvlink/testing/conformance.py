@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.testing import (
     append_stream_checks,
-    asyncio_checks,
     batch_checks,
     delivery_checks,
     ending_checks,
@@ -47,7 +46,6 @@ CONNECTOR_CHECKS = checks_of(
     batch_checks,
     scatter_checks,
     zero_copy_checks,
-    asyncio_checks,
 )
 """The checks of `check_connector`, in their order."""
 

@@ -19,7 +19,6 @@ from omni_kvlink.testing.rig import (
     request,
     until,
     until_requested,
-    wait_all,
 )
 
 if TYPE_CHECKING:
@@ -107,8 +106,10 @@ def check_get_after_put(rig: Rig) -> None:
 
 
 def check_either_side_starts_first(rig: Rig) -> None:
-    """A reader that connects first waits for the producer to appear."""
-    reader = rig.begin_connect()
+    """A reader that connects first waits for the producer to appear, until its deadline."""
+    late, reader = rig.begin_connect(), rig.begin_connect()
+    call = late.submit("connect", url=rig.url, timeout=0.2, **rig.options)
+    expect(TransferTimeout, call.result, PATIENCE)
     connecting = reader.submit("connect", url=rig.url, timeout=PATIENCE, **rig.options)
     expect(TimeoutError, connecting.result, 0.1)
     producer = rig.serve()
@@ -116,33 +117,21 @@ def check_either_side_starts_first(rig: Rig) -> None:
     deliver(producer, reader, Recipe("first").make())
 
 
-def check_connect_times_out(rig: Rig) -> None:
-    """Without a producer, `connect` raises TransferTimeout at the deadline."""
-    call = rig.begin_connect().submit("connect", url=rig.url, timeout=0.2, **rig.options)
-    expect(TransferTimeout, call.result, PATIENCE)
-
-
 def check_several_readers(rig: Rig) -> None:
-    """A payload for three readers is done when the last of them releases it."""
+    """A payload for three readers is done when the last of them releases it.
+
+    The fourth get times out, and its error says why.
+    """
     producer = rig.serve()
-    readers = [rig.connect() for _ in range(3)]
+    *readers, last, other = [rig.connect() for _ in range(4)]
     data = Recipe("shared").make()
     receipt = producer.put(data, readers=3)
     for reader in readers:
-        assert not receipt.done
         assert reader.call("get", key="shared", timeout=60) == fingerprint(data)
-    receipt.wait(timeout=60)
-
-
-def check_one_get_too_many(rig: Rig) -> None:
-    """The third get of `readers=2` times out, and its error says why."""
-    producer = rig.serve()
-    reader, other = rig.connect(), rig.connect()
-    receipt = producer.put(Recipe("two").make(), readers=2)
-    reader.call("hold", key="two", timeout=60)
-    reader.call("get", key="two", timeout=60)
-    _time_out(other, "two", "every declared reader has it")
-    reader.peer.call("release", key="two")
+    assert last.call("hold", key="shared", timeout=60) == fingerprint(data)
+    _time_out(other, "shared", "every declared reader has it")
+    assert not receipt.done
+    last.peer.call("release", key="shared")
     receipt.wait(timeout=60)
 
 
@@ -169,28 +158,24 @@ def _time_out(reader: RemoteLink, key: str, phase: str) -> None:
         assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
         if phase in error.phase:
             return
-    raise AssertionError(error.phase)
+        assert timeout < 30.0, error.phase
 
 
 def check_timeout_names_the_phase(rig: Rig) -> None:
-    """A get of a key that is never put ends at its deadline, and the error says so."""
+    """A get of a key that is never put ends at its deadline, and the error says so.
+
+    The timeout of `PendingGet.wait` counts from its call, not from the request.
+    """
     rig.serve()
-    reader = rig.connect()
+    reader, consumer = rig.connect(), rig.connect_here()
+    pending = begin_get(consumer, "never", timeout=60)
     for timeout in (0.0, 0.05, 0.4):
         call = reader.submit("get", key="never", timeout=timeout)
         error = expect(TransferTimeout, call.result, PATIENCE, mentions=("never",))
         assert "not announced" in error.phase, error.phase
-
-
-def check_a_wait_has_all_its_time(rig: Rig) -> None:
-    """The timeout of `PendingGet.wait` counts from its call, not from the request."""
-    rig.serve()
-    reader = rig.connect_here()
-    pending, timeout = begin_get(reader, "never", timeout=60), 0.2
-    time.sleep(timeout)
     began = time.monotonic()
-    expect(TransferTimeout, pending.wait, timeout=timeout, mentions=("never",))
-    assert time.monotonic() - began > 0.99 * timeout
+    expect(TransferTimeout, pending.wait, timeout=0.2, mentions=("never",))
+    assert time.monotonic() - began > 0.99 * 0.2
 
 
 def check_a_done_get_does_not_wait(rig: Rig) -> None:
@@ -241,13 +226,6 @@ def check_duplicate_key(rig: Rig) -> None:
     receipt.wait(timeout=60)
 
 
-def check_key_is_reusable(rig: Rig) -> None:
-    """After its release a key names the next payload, never the last one."""
-    producer, reader = rig.serve(), rig.connect()
-    for seed in range(4):
-        deliver(producer, reader, Recipe("again", seed=seed).make())
-
-
 def check_timed_out_get_takes_nothing(rig: Rig) -> None:
     """After a get timed out, the payload is left to the next reader."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
@@ -269,19 +247,3 @@ def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
         receipt = producer.put(data)
         pending.cancel()
         receive(other, receipt, data)
-
-
-def check_concurrent_threads(rig: Rig) -> None:
-    """Many puts and gets at once: each reader gets its own payload, nothing lost or doubled."""
-    producer, readers = rig.serve(), [rig.connect(), rig.connect()]
-    payloads = [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7).make() for n in range(24)]
-    expected = {data.request_id: fingerprint(data) for data in payloads}
-    gets = {
-        key: readers[n % 2].submit("get", key=key, timeout=PATIENCE)
-        for n, key in enumerate(expected)
-    }
-    receipts = [producer.put(data) for data in reversed(payloads)]
-    for key, future in gets.items():
-        assert future.result(PATIENCE) == expected[key], key
-    wait_all(receipts)
-    assert producer.stats()["transfers"]["released"] == len(payloads)

@@ -12,12 +12,13 @@ from omni_kvlink.testing.rig import Rig, expect, receive, until_freed, wait_all
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.link import KVConsumer, ReceivedStream
+    from omni_kvlink.link import KVConsumer
 
 CHUNKS = [chunk(number, rows) for number, rows in enumerate((3, 1, 0, 700))]
 LAYERS = 3
-WAYS = ("break", "raise", "drop")
-"""A reader leaves its loop and then its block, raises an error in the loop, or has no block."""
+ENDINGS = ("break", "raise", "drop", "release_unread")
+"""A reader leaves its loop and then its block, raises an error in the loop, has no block, or says
+that it leaves. Of chunks it may also time out, or release the last one before it says so."""
 
 
 class ReaderError(Exception):
@@ -32,30 +33,12 @@ def check_a_payload_whose_reader_raises(rig: Rig) -> None:
     _raise_in(consumer.get("r", timeout=60))
     consumer.get("r", timeout=60).release_unread()
     _drop_unseen(consumer, "r")
-    _until_offered(receipt)
+    until_offered(receipt)
     receive(consumer, receipt, data)
     receipt = producer.put(data)
     received = consumer.get("r", timeout=60)
     assert fingerprint(received.data) == fingerprint(data)
     del received
-    receipt.wait(timeout=60)
-
-
-def check_the_first_ending_of_a_payload_counts(rig: Rig) -> None:
-    """After `release` it is read whatever follows, after `release_unread` it is not."""
-    producer, consumer = rig.serve(), rig.connect_here()
-    receipt = producer.put(Recipe("r").make())
-    for is_read in (False, True):
-        with contextlib.suppress(ReaderError), (received := consumer.get("r", timeout=60)) as data:
-            kept = data.tensors()
-            if not is_read:
-                received.release_unread()
-            received.release()
-            raise ReaderError
-        assert not receipt.done, "its tensors are in use"
-        del data, kept, received
-        if not is_read:
-            _until_offered(receipt)
     receipt.wait(timeout=60)
 
 
@@ -82,27 +65,33 @@ def check_layers_that_were_not_taken(rig: Rig) -> None:
     producer, consumer = rig.serve(), rig.connect_here()
     data = Recipe("s", layers=LAYERS).make()
     receipt = producer.put(data)
-    for way in WAYS:  # an error counts also at the last layer
-        _leave(consumer.stream_get("s", timeout=60), way, LAYERS - 1 - (way != "raise"))
-        _until_offered(receipt)
-    for number, take in enumerate((_take_layers, _take_whole, _release_after_one)):
-        if number:
-            receipt = producer.put(data)
-        take(consumer.stream_get("s", timeout=60), fingerprint(data))
-        receipt.wait(timeout=60)
+    for ending in ENDINGS:  # an error counts also at the last layer
+        _leave(consumer.stream_get("s", timeout=60), ending, LAYERS - 1 - (ending != "raise"))
+        until_offered(receipt)
+    with consumer.stream_get("s", timeout=60) as stream:
+        assert len(list(stream)) == LAYERS
+    receipt.wait(timeout=60)
+    receipt = producer.put(data)
+    assert fingerprint(consumer.stream_get("s", timeout=60).wait()) == fingerprint(data)
+    receipt.wait(timeout=60)
+    receipt = producer.put(data)
+    with consumer.stream_get("s", timeout=60) as stream:
+        stream.wait_for_layer(0)
+        stream.release()
+    receipt.wait(timeout=60)
 
 
 def check_chunks_that_were_not_taken(rig: Rig) -> None:
     """Wherever and however a reader leaves, the next one goes on; each chunk reaches one."""
     producer, consumer = rig.serve(), rig.connect_here()
-    for way in (*WAYS, "time out"):
+    for ending in (*ENDINGS, "time out", "release"):
         for stop in range(len(CHUNKS)):
             with producer.open_stream("g", CHUNKS[0]) as out:
                 append(out, CHUNKS[: stop + 1])
-                _leave(consumer.read_stream("g", timeout=60), way, stop)
+                _leave(consumer.read_stream("g", timeout=60), ending, stop)
                 append(out, CHUNKS[stop + 1 :])
             # To ask for the next chunk is to have read the one before.
-            _read_from(consumer, out.commit(), stop + (way == "time out"))
+            _read_from(consumer, out.commit(), stop + (ending in ("time out", "release")))
 
 
 def check_a_chunk_that_was_given_back(rig: Rig) -> None:
@@ -134,7 +123,7 @@ def check_nobody_comes_after_a_reader_that_left(rig: Rig) -> None:
     until_freed(producer)
 
 
-def _until_offered(receipt: Receipt) -> None:
+def until_offered(receipt: Receipt) -> None:
     """The payload waits for another reader: the one that left has not read it."""
     expect(TransferTimeout, receipt.wait, timeout=0.0)
 
@@ -149,40 +138,30 @@ def _drop_unseen(consumer: KVConsumer, key: str) -> None:
     consumer.get(key, timeout=60)
 
 
-def _leave(stream: Any, way: str, stop: int) -> None:
+def _leave(stream: Any, ending: str, stop: int) -> None:
     """Read as far as layer or chunk `stop`, and leave."""
-    block = contextlib.nullcontext() if way == "drop" else stream
+    block = contextlib.nullcontext() if ending == "drop" else stream
     with contextlib.suppress(ReaderError, TransferTimeout), block:
-        for number, _ in enumerate(stream):
+        for number, received in enumerate(stream):
             if number == stop:
-                if way == "raise":
+                if ending == "raise":
                     raise ReaderError
+                if ending == "release":
+                    received.release()
                 break
-        if way == "time out":
+        if ending == "time out":
             stream.receive(timeout=0.0)
-
-
-def _take_layers(stream: ReceivedStream, expected: str) -> None:
-    with stream:
-        assert len(list(stream)) == LAYERS
-
-
-def _take_whole(stream: ReceivedStream, expected: str) -> None:
-    assert fingerprint(stream.wait()) == expected
-
-
-def _release_after_one(stream: ReceivedStream, expected: str) -> None:
-    with stream:
-        stream.wait_for_layer(0)
-        stream.release()
+        if ending in ("release", "release_unread"):
+            stream.release_unread()
 
 
 def _read_from(consumer: KVConsumer, receipt: Receipt, start: int) -> None:
     """Read what a reader has left; as a new one learns where it begins, which ends no stream."""
-    _until_offered(receipt)
+    until_offered(receipt)
     if start:
-        expect(TransferFailed, _read_all, consumer, 0, mentions=(f"start={start}",))
-        _until_offered(receipt)
+        mentions = ("chunk 0 was released before", f"start={start}")
+        expect(TransferFailed, _read_all, consumer, 0, mentions=mentions)
+        until_offered(receipt)
     assert _read_all(consumer, start) == numbered(CHUNKS[start:], start)
     receipt.wait(timeout=60)
 

@@ -59,12 +59,6 @@ class LinkCommands(CommandSet):
         self.kept[key].pop()
         return len(self.kept[key])
 
-    def use_after_block(self, link: str, key: str, **options: Any) -> None:
-        """Use a payload after its `with` block."""
-        with self._links[link].get(key, **options) as data:
-            pass
-        data.tensors()
-
     def stream_get(self, link: str, key: str, **options: Any) -> list[list[Any]]:
         """Wait until a stream begins, and keep it; the names of its layers."""
         stream = self.kept[key] = self._links[link].stream_get(key, **options)
@@ -97,10 +91,6 @@ class LinkCommands(CommandSet):
     def receive_all(self, key: str) -> list[tuple[int, str]]:
         """Receive the chunks that are left; the number of each and the hash of its tensors."""
         return [identify(received) for received in self.kept[key]]
-
-    def release_unread(self, key: str) -> None:
-        """Let another reader go on with what `read_stream` kept."""
-        self.kept.pop(key).release_unread()
 
     def release(self, key: str) -> None:
         """Release what `hold`, `stream_get` or `read_stream` kept, if anything."""

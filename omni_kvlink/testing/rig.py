@@ -108,11 +108,11 @@ def until_disconnected(reader: RemoteLink) -> None:
 def until_requested(producer: KVProducer, readers: int) -> None:
     """Wait until so many readers wait for a payload, or have its offer already."""
 
-    def is_requested() -> bool:
+    def requested() -> Any:
         transfers = producer.stats()["transfers"]
-        return bool(transfers["waiting"] + transfers["leased"] == readers)
+        return transfers["waiting"] + transfers["leased"]
 
-    until(is_requested, "every request arrived")
+    until(lambda: requested() == readers, "every request arrived")
 
 
 def until_freed(producer: KVProducer, timeout: float = PATIENCE) -> None:

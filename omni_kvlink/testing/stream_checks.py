@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -319,28 +318,6 @@ def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
     until(lambda: producer.stats()["transfers"]["leased"] == 0, "it released the stream")
     stream.write(("kv", 1), ("kv", 2))
     stream.out.commit().wait(timeout=60)
-
-
-def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
-    """A thread that waits for a layer raises when the stream is released by another."""
-    producer, consumer = rig.serve(), rig.connect_here()
-    written = LayerStream(producer)
-    written.write(("kv", 0))
-    stream = consumer.stream_get("s", timeout=60)
-    kept = stream.wait_for_layer(0).key
-    progress: Any = stream.delivery.progress
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(stream.wait_for_layer, 1, timeout=PATIENCE)
-        until(lambda: bool(progress._waiting), "it waits")
-        stream.release()
-        expect(ClosedError, waiting.result, PATIENCE)
-    expect(ClosedError, stream.wait_for_layer, 0)
-    assert hash_tensors([kept]) == hash_tensors([written.layers["kv", 0][0]])
-    written.write(("kv", 1), ("kv", 2))
-    receipt = written.out.commit()
-    assert not receipt.done, "released while a view was held"
-    del kept
-    receipt.wait(timeout=60)
 
 
 def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:

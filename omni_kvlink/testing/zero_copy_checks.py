@@ -21,7 +21,6 @@ from omni_kvlink.errors import (
     TransferTimeout,
 )
 from omni_kvlink.link import begin_get
-from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import (
     MIB,
@@ -275,25 +274,6 @@ def check_direct_put_can_be_aborted(producer: KVProducer, reader: RemoteLink) ->
         end("d", "no more")
         expect(TransferFailed, putting.result, PATIENCE)
         assert waiting.exception(PATIENCE) is not None
-
-
-def check_what_cannot_be_sent_directly(rig: Rig) -> None:
-    """Tensors that cannot be sent directly are refused before they are announced."""
-    producer, reader = rig.serve(), rig.connect()
-    data = Recipe("d", layers=1, tokens=8, heads=4).make()
-    assert isinstance(data, KVCacheTransferData)
-    pieces = {
-        name: [torch.stack([dense(view)] * 2, -1)[..., 0] for view in layers if view is not None]
-        for name, layers in data.layer_blocks.items()
-    }
-    broken = KVCacheTransferData.from_dict({**data.to_dict(), "layer_blocks": pieces})
-    expect(SchemaError, producer.put, broken, direct=True, mentions=("layer 0, K",))
-    allocation = producer.allocate(data)
-    for background in (True, False):
-        put = partial(producer.put, allocation.data, direct=True, background=background)
-        expect(SchemaError, put, mentions=("tensors of your own",))
-    allocation.release()
-    deliver(producer, reader, broken, data, verify="full")
 
 
 def _start_direct_put(producer: KVProducer, data: Payload) -> Future[Receipt]:
