@@ -42,6 +42,7 @@ from omni_kvlink.testing.caches import (
 )
 from omni_kvlink.testing.conformance import CONNECTOR_CHECKS, checks_of
 from omni_kvlink.testing.leaving_checks import ReaderError, until_offered
+from omni_kvlink.testing.memory_checks import ODD
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import (
     Rig,
@@ -50,7 +51,6 @@ from omni_kvlink.testing.rig import (
     receive,
     until,
 )
-from omni_kvlink.testing.scatter_checks import ODD
 from omni_kvlink.testing.stream_checks import LayerStream
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from omni_kvlink.testing import (
     ending_checks,
     leaving_checks,
     memory_checks,
-    scatter_checks,
     stream_checks,
     zero_copy_checks,
 )
@@ -44,7 +43,6 @@ CONNECTOR_CHECKS = checks_of(
     append_stream_checks,
     leaving_checks,
     batch_checks,
-    scatter_checks,
     zero_copy_checks,
 )
 """The checks of `check_connector`, in their order."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.errors import ClosedError, DuplicateKeyError, TransferFailed, TransferTimeout
 from omni_kvlink.link import begin_get, open_delivery
+from omni_kvlink.lowlevel import Delivery
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.testing.caches import MIXED, NESTED, TENSORS, Recipe, every_dtype, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
@@ -22,7 +23,7 @@ from omni_kvlink.testing.rig import (
 )
 
 if TYPE_CHECKING:
-    from omni_kvlink.lowlevel import Delivery, PendingGet
+    from omni_kvlink.lowlevel import PendingGet
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:
@@ -83,8 +84,8 @@ def check_tensors_have_their_structure(rig: Rig) -> None:
         receipt.wait(timeout=60)
 
 
-def check_get_before_put(rig: Rig) -> None:
-    """A waiting get returns when the payload is committed."""
+def check_get_before_and_after_put(rig: Rig) -> None:
+    """A waiting get returns when the payload is committed; it is kept for a reader that is late."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         data = Recipe(f"early-{number}", seed=number).make()
@@ -92,11 +93,6 @@ def check_get_before_put(rig: Rig) -> None:
         receipt = producer.put(data)
         assert waiting.result(PATIENCE) == fingerprint(data)
         receipt.wait(timeout=60)
-
-
-def check_get_after_put(rig: Rig) -> None:
-    """A payload is kept for its reader, which may connect later."""
-    producer = rig.serve()
     data = Recipe("late").make()
     receipt = producer.put(data)
     assert receipt.state == "committed"
@@ -181,35 +177,33 @@ def check_timeout_names_the_phase(rig: Rig) -> None:
 def check_a_done_get_does_not_wait(rig: Rig) -> None:
     """`wait` of a get whose future is done returns without waiting, or raises its error."""
     producer, consumer = rig.serve(), rig.connect_here()
-    outcomes: queue.SimpleQueue[Delivery | Exception] = queue.SimpleQueue()
 
-    def begin(key: str) -> PendingGet:
-        pending = begin_get(consumer, key, timeout=60)
+    def begin(key: str) -> tuple[PendingGet, Future[Delivery]]:
+        pending, outcome = begin_get(consumer, key, timeout=60), Future[Delivery]()
 
         def on_done(_: object) -> None:
             try:
-                outcomes.put(pending.wait(timeout=0.0))
+                outcome.set_result(pending.wait(timeout=0.0))
             except Exception as error:
-                outcomes.put(error)
+                outcome.set_exception(error)
 
         pending.future.add_done_callback(on_done)
-        return pending
+        return pending, outcome
 
     for key in ("done", "at once"):  # there is memory for the second when it is offered
         data = Recipe(key).make()
-        pending = begin(key)
+        pending, outcome = begin(key)
         until_requested(producer, 1)  # the answer comes while the callback is there
         receipt = producer.put(data)
-        outcome = outcomes.get(timeout=PATIENCE)
-        assert not isinstance(outcome, Exception), outcome
-        with open_delivery(consumer, outcome, started=time.perf_counter()) as payload:
+        delivery = outcome.result(PATIENCE)
+        with open_delivery(consumer, delivery, started=time.perf_counter()) as payload:
             assert fingerprint(payload) == fingerprint(data)
-        del payload, outcome
+        del payload, delivery, outcome
         receipt.wait(timeout=60)
-    pending = begin("failed")
+    pending, outcome = begin("failed")
     until_requested(producer, 1)
     producer.fail("failed", "on purpose")
-    assert isinstance(outcomes.get(timeout=PATIENCE), TransferFailed)
+    expect(TransferFailed, outcome.result, PATIENCE)
     del pending  # a get that nobody has is cancelled
 
 
@@ -226,19 +220,15 @@ def check_duplicate_key(rig: Rig) -> None:
     receipt.wait(timeout=60)
 
 
-def check_timed_out_get_takes_nothing(rig: Rig) -> None:
-    """After a get timed out, the payload is left to the next reader."""
-    producer, reader, other = rig.serve(), rig.connect(), rig.connect()
+def check_a_get_that_gave_up_takes_nothing(rig: Rig) -> None:
+    """After a get timed out, or is cancelled as the payload comes, another reader receives it."""
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
+    other = rig.connect()
     for number in range(3):
         key = f"timed-out-{number}"
         expect(TransferTimeout, reader.call, "get", key=key, timeout=0.05)
         until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the request was cancelled")
         deliver(producer, other, Recipe(key).make())
-
-
-def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
-    """A get that is cancelled as the payload comes leaves it unread, for another reader."""
-    producer, consumer, other = rig.serve(), rig.connect_here(), rig.connect()
     for number in range(10):
         data = Recipe(f"cancelled-{number}").make()
         pending = begin_get(consumer, data.request_id, timeout=60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni_kvlink.errors import (
     BusyError,
@@ -12,7 +12,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import (
     Rig,
     aborts,
@@ -24,10 +24,6 @@ from omni_kvlink.testing.rig import (
     until_freed,
     until_requested,
 )
-
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.link import KVProducer
 
 
 def check_fail_before_get(rig: Rig) -> None:
@@ -43,10 +39,10 @@ def check_fail_before_get(rig: Rig) -> None:
 def check_end_wakes_a_waiting_get(rig: Rig) -> None:
     """A waiting get raises as soon as its key fails, or is aborted by either side."""
     producer, reader = rig.serve(), rig.connect()
-    for key, end in zip("fab", (producer.fail, *aborts(producer, reader)), strict=True):
-        get = request(reader, producer, key)
-        end(key, "out of luck")
-        mentions = () if key == "f" else ("aborted",)
+    for number, end in enumerate((producer.fail, *aborts(producer, reader))):
+        get = request(reader, producer, f"k{number}")
+        end(f"k{number}", "out of luck")
+        mentions = ("aborted",) if number else ()
         error = expect(TransferFailed, get.result, PATIENCE, mentions=mentions)
         assert error.reason == "out of luck"
 
@@ -98,11 +94,18 @@ def check_ttl_while_it_is_read(rig: Rig) -> None:
     One that a reader is missing for does, but the others keep it until they release it.
     """
     producer, reader = rig.serve(), rig.connect()
-    receipt = _put_for_waiting(producer, reader, readers=1, ttl=0.1)
+
+    def put_for_a_reader_that_waits(**options: Any) -> Any:
+        getting = request(reader, producer, "t", command="hold")  # before the time starts to run
+        receipt = producer.put(Recipe("t").make(), **options)
+        getting.result(PATIENCE)
+        return receipt
+
+    receipt = put_for_a_reader_that_waits(readers=1, ttl=0.1)
     expect(TransferTimeout, receipt.wait, timeout=0.4, mentions=("leased",))
     reader.peer.call("release", key="t")
     receipt.wait(timeout=60)
-    receipt = _put_for_waiting(producer, reader, readers=2, ttl=0.3)
+    receipt = put_for_a_reader_that_waits(readers=2, ttl=0.3)
     digest = reader.peer.call("hash_held", key="t")
     expect(TransferFailed, receipt.wait, timeout=60, mentions=("1 readers",))
     assert producer.stats()["memory"]["used"] > 0
@@ -203,11 +206,3 @@ def check_busy_name(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     expect(BusyError, rig.serve)
     deliver(producer, reader, Recipe("b").make())
-
-
-def _put_for_waiting(producer: KVProducer, reader: RemoteLink, **options: Any) -> Receipt:
-    """Put a payload whose reader waits already, so that it has it before the time starts to run."""
-    getting = request(reader, producer, "t", command="hold")
-    receipt = producer.put(Recipe("t").make(), **options)
-    getting.result(PATIENCE)
-    return receipt

@@ -1,16 +1,29 @@
-"""Checks of the link's memory: when it is free, how much there is, and what is in it."""
+"""Checks of the link's memory: when it is free, how much there is, what is in it and copied out."""
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+
+import torch
 
 from omni_kvlink.errors import (
     CapacityError,
     IntegrityError,
     TransferFailed,
 )
-from omni_kvlink.testing.caches import MIB, MIXED, NESTED, Recipe, fingerprint, sized
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import (
+    MIB,
+    MIXED,
+    NESTED,
+    TENSORS,
+    Recipe,
+    fingerprint,
+    hash_tensors,
+    sized,
+)
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import (
     Rig,
@@ -23,6 +36,8 @@ from omni_kvlink.testing.rig import (
     wait_all,
 )
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit, swap_tensors, swap_tokens
+
+ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
 
 
 def check_release_frees(rig: Rig) -> None:
@@ -54,7 +69,8 @@ def check_views_outlive_the_block(rig: Rig) -> None:
 def check_put_waits_for_memory(rig: Rig) -> None:
     """With a full quota `put` raises at its deadline, and names bytes requested and free.
 
-    Until then it waits, and goes on as soon as a reader releases.
+    Until then it waits, and goes on as soon as a reader releases. A payload larger than the quota
+    is refused at once, and its key stays free.
     """
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
@@ -69,13 +85,8 @@ def check_put_waits_for_memory(rig: Rig) -> None:
         reader.peer.call("release", key="first")
         receipt = putting.result(PATIENCE)
     receive(reader, receipt, data)
-
-
-def check_larger_than_the_quota(rig: Rig) -> None:
-    """A payload larger than the quota is refused at once, and its key stays free."""
-    producer, reader = rig.serve(quota=2 * MIB), rig.connect()
-    data = sized("huge", 3 * MIB).make()
-    error = expect(CapacityError, producer.put, data, timeout=PATIENCE)
+    huge = sized("huge", 3 * MIB).make()
+    error = expect(CapacityError, producer.put, huge, timeout=PATIENCE)
     assert f"quota={error.requested}" in str(error), error
     assert error.requested > 3 * MIB
     assert 0 < error.free <= 2 * MIB
@@ -149,3 +160,46 @@ def check_no_torn_reads(rig: Rig) -> None:
         assert get.result(PATIENCE) == fingerprint(recipe.make()), recipe.key
     wait_all(receipts)
     assert producer.stats()["transfers"]["released"] == len(recipes)
+
+
+def check_scatter_into_tensors_of_the_reader(rig: Rig) -> None:
+    """In a list, or in a payload of the same structure."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True), *TENSORS):
+        data = recipe.make()
+        receipt = producer.put(data)
+        received = consumer.get(recipe.key, timeout=60)
+        targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
+        received.scatter(targets)
+        assert hash_tensors(targets) == hash_tensors(data.tensors()), recipe
+        other = dataclasses.replace(recipe, seed=7).make(contiguous=True)
+        received.scatter(other)
+        assert hash_tensors(other.tensors()) == hash_tensors(data.tensors()), recipe
+        received.release()
+        receipt.wait(timeout=60)
+
+
+def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
+    """`scatter` raises, names the tensor, and the receipt says that the payload was rejected."""
+    copier = TamperingCopier()
+    producer, consumer, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    for recipe, name, mentions in (
+        (ODD, "kv.0.key", ("layer 0", "K")),
+        (ODD, "kv.2.value", ("layer 2", "V")),
+        (NESTED, "tensors/nested/0", ("nested/0",)),
+        (MIXED, "extra/nested/1/mask", ("nested/1/mask",)),
+    ):
+        copier.tamper = partial(flip_bit, name, -1)
+        data = recipe.make()
+        targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
+        receipt = producer.put(data)
+        received = consumer.get(recipe.key, timeout=60, verify="off")  # "auto" may find it earlier
+        views = received.data.tensors()
+        error = expect(IntegrityError, received.scatter, targets, mentions=mentions)
+        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", *mentions))
+        assert producer.stats()["transfers"]["leased"] == 1, "its views are in use"
+        del views
+        received.release()
+        until(lambda: not producer.stats()["transfers"]["leased"], "an error keeps no payload")
+        del error
+        expect(TransferFailed, other.call, "get", key=recipe.key, timeout=60)

@@ -44,9 +44,9 @@ class PeerError(Exception):
 class CommandSet:
     """Commands of a peer: the public methods, by name. They take and return JSON values."""
 
-    def __init__(self) -> None:
-        names = (name for name in dir(self) if not name.startswith("_") and name != "close_all")
-        self.table: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+    def run(self, command: str, arguments: dict[str, Any]) -> Any:
+        """Run a command."""
+        return getattr(self, command)(**arguments)
 
     def ping(self) -> int:
         """The moment at which the peer runs this command, in monotonic nanoseconds."""
@@ -80,7 +80,7 @@ def serve(commands: CommandSet, *, concurrent: bool) -> None:
 def _reply(commands: CommandSet, request: dict[str, Any]) -> dict[str, Any]:
     number = request["id"]
     try:
-        return {"id": number, "result": commands.table[request["command"]](**request["arguments"])}
+        return {"id": number, "result": commands.run(request["command"], request["arguments"])}
     except errors.KVLinkError as error:
         public = {name: value for name, value in vars(error).items() if not name.startswith("_")}
         kind = type(error).__name__
@@ -118,7 +118,7 @@ class ThreadPeer(Peer):
 
         def run() -> None:
             try:
-                future.set_result(self._commands.table[command](**arguments))
+                future.set_result(self._commands.run(command, arguments))
             except Exception as error:
                 error.__traceback__ = None  # its frames would keep the payload alive
                 is_own = isinstance(error, errors.KVLinkError)

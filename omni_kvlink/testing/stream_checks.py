@@ -7,14 +7,18 @@ import gc
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from omni_kvlink.errors import (
     ClosedError,
     DuplicateKeyError,
+    IntegrityError,
     PeerLostError,
     SchemaError,
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import MIXED, NESTED, Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import (
@@ -27,12 +31,14 @@ from omni_kvlink.testing.rig import (
     until,
     until_freed,
 )
+from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.link import KVConsumer, KVProducer, Payload
+    from omni_kvlink.link import KVConsumer, KVProducer, Payload, ReceivedStream
 
 THREE = Recipe("s", layers=3)
 RECIPES = (
@@ -113,7 +119,7 @@ def finish(reader: RemoteLink, data: Payload, receipt: Receipt) -> None:
 
 
 def check_layers_come_one_by_one(rig: Rig) -> None:
-    """The reader has each layer, with every byte, before the next one is written.
+    """The reader has each layer, with every byte, before the next one is written, or copies it out.
 
     Odd sizes, latents, bundles, nested tensors, empty branches; with digests and without.
     """
@@ -123,6 +129,7 @@ def check_layers_come_one_by_one(rig: Rig) -> None:
             stream = LayerStream(producer, reader, recipe.make())
             stream.pass_through()
             assert digests or stream.out.ledger.digests == "off"
+        LayerStream(producer, reader, MIXED.make()).pass_through(command="scatter_layer")
         until_freed(producer)
         producer.close()
 
@@ -202,8 +209,7 @@ def check_late_reader_of_a_stream(rig: Rig) -> None:
         late.write(("kv", 2), ("kv", 3))
         late.out.commit()
         assert [layer.index for layer in stream] == list(range(4))
-    reader.peer.call("release", key="s")
-    late.out.commit().wait(timeout=60)
+    finish(reader, late.data, late.out.commit())
 
 
 def check_one_stream_get_too_many(rig: Rig) -> None:
@@ -366,3 +372,44 @@ def check_reader_closes_in_a_stream(rig: Rig) -> None:
         assert fingerprint(stream.wait()) == fingerprint(THREE.make())
     reader.peer.call("release", key="s")
     receipt.wait(timeout=60)
+
+
+def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
+    """After a layer was rejected, the writer's next layer raises, and so does every reader.
+
+    A reader whose bytes come through a socket finds it before it has the layer, and may so end the
+    stream before the other reader takes layer 0.
+    """
+    copier = TamperingCopier()
+    producer, consumer, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    copier.tamper = partial(flip_bit, "kv.1.value", -1)
+    writing = LayerStream(producer, data=THREE.make(), readers=2)
+    waiting = other.submit("get", key="s", timeout=PATIENCE)
+    stream = consumer.stream_get("s", timeout=60)
+    writing.write(("kv", 0), ("kv", 1))
+    targets = [torch.zeros_like(dense(view)) for view in writing.layers["kv", 0]]
+    first_error = _error_of(stream, 0, targets)
+    if first_error is None:
+        assert hash_tensors(targets) == writing.hash("kv", 0)
+    errors = [_error_of(stream, layer, targets) for layer in (1, 2)]
+    get_error = waiting.exception(PATIENCE)
+    for error in (*errors, get_error):
+        assert isinstance(error, (TransferFailed, IntegrityError)), error
+        assert all(text in str(error) for text in ("layer 1", "V")), error
+    assert IntegrityError in map(type, (*errors, get_error)), "one of them found it"
+    on_arrival = stream.delivery.is_verified or type(get_error) is IntegrityError
+    assert first_error is None or on_arrival, first_error
+    stream.release()
+    until(lambda: producer.stats()["transfers"]["failed"] > 0, "the rejection arrived")
+    expect(TransferFailed, writing.write, ("kv", 2), mentions=("rejected", "layer 1"))
+    writing.out.fail("the writer left its block")
+
+
+def _error_of(
+    stream: ReceivedStream, layer: int, targets: Sequence[torch.Tensor]
+) -> Exception | None:
+    try:
+        stream.wait_for_layer(layer).scatter(*targets)
+    except Exception as error:
+        return error.with_traceback(None)
+    return None

@@ -127,8 +127,8 @@ def check_allocated_memory_is_not_reused_too_soon(rig: Rig) -> None:
     deliver(producer, reader, data, timeout=60)
 
 
-def check_allocation_that_is_not_put(rig: Rig) -> None:
-    """After `release`, key and memory are free, and the allocation cannot be put."""
+def check_allocation_is_put_once(rig: Rig) -> None:
+    """A second put of an allocation raises; after `release`, key and memory are free."""
     producer, reader = rig.serve(), rig.connect()
     for _ in range(3):
         allocation = producer.allocate(CACHE.make())
@@ -139,11 +139,6 @@ def check_allocation_that_is_not_put(rig: Rig) -> None:
         expect(ClosedError, producer.put, allocation.data)
         until_freed(producer)
     deliver(producer, reader, CACHE.make(), copies=1, verify="full")
-
-
-def check_allocation_is_put_once(rig: Rig) -> None:
-    """A second put of an allocation raises, and the first one is not harmed."""
-    producer, reader = rig.serve(), rig.connect()
     allocation, data = filled(producer, CACHE)
     receipt = producer.put(allocation.data)
     expect(ClosedError, producer.put, allocation.data)
@@ -201,7 +196,10 @@ def _where_possible(check: Callable[[KVProducer, RemoteLink], None]) -> Callable
 
 
 def check_direct_put_copies_nothing(rig: Rig) -> None:
-    """More bytes arrive than the link has memory for; or the put is refused with the reason."""
+    """More bytes arrive than the link has memory for; or the put is refused with the reason.
+
+    A reader of layers gets all of them at the commit.
+    """
     producer, reader = rig.serve(quota=2 * MIB), rig.connect(quota=64 * MIB)
     if not can_put_direct(producer):
         data = DIRECT[0].make()
@@ -215,6 +213,11 @@ def check_direct_put_copies_nothing(rig: Rig) -> None:
         assert waiting.result(PATIENCE) == fingerprint(data)
         receipt.wait(timeout=60)
         assert (receipt.ledger.copies, receipt.ledger.digests != "off") == (0, digests)
+    data = DIRECT[0].make()
+    reading = request(reader, producer, "d", command="stream_get")
+    receipt = producer.put(data, direct=True)
+    assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
+    finish(reader, data, receipt)
 
 
 @_where_possible
@@ -252,16 +255,6 @@ def check_direct_put_times_out(producer: KVProducer, reader: RemoteLink) -> None
     reader.peer.call("release", key="d")
     until_freed(producer)
     deliver(producer, reader, recipe.make(), verify="full")
-
-
-@_where_possible
-def check_stream_of_a_direct_put(producer: KVProducer, reader: RemoteLink) -> None:
-    """A reader of layers gets all of them at the commit."""
-    data = DIRECT[0].make()
-    reading = request(reader, producer, "d", command="stream_get")
-    receipt = producer.put(data, direct=True)
-    assert reading.result(PATIENCE) == [list(name) for name in layers_of(data)]
-    finish(reader, data, receipt)
 
 
 @_where_possible

@@ -13,7 +13,7 @@ from omni_kvlink.connectors.zmq import sender as zmq_sender
 from omni_kvlink.testing import (
     delivery_checks,
     ending_checks,
-    scatter_checks,
+    memory_checks,
     stream_checks,
     zero_copy_checks,
 )
@@ -39,7 +39,7 @@ QUICK = {
     "ipc": {delivery_checks.__name__, ending_checks.__name__},
     "tcp-small": {
         module.__name__
-        for module in (delivery_checks, stream_checks, scatter_checks, zero_copy_checks)
+        for module in (delivery_checks, stream_checks, memory_checks, zero_copy_checks)
     },
 }
 """Modules whose checks are run with every change, by transport; the others are marked `slow`."""
