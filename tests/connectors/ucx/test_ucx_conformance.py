@@ -90,7 +90,6 @@ ALLOCATING = {
     "allocated_memory_among_many",
     "allocated_memory_is_not_reused_too_soon",
     "abort_of_an_allocation",
-    "allocation_that_is_not_put",
     "streamed_in_place",
     "what_cannot_be_sent_directly",
 }
