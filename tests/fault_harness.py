@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from peer_commands import PeerCommands
+
 from omni_kvlink import KVLink, KVLinkError, KVProducer
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
-from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until
 
@@ -31,7 +32,7 @@ class Field:
         self.options: dict[str, Any] = {"directory": directory, "quota": 4 << 20}
         # "inline" is no mode of a link: small payloads travel inside their offers.
         self.options |= {"inline": INLINE} if mode == "inline" else {"mode": mode, "inline": 0}
-        self.commands = LinkCommands()
+        self.commands = PeerCommands()
         self.here = ThreadPeer(self.commands)
         self.links: list[KVProducer] = []
 

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from peer_commands import start_peer
 from zmq_fixtures import start_garbage_collection
 
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.testing import faults
-from omni_kvlink.testing.peer_harness import ProcessPeer
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fault_harness import Start
+
+    from omni_kvlink.testing.peer_harness import ProcessPeer
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def start(leaves_nothing: None) -> Iterator[Start]:
     peers: list[ProcessPeer] = []
 
     def begin(armed: dict[str, str] | None = None) -> ProcessPeer:
-        peers.append(ProcessPeer(faults.armed(armed) if armed else None))
+        peers.append(start_peer(faults.armed(armed) if armed else None))
         return peers[-1]
 
     yield begin

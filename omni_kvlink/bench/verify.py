@@ -11,8 +11,8 @@ from omni_kvlink.bench.cases import Case, cases
 from omni_kvlink.bench.pair import Pair, open_setup
 from omni_kvlink.bench.report import Progress, filled, progress, table
 from omni_kvlink.errors import KVLinkError
-from omni_kvlink.testing.memory_checks import TamperingCopier, do_nothing
 from omni_kvlink.testing.peer_harness import PeerError
+from omni_kvlink.testing.tampering import TamperingCopier, do_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.rig import expect, run_checked
+from omni_kvlink.testing.rig import expect, naming
 
 if TYPE_CHECKING:
     from omni_kvlink.adapters.base import CacheAdapter
@@ -37,7 +37,8 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
         check_contradictions,
         check_load_into_another_size,
     ):
-        run_checked(check, adapter, make_cache)
+        with naming(check):
+            check(adapter, make_cache)
 
 
 def check_round_trip(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:

@@ -20,8 +20,9 @@ from omni_kvlink.payload.views import TensorView, dense
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.link import ReceivedChunk
+    from omni_kvlink.link import Allocation, ReceivedChunk
 
+MIB = 1 << 20
 Layers: TypeAlias = dict[tuple[str, int], list[TensorView]]
 """The tensors of each layer, by branch and layer: K and V, one latent, or one tensor."""
 
@@ -135,12 +136,36 @@ def make_bundle(recipe: Recipe, *, contiguous: bool = False) -> KVCacheBundle:
     return KVCacheBundle(recipe.key, branches)
 
 
+NESTED = Recipe("t", tensors=True, tokens=11)
+MIXED = Recipe("t", tensors=True, bundle=True, tokens=9)
+TENSORS = (
+    NESTED,
+    MIXED,
+    Recipe("t", tensors=True, tokens=0),
+    Recipe("t", tensors=True, tokens=1025, dim=600),
+)
+"""Nested tensors of every dtype; beside caches; mostly empty ones; more than one digest chunk."""
+
+
+def sized(key: str, nbytes: int, *, seed: int = 0) -> Recipe:
+    """A recipe of a cache of about `nbytes` bytes."""
+    tokens = max(1, nbytes // (2 * 2 * 1024))
+    return Recipe(key, seed=seed, layers=2, tokens=tokens, heads=4, dim=256, dtype="uint8")
+
+
 def every_dtype(key: str, **fields: Any) -> list[Recipe]:
     """Recipes of a cache of each dtype that a cache may have."""
     return [
         Recipe(f"{key}-{name}", seed=seed, dtype=name, **fields)
         for seed, name in enumerate(KV_DTYPES)
     ]
+
+
+def fill(allocation: Allocation, data: Payload) -> None:
+    """Write a payload's tensors into allocated memory, as an engine does."""
+    for target, source in zip(allocation.data.tensors(), data.tensors(), strict=True):
+        flat = dense(source).contiguous().view(-1)
+        dense(target).view(-1).view(torch.uint8).copy_(flat.view(torch.uint8))
 
 
 def layers_of(data: Payload) -> Layers:

@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.testing import (
+    append_stream_checks,
     batch_checks,
     delivery_checks,
     ending_checks,
-    growing_checks,
     leaving_checks,
     memory_checks,
-    scatter_checks,
     stream_checks,
-    tensor_checks,
     zero_copy_checks,
 )
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
-from omni_kvlink.testing.rig import Rig, run_checked
+from omni_kvlink.testing.rig import Rig, naming
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 Check = Callable[[Rig], None]
 
 
-_MODULES = (
+def checks_of(*modules: ModuleType) -> tuple[Check, ...]:
+    """The checks that are defined in these modules, in their order."""
+    return tuple(
+        function
+        for module in modules
+        for name, function in vars(module).items()
+        if name.startswith("check_") and function.__module__ == module.__name__
+    )
+
+
+CONNECTOR_CHECKS = checks_of(
     delivery_checks,
     ending_checks,
     memory_checks,
     stream_checks,
-    growing_checks,
+    append_stream_checks,
     leaving_checks,
     batch_checks,
-    scatter_checks,
     zero_copy_checks,
-    tensor_checks,
-)
-CONNECTOR_CHECKS: tuple[Check, ...] = tuple(
-    function
-    for module in _MODULES
-    for name, function in vars(module).items()
-    if name.startswith("check_") and inspect.getmodule(function) is module
 )
 """The checks of `check_connector`, in their order."""
 
@@ -76,15 +77,12 @@ def check_connector(
 def run_check(check: Check, rig: Rig) -> None:
     """Run one check on a fresh rig, wait until all memory is free, and close the rig.
 
-    It raises `CheckFailed` if the check raises any error, or leaves memory in use.
+    It raises `CheckFailed` if the check raises any error, or leaves memory in use that its readers
+    have released.
     """
-
-    @functools.wraps(check)
-    def checked() -> None:
-        check(rig)
-        rig.until_freed()
-
     try:
-        run_checked(checked)
+        with naming(check):
+            check(rig)
+            rig.until_freed()
     finally:
         rig.close()

@@ -19,8 +19,8 @@ from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense, tensor_view
-from omni_kvlink.testing.caches import random_tensor
-from omni_kvlink.testing.rig import expect, run_checked
+from omni_kvlink.testing.caches import hash_tensors, random_tensor
+from omni_kvlink.testing.rig import expect, naming
 
 if TYPE_CHECKING:
     from omni_kvlink.copier import Copier
@@ -33,44 +33,31 @@ _FILL = 0xA5
 def check_copier(copier: Copier) -> None:
     """Run every check against one copier; `CheckFailed` names the first that does not hold."""
     for check in COPIER_CHECKS:
-        run_checked(check, copier)
+        with naming(check):
+            check(copier)
 
 
 def check_gather_of_every_layout(copier: Copier) -> None:
-    """Each dtype in each layout, odd sizes: the right bytes at the right offset, and no others."""
+    """The right bytes at the right offset, no others, and their digests; sources are only read.
+
+    Each dtype in each layout, of odd sizes and of random ones; tensors of one MiB, a row less or
+    more, and with rows that do not divide one.
+    """
     chance = random.Random(1)
     for name, layout in itertools.product(KV_DTYPES, LAYOUTS):
-        sizes = [chance.randint(1, 7) for _ in range(3)]
-        _check_gather(copier, _sources(name, layout, *sizes), f"{name}, {layout} {sizes}")
-
-
-def check_gather_of_random_shapes(copier: Copier) -> None:
-    """Random dtypes, layouts and sizes."""
-    chance = random.Random(2)
-    for turn in range(60):
+        _check_gather(copier, name, layout, *(chance.randint(1, 7) for _ in range(3)))
+    for seed in range(60):
         name, layout = chance.choice(list(KV_DTYPES)), chance.choice(list(LAYOUTS))
         sizes = [chance.randint(1, 60), chance.randint(1, 9), chance.randint(1, 130)]
-        sources = _sources(name, layout, *sizes, layers=chance.randint(1, 3), seed=turn)
-        _check_gather(copier, sources, f"turn {turn}: {name}, {layout} {sizes}")
-
-
-def check_gather_around_a_digest_chunk(copier: Copier) -> None:
-    """Tensors of one MiB, a row less or more, and with rows that do not divide one."""
+        _check_gather(copier, name, layout, *sizes, layers=chance.randint(1, 3), seed=seed)
     for layout in ("contiguous", "heads of more", "every second"):
         for tokens, row in ((1023, 1024), (1024, 1024), (1025, 1024), (2050, 1000), (3, MIB // 2)):
-            sources = _sources("uint8", layout, tokens, 2, row // 2, layers=1)
-            _check_gather(copier, sources, f"{layout}, {tokens} rows of {row}")
+            _check_gather(copier, "uint8", layout, tokens, 2, row // 2, layers=1)
 
 
 def check_digests_off(copier: Copier) -> None:
     """A plan without digests is gathered and verified without them."""
-    data = _cache(_sources("float32", "contiguous", 5, 2, 3))
-    plan = data.plan(digests=False)
-    region = _region(plan)
-    digests = copier.gather(data.tensors(), plan, region)
-    assert digests == [""] * len(plan.tensors), digests
-    copier.verify(plan, region)
-    _compare(plan, region, [dense(view) for view in data.tensors()])
+    _check_gather(copier, "float32", "contiguous", 5, 2, 3, digests=False)
 
 
 def check_a_small_payload_is_packed(copier: Copier) -> None:
@@ -82,9 +69,7 @@ def check_a_small_payload_is_packed(copier: Copier) -> None:
         sources = _sources("float16", layout, tokens, 3, 5) if tokens else []
         data = TensorTransferData("r \u00e9", {str(n): tensor for n, tensor in enumerate(sources)})
         plan = data.plan(digests=digests)
-        checksums = [
-            f"{numpy_crc32c(reference(tensor)):08x}" if digests else "" for tensor in sources
-        ]
+        checksums = [_digest(reference(tensor)) if digests else "" for tensor in sources]
         right = bytearray(plan.encode(checksums).ljust(plan.nbytes, b"\0"))
         for spec, source in zip(plan.tensors, sources, strict=True):
             start = plan.header_nbytes + spec.start
@@ -92,7 +77,7 @@ def check_a_small_payload_is_packed(copier: Copier) -> None:
         assert copier.pack(data.tensors(), plan) == right, f"{layout}, {tokens} tokens"
     sources = _sources("float16", "contiguous", 5, 2, 4)
     plan = _cache(sources).plan()
-    for other in ([], [*sources, sources[0]], [sources[0].view(2, 5, 4), *sources[1:]]):
+    for other in _misfits(sources):
         expect(SchemaError, copier.pack, other, plan)
 
 
@@ -105,38 +90,26 @@ def check_a_known_layout_is_packed(copier: Copier) -> None:
         packed = copier.pack_known(sources, PayloadLayout(plan), data.request_id)
         assert packed in (None, copier.pack(sources, plan)), layout
     sources = _sources("float16", "contiguous", 5, 2, 4)
-    known_layout, (first, *tail) = PayloadLayout(_cache(sources).plan()), sources
-    replacements = (first.view(2, 5, 4), first.view(torch.int16), first.to("meta"))
-    misfits = [[tensor, *tail] for tensor in replacements]
-    for other in ([], tail, [*sources, first], *misfits):
+    known_layout = PayloadLayout(_cache(sources).plan())
+    for other in (*_misfits(sources), [sources[0].to("meta"), *sources[1:]]):
         assert copier.pack_known(other, known_layout, "r") is None
 
 
-def check_sources_are_only_read(copier: Copier) -> None:
-    """`gather` does not write to its sources."""
-    for layout in LAYOUTS:
-        sources = _sources("bfloat16", layout, 6, 3, 5)
-        originals = [reference(source) for source in sources]
-        _gathered(copier, sources)
-        assert [reference(source) for source in sources] == originals, layout
-
-
 def check_scatter_into_every_layout(copier: Copier) -> None:
-    """All bytes are copied out, also into strided tensors, whose gaps are not written."""
-    for name, layout in itertools.product(KV_DTYPES, ("contiguous", "transposed", "every second")):
-        sources = _sources(name, "contiguous", 7, 3, 5)
-        targets = _sources(name, layout, 7, 3, 5, seed=99)
+    """All bytes are copied out, also into strided tensors, whose gaps are not written.
+
+    Small tensors of each dtype, and some of more than one digest chunk.
+    """
+    cases = [(name, (7, 3, 5)) for name in KV_DTYPES] + [("uint8", (1500, 2, 700))]
+    for (name, sizes), layout in itertools.product(
+        cases, ("contiguous", "transposed", "every second")
+    ):
+        sources = _sources(name, "contiguous", *sizes)
+        targets = _sources(name, layout, *sizes, seed=99)
         gaps = [_beside(target) for target in targets]
-        _check_scatter(copier, sources, targets, f"{name}, {layout}")
+        copier.scatter(*_gathered(copier, sources), targets)
+        assert [*map(reference, sources)] == [*map(reference, targets)], f"{name}, {layout}"
         assert [_beside(target) for target in targets] == gaps, f"{name}: wrote outside a target"
-
-
-def check_scatter_of_large_tensors(copier: Copier) -> None:
-    """Tensors of more than one digest chunk are copied out, into strided ones, too."""
-    for layout in ("contiguous", "every second"):
-        sources = _sources("uint8", "contiguous", 1500, 2, 700, layers=1)
-        targets = _sources("uint8", layout, 1500, 2, 700, layers=1, seed=7)
-        _check_scatter(copier, sources, targets, layout)
 
 
 def check_changed_bytes_are_named(copier: Copier) -> None:
@@ -164,19 +137,24 @@ def check_misfits_are_refused(copier: Copier) -> None:
     manifest = _cache(sources).plan()
     region = _region(manifest)
     content = bytes(region.view())
-    misfits: list[tuple[Sequence[torch.Tensor], Region]] = [
-        (sources[:-1], region),
-        ([*sources, sources[0]], region),
-        ([sources[0][:4], *sources[1:]], region),
-        ([*sources[:-1], sources[-1].transpose(1, 2)], region),
-        ([*sources[:-1], sources[-1].view(torch.bfloat16)], region),
-        ([*sources[:-1], sources[-1].to(torch.float64)], region),
-        (sources, region.slice(0, manifest.nbytes - 1)),
-    ]
-    for tensors, other in misfits:
+    misfits = [(tensors, region) for tensors in _misfits(sources)]
+    for tensors, other in (*misfits, (sources, region.slice(0, manifest.nbytes - 1))):
         expect(SchemaError, copier.gather, tensors, manifest, other)
         expect(SchemaError, copier.scatter, manifest, other, tensors)
     assert bytes(region.view()) == content
+
+
+def _misfits(sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Other numbers, shapes and dtypes of tensors `[5, 2, 4]` of float16."""
+    first, *_, last = sources
+    others = (first[:4], first.view(2, 5, 4), first.view(torch.bfloat16), first.to(torch.float64))
+    return [
+        [],
+        sources[:-1],
+        [*sources, first],
+        [*sources[:-1], last.transpose(1, 2)],
+        *([other, *sources[1:]] for other in others),
+    ]
 
 
 def check_overlapping_targets_are_refused(copier: Copier) -> None:
@@ -223,41 +201,39 @@ def reference(tensor: torch.Tensor) -> bytes:
     return b"".join(parts)
 
 
-def _check_gather(copier: Copier, sources: list[torch.Tensor], label: str) -> None:
+def _check_gather(
+    copier: Copier, dtype: str, layout: str, *sizes: int, digests: bool = True, **options: int
+) -> None:
+    sources = _sources(dtype, layout, *sizes, **options)
+    contents, before = [reference(source) for source in sources], hash_tensors(sources)
     data = _cache(sources)
-    plan = data.plan()
+    plan = data.plan(digests=digests)
     region = _region(plan)
-    digests = copier.gather(data.tensors(), plan, region)
+    found = copier.gather(data.tensors(), plan, region)
     try:
-        _compare(plan, region, sources)
+        _compare(plan, region, contents)
+        assert found == [_digest(content) if digests else "" for content in contents], found
+        assert hash_tensors(sources) == before, "wrote to its sources"
     except AssertionError as error:
-        raise AssertionError(f"{label}: {error}") from None
-    for spec, source, digest in zip(plan.tensors, sources, digests, strict=True):
-        content = reference(source)
-        right = "".join(
-            f"{numpy_crc32c(content[i : i + MIB]):08x}" for i in range(0, len(content), MIB)
-        )
-        assert digest == right, f"{label}: digest of {spec.name}"
-    copier.verify(plan.with_digests(digests), region)
+        raise AssertionError(f"{dtype}, {layout} {sizes} {options}: {error}") from None
+    copier.verify(plan.with_digests(found) if digests else plan, region)
 
 
-def _compare(plan: Manifest, region: Region, sources: Sequence[torch.Tensor]) -> None:
+def _digest(content: bytes) -> str:
+    """The digest of a tensor: a CRC-32C of each MiB."""
+    parts = (content[start : start + MIB] for start in range(0, len(content), MIB))
+    return "".join(f"{numpy_crc32c(part):08x}" for part in parts)
+
+
+def _compare(plan: Manifest, region: Region, contents: Sequence[bytes]) -> None:
     """Every tensor is at its offset; header, padding and the rest of the region are not written."""
     payload, end = bytes(region.view()), 0
-    for spec, source in zip(plan.tensors, sources, strict=True):
+    for spec, content in zip(plan.tensors, contents, strict=True):
         start = plan.header_nbytes + spec.start
         assert set(payload[end:start]) <= {_FILL}, f"wrote before {spec.name}"
         end = start + spec.nbytes
-        assert payload[start:end] == reference(source), f"{spec.name} is not its source"
+        assert payload[start:end] == content, f"{spec.name} is not its source"
     assert set(payload[end:]) <= {_FILL}, "wrote beyond the payload"
-
-
-def _check_scatter(
-    copier: Copier, sources: list[torch.Tensor], targets: list[torch.Tensor], label: str
-) -> None:
-    manifest, region = _gathered(copier, sources)
-    copier.scatter(manifest, region, targets)
-    assert [*map(reference, sources)] == [*map(reference, targets)], label
 
 
 def _gathered(copier: Copier, sources: list[torch.Tensor]) -> tuple[Manifest, Region]:
@@ -292,14 +268,13 @@ def _sources(
 
 
 def _beside(tensor: torch.Tensor) -> bytes:
-    """The bytes of the tensor's storage that are not the tensor's."""
-    storage, size = tensor.untyped_storage(), tensor.element_size()
-    content = bytearray(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
-    for index in itertools.product(*map(range, tensor.shape)):
-        steps = zip(index, tensor.stride(), strict=True)
-        start = int(tensor.storage_offset() + sum(i * stride for i, stride in steps)) * size
-        content[start : start + size] = bytes(size)
-    return bytes(content)
+    """The bytes of the tensor's storage, with zeros for those that are the tensor's."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+    own = whole.view(tensor.dtype).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )
+    own.zero_()
+    return whole.numpy().tobytes()
 
 
 Layout = Callable[[Callable[..., torch.Tensor], int, int, int], torch.Tensor]

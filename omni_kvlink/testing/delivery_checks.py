@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.errors import DuplicateKeyError, TransferFailed, TransferTimeout
+from omni_kvlink.errors import ClosedError, DuplicateKeyError, TransferFailed, TransferTimeout
 from omni_kvlink.link import begin_get, open_delivery
-from omni_kvlink.testing.caches import Recipe, every_dtype, fingerprint
-from omni_kvlink.testing.peer_harness import PATIENCE
+from omni_kvlink.lowlevel import Delivery
+from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.testing.caches import MIXED, NESTED, TENSORS, Recipe, every_dtype, fingerprint
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import (
     Rig,
     deliver,
@@ -18,11 +20,10 @@ from omni_kvlink.testing.rig import (
     request,
     until,
     until_requested,
-    wait_all,
 )
 
 if TYPE_CHECKING:
-    from omni_kvlink.lowlevel import Delivery, PendingGet
+    from omni_kvlink.lowlevel import PendingGet
 
 
 def check_every_dtype_arrives(rig: Rig) -> None:
@@ -33,7 +34,10 @@ def check_every_dtype_arrives(rig: Rig) -> None:
 
 
 def check_every_shape_arrives(rig: Rig) -> None:
-    """Odd sizes, many layers, latent layers, an empty cache, and more than one digest chunk."""
+    """Every byte of all kinds of payload, with digests and without.
+
+    Odd sizes, many layers, latent layers, nested tensors, an empty cache, and more than one chunk.
+    """
     producer, reader = rig.serve(), rig.connect()
     for recipe in (
         Recipe("one byte", layers=1, tokens=1, heads=1, dim=1, dtype="uint8"),
@@ -43,8 +47,10 @@ def check_every_shape_arrives(rig: Rig) -> None:
         Recipe("empty", layers=3, tokens=0),
         Recipe("ключ/%00 ?&#", tokens=1),
         Recipe("over a chunk", layers=1, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
+        *TENSORS,
     ):
-        deliver(producer, reader, recipe.make())
+        deliver(producer, reader, recipe.make(), verify="full", digests=True)
+        deliver(producer, reader, recipe.make(), digests=False)
 
 
 def check_bundle_arrives(rig: Rig) -> None:
@@ -58,8 +64,28 @@ def check_bundle_arrives(rig: Rig) -> None:
     assert receipt.ledger.nbytes < sent + (16 << 10), "a declared branch was sent again"
 
 
-def check_get_before_put(rig: Rig) -> None:
-    """A waiting get returns when the payload is committed."""
+def check_tensors_have_their_structure(rig: Rig) -> None:
+    """Dicts and lists come back as they were, and the kinds of payload are not mixed up."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    for recipe in (NESTED, MIXED):
+        data: Any = recipe.make()
+        receipt = producer.put(data)
+        received = consumer.get("t", timeout=60)
+        payload: Any = received.data
+        assert type(payload) is type(data)
+        if recipe.bundle:
+            assert list(payload.branches) == list(data.branches)
+            payload, data = payload.tensor_data["extra"], data.tensor_data["extra"]
+        assert type(payload) is type(data) is TensorTransferData
+        assert not payload.difference(data), payload.difference(data)
+        received.release()
+        expect(ClosedError, payload.tensors)
+        del payload
+        receipt.wait(timeout=60)
+
+
+def check_get_before_and_after_put(rig: Rig) -> None:
+    """A waiting get returns when the payload is committed; it is kept for a reader that is late."""
     producer, reader = rig.serve(), rig.connect()
     for number in range(5):
         data = Recipe(f"early-{number}", seed=number).make()
@@ -67,11 +93,6 @@ def check_get_before_put(rig: Rig) -> None:
         receipt = producer.put(data)
         assert waiting.result(PATIENCE) == fingerprint(data)
         receipt.wait(timeout=60)
-
-
-def check_get_after_put(rig: Rig) -> None:
-    """A payload is kept for its reader, which may connect later."""
-    producer = rig.serve()
     data = Recipe("late").make()
     receipt = producer.put(data)
     assert receipt.state == "committed"
@@ -81,8 +102,10 @@ def check_get_after_put(rig: Rig) -> None:
 
 
 def check_either_side_starts_first(rig: Rig) -> None:
-    """A reader that connects first waits for the producer to appear."""
-    reader = rig.begin_connect()
+    """A reader that connects first waits for the producer to appear, until its deadline."""
+    late, reader = rig.begin_connect(), rig.begin_connect()
+    call = late.submit("connect", url=rig.url, timeout=0.2, **rig.options)
+    expect(TransferTimeout, call.result, PATIENCE)
     connecting = reader.submit("connect", url=rig.url, timeout=PATIENCE, **rig.options)
     expect(TimeoutError, connecting.result, 0.1)
     producer = rig.serve()
@@ -90,41 +113,21 @@ def check_either_side_starts_first(rig: Rig) -> None:
     deliver(producer, reader, Recipe("first").make())
 
 
-def check_connect_times_out(rig: Rig) -> None:
-    """Without a producer, `connect` raises TransferTimeout at the deadline."""
-    call = rig.begin_connect().submit("connect", url=rig.url, timeout=0.2, **rig.options)
-    expect(TransferTimeout, call.result, PATIENCE)
-
-
 def check_several_readers(rig: Rig) -> None:
-    """A payload for three readers is done when the last of them releases it."""
+    """A payload for three readers is done when the last of them releases it.
+
+    The fourth get times out, and its error says why.
+    """
     producer = rig.serve()
-    readers = [rig.connect() for _ in range(3)]
+    *readers, last, other = [rig.connect() for _ in range(4)]
     data = Recipe("shared").make()
     receipt = producer.put(data, readers=3)
     for reader in readers:
-        assert not receipt.done
         assert reader.call("get", key="shared", timeout=60) == fingerprint(data)
-    receipt.wait(timeout=60)
-
-
-def check_one_get_too_many(rig: Rig) -> None:
-    """The third get of `readers=2` times out, and its error says why."""
-    producer = rig.serve()
-    reader, other = rig.connect(), rig.connect()
-    receipt = producer.put(Recipe("two").make(), readers=2)
-    reader.call("hold", key="two", timeout=60)
-    reader.call("get", key="two", timeout=60)
-    for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
-        began = time.monotonic()
-        error = expect(TransferTimeout, other.call, "get", key="two", timeout=timeout)
-        assert time.monotonic() - began > 0.99 * timeout
-        assert error.key == "two"
-        assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
-        if "every declared reader has it" in error.phase:
-            break
-        assert timeout < 30.0, error.phase
-    reader.peer.call("release", key="two")
+    assert last.call("hold", key="shared", timeout=60) == fingerprint(data)
+    _time_out(other, "shared", "every declared reader has it")
+    assert not receipt.done
+    last.peer.call("release", key="shared")
     receipt.wait(timeout=60)
 
 
@@ -135,69 +138,72 @@ def check_a_get_of_a_released_key(rig: Rig) -> None:
     receipt = producer.put(data)
     reader.call("get", key="twice", timeout=60)
     receipt.wait(timeout=60)
-    for timeout in (0.3, 3.0, 30.0):  # the reason must have come from the producer by then
-        error = expect(TransferTimeout, reader.call, "get", key="twice", timeout=timeout)
-        if "delivered to every declared reader" in error.phase:
-            break
-        assert timeout < 30.0, error.phase
+    _time_out(reader, "twice", "delivered to every declared reader")
     waiting = request(reader, producer, "twice")
     producer.put(data)
     assert waiting.result(60) == fingerprint(data)
 
 
+def _time_out(reader: RemoteLink, key: str, phase: str) -> None:
+    """A get times out at its deadline, with the reason that comes from the producer."""
+    for timeout in (0.3, 3.0, 30.0):  # it must have come by then
+        began = time.monotonic()
+        error = expect(TransferTimeout, reader.call, "get", key=key, timeout=timeout)
+        assert time.monotonic() - began > 0.99 * timeout
+        assert error.key == key
+        assert error.waited > 0.5 * timeout  # it counts from the request, after the call began
+        if phase in error.phase:
+            return
+        assert timeout < 30.0, error.phase
+
+
 def check_timeout_names_the_phase(rig: Rig) -> None:
-    """A get of a key that is never put ends at its deadline, and the error says so."""
+    """A get of a key that is never put ends at its deadline, and the error says so.
+
+    The timeout of `PendingGet.wait` counts from its call, not from the request.
+    """
     rig.serve()
-    reader = rig.connect()
+    reader, consumer = rig.connect(), rig.connect_here()
+    pending = begin_get(consumer, "never", timeout=60)
     for timeout in (0.0, 0.05, 0.4):
         call = reader.submit("get", key="never", timeout=timeout)
         error = expect(TransferTimeout, call.result, PATIENCE, mentions=("never",))
         assert "not announced" in error.phase, error.phase
-
-
-def check_a_wait_has_all_its_time(rig: Rig) -> None:
-    """The timeout of `PendingGet.wait` counts from its call, not from the request."""
-    rig.serve()
-    reader = rig.connect_here()
-    pending, timeout = begin_get(reader, "never", timeout=60), 0.2
-    time.sleep(timeout)
     began = time.monotonic()
-    expect(TransferTimeout, pending.wait, timeout=timeout, mentions=("never",))
-    assert time.monotonic() - began > 0.99 * timeout
+    expect(TransferTimeout, pending.wait, timeout=0.2, mentions=("never",))
+    assert time.monotonic() - began > 0.99 * 0.2
 
 
 def check_a_done_get_does_not_wait(rig: Rig) -> None:
     """`wait` of a get whose future is done returns without waiting, or raises its error."""
     producer, consumer = rig.serve(), rig.connect_here()
-    outcomes: queue.SimpleQueue[Delivery | Exception] = queue.SimpleQueue()
 
-    def begin(key: str) -> PendingGet:
-        pending = begin_get(consumer, key, timeout=60)
+    def begin(key: str) -> tuple[PendingGet, Future[Delivery]]:
+        pending, outcome = begin_get(consumer, key, timeout=60), Future[Delivery]()
 
         def on_done(_: object) -> None:
             try:
-                outcomes.put(pending.wait(timeout=0.0))
+                outcome.set_result(pending.wait(timeout=0.0))
             except Exception as error:
-                outcomes.put(error)
+                outcome.set_exception(error)
 
         pending.future.add_done_callback(on_done)
-        return pending
+        return pending, outcome
 
     for key in ("done", "at once"):  # there is memory for the second when it is offered
         data = Recipe(key).make()
-        pending = begin(key)
+        pending, outcome = begin(key)
         until_requested(producer, 1)  # the answer comes while the callback is there
         receipt = producer.put(data)
-        outcome = outcomes.get(timeout=PATIENCE)
-        assert not isinstance(outcome, Exception), outcome
-        with open_delivery(consumer, outcome, started=time.perf_counter()) as payload:
+        delivery = outcome.result(PATIENCE)
+        with open_delivery(consumer, delivery, started=time.perf_counter()) as payload:
             assert fingerprint(payload) == fingerprint(data)
-        del payload, outcome
+        del payload, delivery, outcome
         receipt.wait(timeout=60)
-    pending = begin("failed")
+    pending, outcome = begin("failed")
     until_requested(producer, 1)
     producer.fail("failed", "on purpose")
-    assert isinstance(outcomes.get(timeout=PATIENCE), TransferFailed)
+    expect(TransferFailed, outcome.result, PATIENCE)
     del pending  # a get that nobody has is cancelled
 
 
@@ -214,26 +220,15 @@ def check_duplicate_key(rig: Rig) -> None:
     receipt.wait(timeout=60)
 
 
-def check_key_is_reusable(rig: Rig) -> None:
-    """After its release a key names the next payload, never the last one."""
-    producer, reader = rig.serve(), rig.connect()
-    for seed in range(4):
-        deliver(producer, reader, Recipe("again", seed=seed).make())
-
-
-def check_timed_out_get_takes_nothing(rig: Rig) -> None:
-    """After a get timed out, the payload is left to the next reader."""
-    producer, reader, other = rig.serve(), rig.connect(), rig.connect()
+def check_a_get_that_gave_up_takes_nothing(rig: Rig) -> None:
+    """After a get timed out, or is cancelled as the payload comes, another reader receives it."""
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
+    other = rig.connect()
     for number in range(3):
         key = f"timed-out-{number}"
         expect(TransferTimeout, reader.call, "get", key=key, timeout=0.05)
         until(lambda: producer.stats()["transfers"]["waiting"] == 0, "the request was cancelled")
         deliver(producer, other, Recipe(key).make())
-
-
-def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
-    """A get that is cancelled as the payload comes leaves it unread, for another reader."""
-    producer, consumer, other = rig.serve(), rig.connect_here(), rig.connect()
     for number in range(10):
         data = Recipe(f"cancelled-{number}").make()
         pending = begin_get(consumer, data.request_id, timeout=60)
@@ -242,30 +237,3 @@ def check_cancelled_get_returns_its_offer(rig: Rig) -> None:
         receipt = producer.put(data)
         pending.cancel()
         receive(other, receipt, data)
-
-
-def check_concurrent_threads(rig: Rig) -> None:
-    """Many puts and gets at once: each reader gets its own payload, nothing lost or doubled."""
-    producer, readers = rig.serve(), [rig.connect(), rig.connect()]
-    payloads = [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7).make() for n in range(24)]
-    expected = {data.request_id: fingerprint(data) for data in payloads}
-    gets = {
-        key: readers[n % 2].submit("get", key=key, timeout=PATIENCE)
-        for n, key in enumerate(expected)
-    }
-    receipts = [producer.put(data) for data in reversed(payloads)]
-    for key, future in gets.items():
-        assert future.result(PATIENCE) == expected[key], key
-    wait_all(receipts)
-    assert producer.stats()["transfers"]["released"] == len(payloads)
-
-
-def check_ends_have_their_own_methods(rig: Rig) -> None:
-    """A producer has no method that receives, a consumer none that sends."""
-    producer, consumer = rig.serve(), rig.connect_here()
-    assert not [name for name in ("get", "stream_get") if hasattr(producer, name)]
-    sending = ("put", "stream_put", "allocate", "fail")
-    assert not [name for name in sending if hasattr(consumer, name)]
-    data = Recipe("side").make()
-    receipt = producer.put(data)
-    receive(consumer, receipt, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni_kvlink.errors import (
     BusyError,
@@ -12,9 +12,10 @@ from omni_kvlink.errors import (
     TransferTimeout,
 )
 from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import (
     Rig,
+    aborts,
     deliver,
     expect,
     hold,
@@ -24,27 +25,24 @@ from omni_kvlink.testing.rig import (
     until_requested,
 )
 
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.link import KVProducer
-
 
 def check_fail_before_get(rig: Rig) -> None:
-    """A get after a failure raises at once, with the reason."""
+    """A get after a failure raises at once, with the reason; the key can be put again."""
     producer, reader = rig.serve(), rig.connect()
     producer.fail("f", "out of luck")
     get = reader.submit("get", key="f", timeout=60)
     error = expect(TransferFailed, get.result, PATIENCE, mentions=("'f'",))
     assert (error.key, error.reason) == ("f", "out of luck")
+    deliver(producer, reader, Recipe("f").make())
 
 
 def check_end_wakes_a_waiting_get(rig: Rig) -> None:
     """A waiting get raises as soon as its key fails, or is aborted by either side."""
     producer, reader = rig.serve(), rig.connect()
-    for key in _ENDS:
-        get = request(reader, producer, key)
-        _end(key, producer, reader)
-        mentions = () if key == "fail" else ("aborted",)
+    for number, end in enumerate((producer.fail, *aborts(producer, reader))):
+        get = request(reader, producer, f"k{number}")
+        end(f"k{number}", "out of luck")
+        mentions = ("aborted",) if number else ()
         error = expect(TransferFailed, get.result, PATIENCE, mentions=mentions)
         assert error.reason == "out of luck"
 
@@ -52,14 +50,14 @@ def check_end_wakes_a_waiting_get(rig: Rig) -> None:
 def check_end_of_a_committed_payload(rig: Rig) -> None:
     """After `fail` or an abort the receipt fails, the memory is free, and later gets raise."""
     producer, reader = rig.serve(), rig.connect()
-    for key in _ENDS:
-        receipt = producer.put(Recipe(key).make())
-        _end(key, producer, reader)
+    for end in (producer.fail, *aborts(producer, reader)):
+        receipt = producer.put(Recipe("k").make())
+        end("k", "out of luck")
         error = expect(TransferFailed, receipt.wait, timeout=60)
         assert error.reason == "out of luck"
         assert receipt.state == "failed"
         until_freed(producer)
-        expect(TransferFailed, reader.call, "get", key=key, timeout=60)
+        expect(TransferFailed, reader.call, "get", key="k", timeout=60)
 
 
 def check_fail_while_read(rig: Rig) -> None:
@@ -76,13 +74,6 @@ def check_fail_while_read(rig: Rig) -> None:
     reader.call("get", key="g", timeout=60)
 
 
-def check_put_after_fail(rig: Rig) -> None:
-    """A failed key can be put again."""
-    producer, reader = rig.serve(), rig.connect()
-    producer.fail("f", "once")
-    deliver(producer, reader, Recipe("f").make())
-
-
 def check_ttl(rig: Rig) -> None:
     """Without readers the receipt expires, the memory is free, and later gets raise."""
     producer, reader = rig.serve(), rig.connect()
@@ -93,34 +84,32 @@ def check_ttl(rig: Rig) -> None:
     until_freed(producer)
     get = reader.submit("get", key="t", timeout=60)
     expect(TransferFailed, get.result, PATIENCE, mentions=("expired",))
-    deliver(producer, reader, Recipe("t").make())
+    for ttl in (1e7, 1e12, float("inf")):  # also beyond any clock
+        deliver(producer, reader, Recipe("t").make(), ttl=ttl)
 
 
-def check_ttl_with_one_reader_missing(rig: Rig) -> None:
-    """A reader keeps an expired payload until it releases it."""
+def check_ttl_while_it_is_read(rig: Rig) -> None:
+    """A payload that every declared reader has does not expire.
+
+    One that a reader is missing for does, but the others keep it until they release it.
+    """
     producer, reader = rig.serve(), rig.connect()
-    receipt = _put_for_waiting(producer, reader, readers=2, ttl=0.3)
+
+    def put_for_a_reader_that_waits(**options: Any) -> Any:
+        getting = request(reader, producer, "t", command="hold")  # before the time starts to run
+        receipt = producer.put(Recipe("t").make(), **options)
+        getting.result(PATIENCE)
+        return receipt
+
+    receipt = put_for_a_reader_that_waits(readers=1, ttl=0.1)
+    expect(TransferTimeout, receipt.wait, timeout=0.4, mentions=("leased",))
+    reader.peer.call("release", key="t")
+    receipt.wait(timeout=60)
+    receipt = put_for_a_reader_that_waits(readers=2, ttl=0.3)
     digest = reader.peer.call("hash_held", key="t")
     expect(TransferFailed, receipt.wait, timeout=60, mentions=("1 readers",))
     assert producer.stats()["memory"]["used"] > 0
     assert reader.peer.call("hash_held", key="t") == digest
-    reader.peer.call("release", key="t")
-
-
-def check_ttl_spares_a_slow_reader(rig: Rig) -> None:
-    """A payload that every declared reader has does not expire."""
-    producer, reader = rig.serve(), rig.connect()
-    receipt = _put_for_waiting(producer, reader, readers=1, ttl=0.1)
-    expect(TransferTimeout, receipt.wait, timeout=0.4, mentions=("leased",))
-    reader.peer.call("release", key="t")
-    receipt.wait(timeout=60)
-
-
-def check_endless_ttl(rig: Rig) -> None:
-    """A time to live beyond any clock is accepted, infinity too."""
-    producer, reader = rig.serve(), rig.connect()
-    for ttl in (1e7, 1e12, float("inf")):
-        deliver(producer, reader, Recipe(f"t{ttl}").make(), ttl=ttl)
 
 
 def check_producer_closes(rig: Rig) -> None:
@@ -135,28 +124,22 @@ def check_producer_closes(rig: Rig) -> None:
     for receipt in (held, unread):
         expect(TransferFailed, receipt.wait, timeout=60, mentions=("closed",))
     assert reader.peer.call("hash_held", key="held") == digest
-    reader.peer.call("release", key="held")
     expect(PeerLostError, reader.call, "get", key="w", timeout=0.2)
 
 
 def check_reader_closes(rig: Rig) -> None:
-    """Its waiting gets raise, and the payload is left to another reader."""
-    producer, reader, other = rig.serve(), rig.connect(), rig.connect()
-    waiting = request(reader, producer, "w")
-    reader.call("close")
-    expect(ClosedError, waiting.result, PATIENCE)
-    deliver(producer, other, Recipe("w").make())
+    """Its waiting gets raise, and the payload is left to another reader.
 
-
-def check_reader_closes_while_reading(rig: Rig) -> None:
-    """Tensors that outlive their link keep their bytes: the memory is not reused."""
+    Tensors that outlive their link keep their bytes: the memory is not reused.
+    """
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
     receipt = producer.put(Recipe("kept").make())
     digest = hold(reader, "kept")
+    waiting = request(reader, producer, "w0", requests=2)
     reader.call("close")
+    expect(ClosedError, waiting.result, PATIENCE)
     for number in range(3):
-        producer.put(Recipe(f"next-{number}", seed=number + 1).make())
-        other.call("get", key=f"next-{number}", timeout=60)
+        deliver(producer, other, Recipe(f"w{number}", seed=number + 1).make())
     assert reader.peer.call("hash_held", key="kept") == digest, "reused under a reader"
     reader.peer.call("release", key="kept")
     receipt.wait(timeout=60)
@@ -223,23 +206,3 @@ def check_busy_name(rig: Rig) -> None:
     producer, reader = rig.serve(), rig.connect()
     expect(BusyError, rig.serve)
     deliver(producer, reader, Recipe("b").make())
-
-
-_ENDS = ("fail", "abort", "abort by the reader")
-
-
-def _end(key: str, producer: KVProducer, reader: RemoteLink) -> None:
-    """End the transfer of a key in the way that the key is named for."""
-    if key == "abort by the reader":
-        reader.call("abort", key=key, reason="out of luck")
-    else:
-        end = producer.fail if key == "fail" else producer.abort
-        end(key, "out of luck")
-
-
-def _put_for_waiting(producer: KVProducer, reader: RemoteLink, **options: Any) -> Receipt:
-    """Put a payload whose reader waits already, so that it has it before the time starts to run."""
-    getting = request(reader, producer, "t", command="hold")
-    receipt = producer.put(Recipe("t").make(), **options)
-    getting.result(PATIENCE)
-    return receipt

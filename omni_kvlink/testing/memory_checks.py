@@ -1,20 +1,29 @@
-"""Checks of the link's memory: when it is free, how much there is, and what is in it."""
+"""Checks of the link's memory: when it is free, how much there is, what is in it and copied out."""
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
-from omni_kvlink.copier import TorchCopier
+import torch
+
 from omni_kvlink.errors import (
     CapacityError,
-    ClosedError,
     IntegrityError,
-    SchemaError,
     TransferFailed,
 )
-from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import (
+    MIB,
+    MIXED,
+    NESTED,
+    TENSORS,
+    Recipe,
+    fingerprint,
+    hash_tensors,
+    sized,
+)
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import (
     Rig,
@@ -26,28 +35,16 @@ from omni_kvlink.testing.rig import (
     until_freed,
     wait_all,
 )
+from omni_kvlink.testing.tampering import TamperingCopier, flip_bit, swap_tensors, swap_tokens
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Manifest, TensorSpec
-    from omni_kvlink.payload.views import TensorView
-
-MIB = 1 << 20
-
-
-def sized(key: str, nbytes: int, *, seed: int = 0) -> Recipe:
-    """A recipe of a cache of about `nbytes` bytes."""
-    tokens = max(1, nbytes // (2 * 2 * 1024))
-    return Recipe(key, seed=seed, layers=2, tokens=tokens, heads=4, dim=256, dtype="uint8")
+ODD = Recipe("s", layers=3, tokens=11, heads=3, dim=8)
 
 
 def check_release_frees(rig: Rig) -> None:
-    """After every reader released a payload, none of the producer's memory is used."""
+    """After a payload's release none of the memory is used, and its key names the next one."""
     producer, reader = rig.serve(), rig.connect()
-    for number in range(5):
-        data = Recipe(f"k{number}").make()
+    for seed in range(5):
+        data = Recipe("again", seed=seed).make()
         receipt = producer.put(data)
         assert producer.stats()["memory"]["used"] > 0
         receive(reader, receipt, data)
@@ -69,47 +66,27 @@ def check_views_outlive_the_block(rig: Rig) -> None:
     receipt.wait(timeout=60)
 
 
-def check_data_is_closed_after_the_block(rig: Rig) -> None:
-    """Using a payload after its `with` block raises, and the error names the block."""
-    producer, reader = rig.serve(), rig.connect()
-    for recipe in (Recipe("c"), Recipe("b", bundle=True)):
-        receipt = producer.put(recipe.make())
-        use = reader.submit("use_after_block", key=recipe.key, timeout=60)
-        expect(ClosedError, use.result, PATIENCE, mentions=("with",))
-        receipt.wait(timeout=60)
-
-
 def check_put_waits_for_memory(rig: Rig) -> None:
-    """With a full quota `put` waits, and goes on as soon as a reader releases."""
+    """With a full quota `put` raises at its deadline, and names bytes requested and free.
+
+    Until then it waits, and goes on as soon as a reader releases. A payload larger than the quota
+    is refused at once, and its key stays free.
+    """
     producer, reader = rig.serve(quota=2 * MIB), rig.connect()
     producer.put(sized("first", 1200 << 10).make())
     reader.call("hold", key="first", timeout=60)
     data = sized("second", 1200 << 10, seed=1).make()
+    error = expect(CapacityError, producer.put, data, timeout=0.3, mentions=("second",))
+    assert error.requested > 1200 << 10
+    assert 0 < error.free < error.requested
     with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(producer.put, data, timeout=PATIENCE)
         until(lambda: producer.stats()["memory"]["waiting"] == 1, "put waits for memory")
         reader.peer.call("release", key="first")
         receipt = putting.result(PATIENCE)
     receive(reader, receipt, data)
-
-
-def check_put_times_out_without_memory(rig: Rig) -> None:
-    """With a full quota `put` raises at its deadline, and names bytes requested and free."""
-    producer, reader = rig.serve(quota=2 * MIB), rig.connect()
-    first, second = sized("first", 1200 << 10).make(), sized("second", 1200 << 10).make()
-    receipt = producer.put(first)
-    error = expect(CapacityError, producer.put, second, timeout=0.3, mentions=("second",))
-    assert error.requested > 1200 << 10
-    assert 0 < error.free < error.requested
-    receive(reader, receipt, first)
-    deliver(producer, reader, second, timeout=60)
-
-
-def check_larger_than_the_quota(rig: Rig) -> None:
-    """A payload larger than the quota is refused at once, and its key stays free."""
-    producer, reader = rig.serve(quota=2 * MIB), rig.connect()
-    data = sized("huge", 3 * MIB).make()
-    error = expect(CapacityError, producer.put, data, timeout=PATIENCE)
+    huge = sized("huge", 3 * MIB).make()
+    error = expect(CapacityError, producer.put, huge, timeout=PATIENCE)
     assert f"quota={error.requested}" in str(error), error
     assert error.requested > 3 * MIB
     assert 0 < error.free <= 2 * MIB
@@ -119,48 +96,36 @@ def check_larger_than_the_quota(rig: Rig) -> None:
 def check_memory_does_not_fragment(rig: Rig) -> None:
     """After many sizes in many orders of release, the whole quota can be used."""
     producer, reader = rig.serve(quota=4 * MIB), rig.connect()
-    for turn in range(3):
-        sizes = {f"{turn}-{n}": n for n in (100, 700, 300, 900, 60, 500, 1100)}
-        receipts = [producer.put(sized(key, size << 10).make()) for key, size in sizes.items()]
-        for key in sorted(sizes, key=lambda key: hash(key) % 17):
-            reader.call("get", key=key, timeout=60)
+    for count in (20, 7, 3, 11, 1):
+        recipes = [sized(str(number), (3900 << 10) // count) for number in range(count)]
+        receipts = [producer.put(recipe.make()) for recipe in recipes]
+        for number in range(count):  # in an order that is neither theirs nor its reverse
+            reader.call("get", key=recipes[number * 13 % count].key, timeout=60)
         wait_all(receipts)
-    until_freed(producer)
-    deliver(producer, reader, sized("whole", 3900 << 10).make(), timeout=60)
-
-
-def check_refused_puts_use_nothing(rig: Rig) -> None:
-    """A put with wrong arguments uses neither memory nor the key."""
-    producer, reader = rig.serve(), rig.connect()
-    data = Recipe("k").make()
-    for readers in (0, -1):
-        expect(SchemaError, producer.put, data, readers=readers)
-    for ttl in (0.0, -1.0, float("nan")):
-        expect(SchemaError, producer.put, data, ttl=ttl)
-    assert producer.stats()["memory"]["used"] == 0
-    deliver(producer, reader, data)
 
 
 def check_corruption_is_found(rig: Rig) -> None:
-    """`verify="full"` names the branch, layer, K or V whose bytes changed; the receipt fails."""
+    """`verify="full"` names branch, layer, K or V, or the path of a tensor; the receipt fails."""
     copier = TamperingCopier()
     producer, reader, other = rig.serve(copier=copier), rig.connect(), rig.connect()
-    tampered = (
-        (partial(flip_bit, "kv.0.key", 0), ("layer 0", "K")),
-        (partial(flip_bit, "kv.1.value", -1), ("layer 1", "V")),
+    cache = Recipe("k")
+    for recipe, tamper, mentions in (
+        (cache, partial(flip_bit, "kv.0.key", 0), ("branch", "K", "layer 0")),
+        (cache, partial(flip_bit, "kv.1.value", -1), ("branch", "V", "layer 1")),
         # Of two tensors that are wrong, the one that arrives first is named.
-        (partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("layer 1",)),
-        (partial(swap_tensors, "kv.0.key", "kv.0.value"), ("layer 0",)),
-        (partial(swap_tensors, "kv.0.value", "kv.1.value"), (", V",)),
-    )
-    for number, (tamper, mentions) in enumerate(tampered):
-        key = f"bad-{number}"
+        (cache, partial(swap_tokens, ("kv.1.key", "kv.1.value")), ("branch", "layer 1")),
+        (cache, partial(swap_tensors, "kv.0.key", "kv.0.value"), ("branch", "layer 0")),
+        (cache, partial(swap_tensors, "kv.0.value", "kv.1.value"), ("branch", ", V")),
+        (NESTED, partial(flip_bit, "tensors/nested/0", -1), ("nested/0",)),
+        (MIXED, partial(flip_bit, "extra/nested/1/mask", -1), ("nested/1/mask",)),
+    ):
         copier.tamper = tamper
-        receipt = producer.put(Recipe(key, seed=number).make())
-        get = reader.submit("get", key=key, timeout=60, verify="full")
-        expect(IntegrityError, get.result, PATIENCE, mentions=("branch", *mentions))
-        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected",))
-        expect(TransferFailed, other.call, "get", key=key, timeout=60)
+        data = recipe.make()
+        receipt = producer.put(data)
+        get = reader.submit("get", key=data.request_id, timeout=60, verify="full")
+        expect(IntegrityError, get.result, PATIENCE, mentions=mentions)
+        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", mentions[-1]))
+        expect(TransferFailed, other.call, "get", key=data.request_id, timeout=60)
 
 
 def check_missing_digests_are_an_error(rig: Rig) -> None:
@@ -177,62 +142,62 @@ def check_missing_digests_are_an_error(rig: Rig) -> None:
 
 
 def check_no_torn_reads(rig: Rig) -> None:
-    """While memory is reused all the time, every get returns its own bytes."""
+    """Many puts and gets at once, large and small, while memory is reused all the time.
+
+    Each reader gets its own payload; none is lost or doubled.
+    """
     producer, readers = rig.serve(quota=2 * MIB), [rig.connect(), rig.connect()]
     recipes = [sized(f"t{n}", 300 << 10, seed=n) for n in range(24)]
+    recipes += [Recipe(f"many-{n}", seed=n, tokens=1 + n % 7) for n in range(24)]
     gets = [
         readers[n % 2].submit("get", key=recipe.key, timeout=PATIENCE, verify="full")
         for n, recipe in enumerate(recipes)
     ]
-    for recipe in recipes:
-        producer.put(recipe.make(), timeout=PATIENCE)
+    receipts = [producer.put(recipe.make(), timeout=PATIENCE) for recipe in reversed(recipes)]
     for recipe, get in zip(recipes, gets, strict=True):
         assert get.result(PATIENCE) == fingerprint(recipe.make()), recipe.key
+    wait_all(receipts)
+    assert producer.stats()["transfers"]["released"] == len(recipes)
 
 
-def do_nothing(manifest: Manifest, region: Region) -> None:
-    """A change that changes nothing."""
+def check_scatter_into_tensors_of_the_reader(rig: Rig) -> None:
+    """In a list, or in a payload of the same structure."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    for recipe in (ODD, Recipe("b", bundle=True), Recipe("l", latent=True), *TENSORS):
+        data = recipe.make()
+        receipt = producer.put(data)
+        received = consumer.get(recipe.key, timeout=60)
+        targets = [torch.zeros_like(dense(tensor)) for tensor in data.tensors()]
+        received.scatter(targets)
+        assert hash_tensors(targets) == hash_tensors(data.tensors()), recipe
+        other = dataclasses.replace(recipe, seed=7).make(contiguous=True)
+        received.scatter(other)
+        assert hash_tensors(other.tensors()) == hash_tensors(data.tensors()), recipe
+        received.release()
+        receipt.wait(timeout=60)
 
 
-class TamperingCopier(TorchCopier):
-    """Computes true digests, then changes the payload, as a fault of the transport would."""
-
-    def __init__(self) -> None:
-        self.tamper: Callable[[Manifest, Region], None] = do_nothing
-
-    def gather(
-        self, sources: Sequence[TensorView], manifest: Manifest, region: Region, **options: float
-    ) -> list[str]:
-        """Gather, then call `tamper`."""
-        digests = super().gather(sources, manifest, region, **options)
-        self.tamper(manifest, region)
-        return digests
-
-
-def _named(
-    manifest: Manifest, region: Region, *names: str
-) -> Iterator[tuple[TensorSpec, memoryview]]:
-    """The tensors of some names and their bytes; a layer of a stream has only some of them."""
-    for spec in manifest.tensors:
-        if spec.name in names:
-            start = manifest.header_nbytes + spec.start
-            yield spec, region.view()[start : start + spec.nbytes]
-
-
-def flip_bit(name: str, offset: int, manifest: Manifest, region: Region) -> None:
-    """Flip a bit of one byte of one tensor."""
-    for _, content in _named(manifest, region, name):
-        content[offset] ^= 0x10
-
-
-def swap_tokens(names: Sequence[str], manifest: Manifest, region: Region) -> None:
-    """Swap the first two tokens in each tensor: sums of bytes stay the same."""
-    for spec, content in _named(manifest, region, *names):
-        row = spec.nbytes // spec.shape[0]
-        content[: 2 * row] = bytes(content[row : 2 * row]) + bytes(content[:row])
-
-
-def swap_tensors(first: str, second: str, manifest: Manifest, region: Region) -> None:
-    """Swap two tensors."""
-    (_, a), (_, b) = _named(manifest, region, first, second)
-    a[:], b[:] = bytes(b), bytes(a)
+def check_scatter_finds_a_flipped_bit(rig: Rig) -> None:
+    """`scatter` raises, names the tensor, and the receipt says that the payload was rejected."""
+    copier = TamperingCopier()
+    producer, consumer, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    for recipe, name, mentions in (
+        (ODD, "kv.0.key", ("layer 0", "K")),
+        (ODD, "kv.2.value", ("layer 2", "V")),
+        (NESTED, "tensors/nested/0", ("nested/0",)),
+        (MIXED, "extra/nested/1/mask", ("nested/1/mask",)),
+    ):
+        copier.tamper = partial(flip_bit, name, -1)
+        data = recipe.make()
+        targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
+        receipt = producer.put(data)
+        received = consumer.get(recipe.key, timeout=60, verify="off")  # "auto" may find it earlier
+        views = received.data.tensors()
+        error = expect(IntegrityError, received.scatter, targets, mentions=mentions)
+        expect(TransferFailed, receipt.wait, timeout=60, mentions=("rejected", *mentions))
+        assert producer.stats()["transfers"]["leased"] == 1, "its views are in use"
+        del views
+        received.release()
+        until(lambda: not producer.stats()["transfers"]["leased"], "an error keeps no payload")
+        del error
+        expect(TransferFailed, other.call, "get", key=recipe.key, timeout=60)

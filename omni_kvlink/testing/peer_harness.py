@@ -11,14 +11,14 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import select
 import subprocess
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import Future
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 PATIENCE = 120.0
-"""Seconds after which a call of a peer is given up."""
-STARTUP_TIMEOUT = 120.0
-"""Seconds for a process to import what it needs, on a busy machine."""
+"""Seconds after which a call of a peer is given up; a process imports much, on a busy machine."""
 _ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
 
 
@@ -46,9 +44,9 @@ class PeerError(Exception):
 class CommandSet:
     """Commands of a peer: the public methods, by name. They take and return JSON values."""
 
-    def __init__(self) -> None:
-        names = (name for name in dir(self) if not name.startswith("_") and name != "close_all")
-        self.table: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+    def run(self, command: str, arguments: dict[str, Any]) -> Any:
+        """Run a command."""
+        return getattr(self, command)(**arguments)
 
     def ping(self) -> int:
         """The moment at which the peer runs this command, in monotonic nanoseconds."""
@@ -82,7 +80,7 @@ def serve(commands: CommandSet, *, concurrent: bool) -> None:
 def _reply(commands: CommandSet, request: dict[str, Any]) -> dict[str, Any]:
     number = request["id"]
     try:
-        return {"id": number, "result": commands.table[request["command"]](**request["arguments"])}
+        return {"id": number, "result": commands.run(request["command"], request["arguments"])}
     except errors.KVLinkError as error:
         public = {name: value for name, value in vars(error).items() if not name.startswith("_")}
         kind = type(error).__name__
@@ -111,10 +109,8 @@ class ThreadPeer(Peer):
     """A peer in this process; if not `concurrent`, one thread runs all commands in turn."""
 
     def __init__(self, commands: CommandSet, *, concurrent: bool = True):
-        self._commands, self._concurrent = commands, concurrent
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        if not concurrent:
-            self._thread = self._start(self._run_queue)
+        self._commands = commands
+        self._pool = None if concurrent else ThreadPoolExecutor(1, "kvlink-peer")
 
     def submit(self, command: str, **arguments: Any) -> Future[Any]:
         """Begin a command."""
@@ -122,35 +118,25 @@ class ThreadPeer(Peer):
 
         def run() -> None:
             try:
-                future.set_result(self._commands.table[command](**arguments))
+                future.set_result(self._commands.run(command, arguments))
             except Exception as error:
                 error.__traceback__ = None  # its frames would keep the payload alive
                 is_own = isinstance(error, errors.KVLinkError)
                 future.set_exception(error if is_own else PeerError(repr(error)))
 
-        if self._concurrent:
-            self._start(run)
+        if self._pool is None:
+            threading.Thread(target=run, name="kvlink-peer", daemon=True).start()
         else:
-            self._queue.put(run)
+            self._pool.submit(run)
         return future
 
     def close(self) -> None:
-        """Close everything that the commands opened; blocks at most 5 seconds for one that runs."""
-        if self._concurrent:
+        """Close everything that the commands opened; in turn: after them, in at most 60 seconds."""
+        if self._pool is None:
             self._commands.close_all()
         else:
-            self._queue.put(None)
-            self._thread.join(60)
-
-    def _run_queue(self) -> None:
-        for run in iter(self._queue.get, None):
-            run()
-        self._commands.close_all()
-
-    def _start(self, target: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=target, name="kvlink-peer", daemon=True)
-        thread.start()
-        return thread
+            futures.wait([self._pool.submit(self._commands.close_all)], 60)
+            self._pool.shutdown(wait=False)
 
 
 class ProcessPeer(Peer):
@@ -193,7 +179,7 @@ class ProcessPeer(Peer):
             self._receiver = threading.Thread(target=self._receive_all, daemon=True)
             self._receiver.start()
         try:
-            self.submit("ping").result(STARTUP_TIMEOUT)
+            self.call("ping")
         except BaseException:
             self.process.kill()
             self.close()
@@ -216,7 +202,7 @@ class ProcessPeer(Peer):
         return future
 
     def close(self) -> None:
-        """Close the process's input, and kill it if it has not ended after 5 seconds."""
+        """Close the process's input, and kill it if it has not ended after 60 seconds."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,7 @@ from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
     from omni_kvlink.connectors.protocol.transfer import Receipt
@@ -27,10 +28,11 @@ class CheckFailed(AssertionError):
         self.check = check
 
 
-def run_checked(check: Callable[..., None], *arguments: Any) -> None:
-    """Call a check; any error that it raises becomes `CheckFailed`."""
+@contextlib.contextmanager
+def naming(check: Callable[..., None]) -> Iterator[None]:
+    """Raise any error of the block as `CheckFailed` with the name of its check."""
     try:
-        check(*arguments)
+        yield
     except Exception as error:
         name = getattr(check, "__name__", repr(check))
         raise CheckFailed(name, str(error) or repr(error)) from error
@@ -74,7 +76,8 @@ class Rig:
         return link
 
     def until_freed(self) -> None:
-        """Wait until every open producer's memory is free."""
+        """Release what the peer keeps; wait until every open producer's memory is free."""
+        self._peer.call("release_all")
         for link in self._links:
             if isinstance(link, KVProducer) and not link.stats()["closed"]:
                 until_freed(link)
@@ -105,11 +108,11 @@ def until_disconnected(reader: RemoteLink) -> None:
 def until_requested(producer: KVProducer, readers: int) -> None:
     """Wait until so many readers wait for a payload, or have its offer already."""
 
-    def is_requested() -> bool:
+    def requested() -> Any:
         transfers = producer.stats()["transfers"]
-        return bool(transfers["waiting"] + transfers["leased"] == readers)
+        return transfers["waiting"] + transfers["leased"]
 
-    until(is_requested, "every request arrived")
+    until(lambda: requested() == readers, "every request arrived")
 
 
 def until_freed(producer: KVProducer, timeout: float = PATIENCE) -> None:
@@ -133,6 +136,11 @@ def request(
     future = reader.submit(command, key=key, timeout=PATIENCE, **options)
     until_requested(producer, requests)
     return future
+
+
+def aborts(producer: KVProducer, reader: RemoteLink) -> tuple[Callable[[str, str], Any], ...]:
+    """The aborts of either side: functions of a key and a reason."""
+    return producer.abort, lambda key, reason: reader.call("abort", key=key, reason=reason)
 
 
 def hold(reader: RemoteLink, key: str) -> str:
@@ -163,7 +171,7 @@ def receive(
 
 def deliver(
     producer: KVProducer,
-    reader: RemoteLink,
+    reader: RemoteLink | KVConsumer,
     data: Payload,
     expected: Payload | None = None,
     *,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,18 @@ import torch
 from omni_kvlink.errors import (
     ClosedError,
     DuplicateKeyError,
+    IntegrityError,
     PeerLostError,
     SchemaError,
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.testing.caches import Layers, Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import MIXED, NESTED, Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import (
     Rig,
+    aborts,
     deliver,
     expect,
     receive,
@@ -29,120 +31,137 @@ from omni_kvlink.testing.rig import (
     until,
     until_freed,
 )
+from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
     from omni_kvlink.connectors.protocol.transfer import Receipt
-    from omni_kvlink.link import KVConsumer, KVProducer, Payload, PutStream
+    from omni_kvlink.link import KVConsumer, KVProducer, Payload, ReceivedStream
 
 THREE = Recipe("s", layers=3)
+RECIPES = (
+    Recipe("odd", layers=3, tokens=7, heads=3, dim=5, dtype="float16"),
+    Recipe("latent", layers=2, tokens=9, dim=33, latent=True),
+    Recipe("bundle", bundle=True, tokens=9, dtype="float32"),
+    Recipe("latents", bundle=True, tokens=3, dim=7, dtype="uint8", latent=True),
+    Recipe("empty", layers=3, tokens=0),
+    Recipe("over a chunk", layers=2, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
+    NESTED,
+    MIXED,
+)
 
 
-def begin(producer: KVProducer, recipe: Recipe, readers: int = 1) -> tuple[PutStream, Layers]:
-    """Begin a stream; also returns the tensors of its layers."""
-    data = recipe.make()
-    return producer.stream_put(data, readers=readers), layers_of(data)
+class LayerStream:
+    """A payload that is sent layer by layer; `reader`, one of the peer, receives it.
 
+    It begins with so many layers of a cache `written` and received.
+    """
 
-def write(out: PutStream, layers: Layers, *names: tuple[str, int]) -> None:
-    """Write the named layers; all if none is named."""
-    for branch, layer in names or layers:
-        out.write_layer(layer, *layers[branch, layer], branch=branch)
+    def __init__(
+        self,
+        producer: KVProducer,
+        reader: RemoteLink | None = None,
+        data: Payload | None = None,
+        *,
+        readers: int = 1,
+        written: int = 0,
+    ):
+        self.data = THREE.make() if data is None else data
+        self.layers = layers_of(self.data)
+        self.out = producer.stream_put(self.data, readers=readers)
+        if reader is not None:
+            self.reader = reader
+            names = reader.call("stream_get", key=self.data.request_id, timeout=60)
+            assert names == [list(name) for name in self.layers]
+        for layer in range(written):
+            self.write(("kv", layer))
+            assert self.wait(layer) == self.hash("kv", layer)
 
+    def write(self, *names: tuple[str, int]) -> None:
+        """Write the named layers; all if none is named."""
+        for branch, layer in names or self.layers:
+            self.out.write_layer(layer, *self.layers[branch, layer], branch=branch)
 
-def wait_layer(reader: RemoteLink, key: str, layer: int, timeout: float = 5, **options: Any) -> str:
-    """Wait for a layer of the stream that a reader has; the hash of its tensors."""
-    digest: str = reader.peer.call("wait_layer", key=key, layer=layer, timeout=timeout, **options)
-    return digest
+    def hash(self, branch: str, layer: int) -> str:
+        """The hash of the tensors of a layer."""
+        return hash_tensors(self.layers[branch, layer])
 
+    def begin(self, command: str, timeout: float | None = PATIENCE, **options: Any) -> Future[Any]:
+        """Begin to wait in the peer: `wait_layer`, `scatter_layer` or `wait_stream`."""
+        key = self.data.request_id
+        return self.reader.peer.submit(command, key=key, timeout=timeout, **options)
 
-def write_all(
-    out: PutStream, layers: Layers, reader: RemoteLink, key: str, command: str = "wait_layer"
-) -> None:
-    """Write every layer; the reader has it with every byte before the next one is written."""
-    for (branch, layer), views in layers.items():
-        write(out, layers, (branch, layer))
-        digest = reader.peer.call(command, key=key, layer=layer, branch=branch, timeout=60)
-        assert digest == hash_tensors(views), (key, branch, layer)
+    def wait(self, layer: int, timeout: float = 60, **options: Any) -> Any:
+        """Wait for a layer in the peer; the hash of its tensors."""
+        return self.begin("wait_layer", timeout, layer=layer, **options).result(PATIENCE)
+
+    def pass_through(self, expected: Payload | None = None, command: str = "wait_layer") -> None:
+        """Write each layer, which the reader has, with every byte, before the next; commit."""
+        for branch, layer in self.layers:
+            waiting = self.begin(command, layer=layer, branch=branch)
+            expect(TransferTimeout, self.wait, layer, 0.0, branch=branch)
+            assert not waiting.done(), "a layer came before it was written"
+            self.write((branch, layer))
+            assert waiting.result(PATIENCE) == self.hash(branch, layer), (branch, layer)
+        finish(self.reader, expected or self.data, self.out.commit())
 
 
 def finish(reader: RemoteLink, data: Payload, receipt: Receipt) -> None:
     """The reader of a committed stream has its whole payload, and releases it: it is delivered."""
-    digest = reader.peer.call("wait_stream", key=data.request_id, timeout=60)
-    assert digest == fingerprint(data), f"{data.request_id!r} arrived with other content"
-    reader.peer.call("release", key=data.request_id)
+    key = data.request_id
+    digest = reader.peer.call("wait_stream", key=key, timeout=60)
+    assert digest == fingerprint(data), f"{key!r} arrived with other content"
+    assert not receipt.done, "released while it is read"
+    reader.peer.call("release", key=key)
     receipt.wait(timeout=60)
 
 
 def check_layers_come_one_by_one(rig: Rig) -> None:
-    """The reader gets each layer before the next one is written."""
-    producer, reader = rig.serve(), rig.connect()
-    recipe = Recipe("s", layers=4)
-    out, layers = begin(producer, recipe)
-    with out:
-        assert reader.call("stream_get", key="s", timeout=60) == [list(name) for name in layers]
-        for branch, layer in layers:
-            waiting = reader.peer.submit("wait_layer", key="s", layer=layer, timeout=PATIENCE)
-            expect(TransferTimeout, wait_layer, reader, "s", layer, timeout=0.0)
-            assert not waiting.done(), "a layer came before it was written"
-            write(out, layers, (branch, layer))
-            assert waiting.result(PATIENCE) == hash_tensors(layers[branch, layer])
-    receipt = out.commit()
-    assert not receipt.done, "released while it is read"
-    finish(reader, recipe.make(), receipt)
+    """The reader has each layer, with every byte, before the next one is written, or copies it out.
 
-
-def check_every_byte_of_a_stream(rig: Rig) -> None:
-    """Every byte of each layer and of the whole: odd sizes, latents, bundles, empty branches."""
-    producer, reader = rig.serve(), rig.connect()
-    for recipe in _RECIPES:
-        _pass_through(producer, reader, recipe)
-
-
-def check_every_byte_of_a_stream_without_digests(rig: Rig) -> None:
-    """The same without digests."""
-    producer, reader = rig.serve(digests=False), rig.connect()
-    for recipe in _RECIPES:
-        assert _pass_through(producer, reader, recipe).ledger.digests == "off"
+    Odd sizes, latents, bundles, nested tensors, empty branches; with digests and without.
+    """
+    for digests in (True, False):
+        producer, reader = rig.serve(digests=digests), rig.connect()
+        for recipe in RECIPES:
+            stream = LayerStream(producer, reader, recipe.make())
+            stream.pass_through()
+            assert digests or stream.out.ledger.digests == "off"
+        LayerStream(producer, reader, MIXED.make()).pass_through(command="scatter_layer")
+        until_freed(producer)
+        producer.close()
 
 
 def check_layers_in_any_order(rig: Rig) -> None:
     """Layers may be written and awaited in any order, but none may be written twice."""
     producer, reader = rig.serve(), rig.connect()
-    recipe = Recipe("s", bundle=True, layers=3)
-    out, layers = begin(producer, recipe)
-    reader.call("stream_get", key="s", timeout=60)
-    mentions = ("layer 0", "gen")
-    expect(TransferTimeout, wait_layer, reader, "s", 0, 0.0, branch="gen", mentions=mentions)
-    names = list(layers)
+    stream = LayerStream(producer, reader, Recipe("s", bundle=True, layers=3).make())
+    expect(TransferTimeout, stream.wait, 0, 0.0, branch="gen", mentions=("layer 0", "gen"))
+    names = list(stream.layers)
     for branch, layer in reversed(names):
-        write(out, layers, (branch, layer))
-        expect(SchemaError, write, out, layers, names[-1], mentions=("written already",))
-        digest = wait_layer(reader, "s", layer, branch=branch)
-        assert digest == hash_tensors(layers[branch, layer]), (branch, layer)
-    finish(reader, recipe.make(), out.commit())
+        stream.write((branch, layer))
+        expect(SchemaError, stream.write, names[-1], mentions=("written already",))
+        assert stream.wait(layer, branch=branch) == stream.hash(branch, layer), (branch, layer)
+    finish(reader, stream.data, stream.out.commit())
 
 
 def check_stream_get_of_a_plain_put(rig: Rig) -> None:
-    """A payload that was put is a stream whose layers have all been written."""
+    """A payload that was put is a stream whose layers have all been written; also if it waits."""
     producer, reader = rig.serve(), rig.connect()
-    for recipe in (Recipe("whole"), Recipe("both", bundle=True)):
+    for recipe in (Recipe("s"), Recipe("s", bundle=True)):
         data = recipe.make()
+        waiting = request(reader, producer, "s", command="stream_get")
         receipt = producer.put(data)
-        reader.call("stream_get", key=recipe.key, timeout=60)
+        waiting.result(PATIENCE)
+        finish(reader, data, receipt)
+        receipt = producer.put(data)
+        reader.call("stream_get", key="s", timeout=60)
         for (branch, layer), views in layers_of(data).items():
-            assert wait_layer(reader, recipe.key, layer, 60, branch=branch) == hash_tensors(views)
-        assert reader.peer.call("wait_stream", key=recipe.key, timeout=60) == fingerprint(data)
-        reader.peer.call("release", key=recipe.key)
-        receipt.wait(timeout=60)
-
-
-def check_stream_get_before_a_plain_put(rig: Rig) -> None:
-    """A waiting `stream_get` gets a payload that is put."""
-    producer, reader = rig.serve(), rig.connect()
-    waiting = request(reader, producer, "s", command="stream_get")
-    receipt = producer.put(Recipe("s").make())
-    waiting.result(PATIENCE)
-    finish(reader, Recipe("s").make(), receipt)
+            wait = partial(reader.peer.call, "wait_layer", key="s", timeout=60)
+            assert wait(layer=layer, branch=branch) == hash_tensors(views)
+        finish(reader, data, receipt)
 
 
 def check_readers_wait_for_a_large_put(rig: Rig) -> None:
@@ -160,194 +179,117 @@ def check_readers_wait_for_a_large_put(rig: Rig) -> None:
 
 
 def check_plain_get_of_a_stream(rig: Rig) -> None:
-    """A plain get returns at the commit of a stream, whenever it was called."""
-    producer, readers = rig.serve(), [rig.connect() for _ in range(3)]
-    recipe = Recipe("s", layers=3)
-    out, layers = begin(producer, recipe, readers=3)
-    first_get = request(readers[0], producer, "s", verify="full")
-    write(out, layers)
-    second_get = request(readers[1], producer, "s", requests=2, verify="full")
-    assert not first_get.done()
-    assert not second_get.done()
-    receipt = out.commit()
-    for get in (
-        first_get,
-        second_get,
-        readers[2].submit("get", key="s", timeout=60, verify="full"),
-    ):
-        assert get.result(PATIENCE) == fingerprint(recipe.make())
-    receipt.wait(timeout=60)
-
-
-def check_one_reader_streams_and_one_waits(rig: Rig) -> None:
-    """One reader gets the layers, another one the whole payload at the commit."""
-    producer, streaming, waiting = rig.serve(), rig.connect(), rig.connect()
-    recipe = Recipe("s", layers=3)
-    out, layers = begin(producer, recipe, readers=2)
-    getting = waiting.submit("get", key="s", timeout=PATIENCE)
-    streaming.call("stream_get", key="s", timeout=60)
-    write_all(out, layers, streaming, "s")
-    assert not getting.done()
-    receipt = out.commit()
-    assert getting.result(PATIENCE) == fingerprint(recipe.make())
+    """A plain get returns at the commit, whenever it was called; another reader has the layers."""
+    producer, streaming, readers = rig.serve(), rig.connect(), [rig.connect() for _ in range(3)]
+    stream = LayerStream(producer, streaming, readers=4)
+    gets = [request(readers[0], producer, "s", requests=2, verify="full")]
+    for name in stream.layers:
+        stream.write(name)
+        assert stream.wait(name[1]) == stream.hash(*name)
+    gets.append(request(readers[1], producer, "s", requests=3, verify="full"))
+    assert not any(get.done() for get in gets)
+    receipt = stream.out.commit()
+    gets.append(readers[2].submit("get", key="s", timeout=60, verify="full"))
+    for get in gets:
+        assert get.result(PATIENCE) == fingerprint(stream.data)
     assert not receipt.done, "the streaming reader still has it"
-    streaming.peer.call("release", key="s")
-    receipt.wait(timeout=60)
+    finish(streaming, stream.data, receipt)
 
 
 def check_late_reader_of_a_stream(rig: Rig) -> None:
     """A late reader gets the earlier layers at once, and the others as they come."""
-    producer, first, consumer = rig.serve(), rig.connect(), rig.connect_here()
-    out, layers = begin(producer, Recipe("s", layers=4), readers=2)
-    names = list(layers)
-    first.call("stream_get", key="s", timeout=60)
-    write(out, layers, *names[:2])
+    producer, reader, consumer = rig.serve(), rig.connect(), rig.connect_here()
+    late = LayerStream(producer, reader, Recipe("s", layers=4).make(), readers=2, written=2)
     with consumer.stream_get("s", timeout=60) as stream:
-        for branch, layer in names[:2]:
+        for layer in range(2):
             received = stream.wait_for_layer(layer, timeout=60)
-            assert hash_tensors(received.tensors) == hash_tensors(layers[branch, layer])
+            assert hash_tensors(received.tensors) == late.hash("kv", layer)
         del received
         expect(TransferTimeout, stream.wait_for_layer, 2, timeout=0.0)
-        write(out, layers, *names[2:])
-        out.commit()
-        assert [layer.index for layer in stream] == [layer for _, layer in names]
-    first.peer.call("release", key="s")
-    out.commit().wait(timeout=60)
+        late.write(("kv", 2), ("kv", 3))
+        late.out.commit()
+        assert [layer.index for layer in stream] == list(range(4))
+    finish(reader, late.data, late.out.commit())
 
 
 def check_one_stream_get_too_many(rig: Rig) -> None:
     """A reader beyond those declared gets nothing of a stream, and its key is in use."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
-    out, layers = begin(producer, Recipe("s"))
-    reader.call("stream_get", key="s", timeout=60)
+    stream = LayerStream(producer, reader)
     expect(TransferTimeout, other.stream_get, "s", timeout=0.1)
-    expect(DuplicateKeyError, producer.stream_put, Recipe("s").make(), mentions=("'s'",))
-    write(out, layers)
-    reader.peer.call("release", key="s")
-    out.commit().wait(timeout=60)
+    expect(DuplicateKeyError, producer.stream_put, stream.data, mentions=("'s'",))
+    stream.write()
+    finish(reader, stream.data, stream.out.commit())
 
 
 def check_key_of_a_stream_is_reusable(rig: Rig) -> None:
     """After a stream was committed or failed, its key can be used for another payload."""
     producer, reader = rig.serve(), rig.connect()
     for seed in range(3):
-        recipe = Recipe("again", seed=seed)
-        _pass_through(producer, reader, recipe)
-        out, _ = begin(producer, Recipe("again", seed=9))
-        out.fail("not this one")
-        deliver(producer, reader, recipe.make())
-
-
-def _begin(
-    producer: KVProducer, reader: RemoteLink, *, readers: int = 1, written: int = 0
-) -> tuple[PutStream, Layers]:
-    """Begin a stream of `THREE` that a reader has, with the first layers written and received."""
-    out, layers = begin(producer, THREE, readers=readers)
-    reader.call("stream_get", key="s", timeout=60)
-    for layer in range(written):
-        write(out, layers, ("kv", layer))
-        wait_layer(reader, "s", layer)
-    return out, layers
+        data = Recipe("again", seed=seed).make()
+        LayerStream(producer, reader, data).pass_through()
+        LayerStream(producer, data=Recipe("again", seed=9).make()).out.fail("not this one")
+        deliver(producer, reader, data)
 
 
 def check_failing_writer(rig: Rig) -> None:
     """An error in the writer's block wakes every reader, whatever it waits for."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
-    out, layers = _begin(producer, reader, readers=2, written=1)
-    getting = request(other, producer, "s", requests=2)
-    layer = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
-    completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
-    wait_layer(reader, "s", 0)
-    out.__exit__(ValueError, ValueError("out of luck"), None)
+    stream = LayerStream(producer, reader, readers=2, written=1)
+    waiting = [
+        request(other, producer, "s", requests=2),
+        stream.begin("wait_layer", layer=1),
+        stream.begin("wait_stream"),
+    ]
+    stream.wait(0)
+    stream.out.__exit__(ValueError, ValueError("out of luck"), None)
     mentions = ("layer 1 of branch 'kv'", "out of luck", "'s'")
-    for waiting in (layer, completion, getting):
-        error = expect(TransferFailed, waiting.result, PATIENCE, mentions=mentions)
+    for future in waiting:
+        error = expect(TransferFailed, future.result, PATIENCE, mentions=mentions)
         assert error.key == "s"
     expect(TransferFailed, other.call, "get", key="s", timeout=60, mentions=("out of luck",))
-    expect(ClosedError, write, out, layers, ("kv", 1))
+    expect(ClosedError, stream.write, ("kv", 1))
     assert producer.stats()["memory"]["used"] > 0, "freed under a reader"
-    reader.peer.call("release", key="s")
 
 
 def check_missing_layer(rig: Rig) -> None:
     """A commit without all layers raises SchemaError, and its readers raise TransferFailed."""
-    producer, reader = rig.serve(), rig.connect()
-    out, layers = _begin(producer, reader)
-    write(out, layers, ("kv", 0), ("kv", 2))
-    completion = reader.peer.submit("wait_stream", key="s", timeout=PATIENCE)
-    expect(SchemaError, out.commit, mentions=("layer 1 of branch 'kv'", "never written"))
+    stream = LayerStream(rig.serve(), rig.connect())
+    stream.write(("kv", 0), ("kv", 2))
+    completion = stream.begin("wait_stream")
+    expect(SchemaError, stream.out.commit, mentions=("layer 1 of branch 'kv'", "never written"))
     expect(TransferFailed, completion.result, PATIENCE, mentions=("layer 1", "never"))
-    reader.peer.call("release", key="s")
 
 
-def check_wrong_layers_are_refused(rig: Rig) -> None:
-    """A layer that is not in the plan is refused, and the stream goes on."""
-    producer, consumer = rig.serve(), rig.connect_here()
-    out, layers = begin(producer, THREE)
-    key, value = layers["kv", 0]
-    assert isinstance(key, torch.Tensor)
-    assert isinstance(value, torch.Tensor)
-    with consumer.stream_get("s", timeout=60) as stream:
-        for call in (
-            partial(out.write_layer, 3, key, value),
-            partial(out.write_layer, -1, key, value),
-            partial(out.write_layer, 0, key, value, branch="other"),
-            partial(out.write_layer, 0, key),
-            partial(out.write_layer, 0, key, value[:-1]),
-            partial(out.write_layer, 0, key.view(torch.float16), value),
-            partial(stream.wait_for_layer, 3),
-            partial(stream.wait_for_layer, 0, branch="other"),
-        ):
-            expect(SchemaError, call)
-            expect(TransferTimeout, stream.wait_for_layer, 0, timeout=0.0)
-        write(out, layers)
-        out.commit()
-        assert fingerprint(stream.wait()) == fingerprint(THREE.make())
-
-
-def check_abort_of_a_stream_by_the_producer(rig: Rig) -> None:
-    """After an abort, the writer's next layer and every reader raise."""
-    producer, reader = rig.serve(), rig.connect()
-    out, layers = _begin(producer, reader)
-    waiting = reader.peer.submit("wait_layer", key="s", layer=0, timeout=PATIENCE)
-    producer.abort("s", "no longer needed")
-    for call in (
-        partial(waiting.result, PATIENCE),
-        partial(write, out, layers, ("kv", 0)),
-        partial(write, out, layers, ("kv", 1)),
-        partial(reader.call, "stream_get", key="s", timeout=60),
-    ):
-        expect(TransferFailed, call, mentions=("no longer needed",))
-    out.fail("the writer left its block")
-    reader.peer.call("release", key="s")
-
-
-def check_abort_of_a_stream_by_the_reader(rig: Rig) -> None:
-    """After an abort by a reader, the writer's next layer and every reader raise."""
+def check_abort_of_a_stream(rig: Rig) -> None:
+    """After an abort by either side, the writer's next layer and every reader raise."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect()
-    out, layers = _begin(producer, reader, readers=2)
-    getting = request(other, producer, "s", requests=2)
-    waiting = reader.peer.submit("wait_layer", key="s", layer=2, timeout=PATIENCE)
-    write(out, layers, ("kv", 0))
-    reader.call("abort", key="s", reason="the user left")
-    for future in (waiting, getting):
-        error = expect(TransferFailed, future.result, PATIENCE)
-        assert error.reason == "the user left"
-    expect(TransferFailed, write, out, layers, ("kv", 1), mentions=("the user left",))
-    out.fail("the writer left its block")
-    expect(TransferFailed, other.call, "get", key="s", timeout=60, mentions=("the user left",))
-    reader.peer.call("release", key="s")
+    for abort in aborts(producer, reader):
+        stream = LayerStream(producer, reader, readers=2)
+        waiting = [request(other, producer, "s", requests=2), stream.begin("wait_layer", layer=2)]
+        stream.write(("kv", 0))
+        abort("s", "the user left")
+        for future in waiting:
+            error = expect(TransferFailed, future.result, PATIENCE)
+            assert error.reason == "the user left"
+        mentions = ("the user left",)
+        expect(TransferFailed, stream.write, ("kv", 1), mentions=mentions)
+        expect(TransferFailed, stream.write, ("kv", 2), mentions=mentions)
+        expect(TransferFailed, reader.call, "stream_get", key="s", timeout=60, mentions=mentions)
+        stream.out.fail("the writer left its block")
+        expect(TransferFailed, other.call, "get", key="s", timeout=60, mentions=mentions)
+        reader.peer.call("release", key="s")
 
 
 def check_an_aborted_writer_does_not_harm_the_next_payload(rig: Rig) -> None:
     """Its key was put again before the writer noticed the abort: that payload is not failed."""
     producer, reader = rig.serve(), rig.connect()
-    out, layers = begin(producer, THREE)
+    stream = LayerStream(producer)
     producer.abort("s", "begin again")
     data = Recipe("s", seed=8).make()
     receipt = producer.put(data)
-    expect(TransferFailed, write, out, layers, ("kv", 0))
-    out.__exit__(ValueError, ValueError("too late"), None)
+    expect(TransferFailed, stream.write, ("kv", 0))
+    stream.out.__exit__(ValueError, ValueError("too late"), None)
     assert receipt.state == "committed"
     receive(reader, receipt, data)
 
@@ -355,52 +297,33 @@ def check_an_aborted_writer_does_not_harm_the_next_payload(rig: Rig) -> None:
 def check_layer_times_out(rig: Rig) -> None:
     """Waiting for a layer ends at its deadline, the error names it, and the stream goes on."""
     producer, reader = rig.serve(), rig.connect()
-    out, layers = begin(producer, THREE)
-    _stream_get_with_a_short_timeout(reader, "s")
-    for timeout in (0.0, 0.3, None):  # None: that of the stream
-        waiting = reader.peer.submit("wait_layer", key="s", layer=1, timeout=timeout)
+    stream = LayerStream(producer)
+    stream.reader = reader
+    for timeout in (0.2, 1.0, 5.0, 60.0):  # the shortest in which this machine answers
+        with contextlib.suppress(TransferTimeout):
+            reader.call("stream_get", key="s", timeout=timeout)
+            break
+    for seconds in (0.0, 0.3, None):  # None: that of the stream
+        waiting = stream.begin("wait_layer", seconds, layer=1)
         mentions = ("layer 1 of branch 'kv'", "'s'")
         error = expect(TransferTimeout, waiting.result, PATIENCE, mentions=mentions)
         assert error.key == "s"
         assert "still writing" in error.phase, error.phase
-    completion = reader.peer.submit("wait_stream", key="s", timeout=0.1)
+    completion = stream.begin("wait_stream", 0.1)
     expect(TransferTimeout, completion.result, PATIENCE, mentions=("commit",))
-    write(out, layers)
-    assert wait_layer(reader, "s", 1) == hash_tensors(layers["kv", 1])
-    finish(reader, THREE.make(), out.commit())
+    stream.write()
+    assert stream.wait(1) == stream.hash("kv", 1)
+    finish(reader, stream.data, stream.out.commit())
 
 
 def check_reader_releases_an_unfinished_stream(rig: Rig) -> None:
     """A release before the commit does not harm the producer; the memory is free at the end."""
     producer, reader = rig.serve(), rig.connect()
-    out, layers = _begin(producer, reader, written=1)
+    stream = LayerStream(producer, reader, written=1)
     reader.peer.call("release", key="s")
     until(lambda: producer.stats()["transfers"]["leased"] == 0, "it released the stream")
-    write(out, layers, ("kv", 1), ("kv", 2))
-    out.commit().wait(timeout=60)
-
-
-def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
-    """A thread that waits for a layer raises when the stream is released by another."""
-    producer, consumer = rig.serve(), rig.connect_here()
-    out, layers = begin(producer, THREE)
-    write(out, layers, ("kv", 0))
-    stream = consumer.stream_get("s", timeout=60)
-    kept = stream.wait_for_layer(0).key
-    pool = ThreadPoolExecutor(1)
-    waiting = pool.submit(stream.wait_for_layer, 1, timeout=PATIENCE)
-    pool.shutdown(wait=False)
-    assert stream.delivery.progress is not None
-    until(lambda: bool(stream.delivery.progress._waiting), "it waits")  # type: ignore[union-attr]
-    stream.release()
-    expect(ClosedError, waiting.result, PATIENCE)
-    expect(ClosedError, stream.wait_for_layer, 0)
-    assert hash_tensors([kept]) == hash_tensors([layers["kv", 0][0]])
-    write(out, layers, ("kv", 1), ("kv", 2))
-    receipt = out.commit()
-    assert not receipt.done, "released while a view was held"
-    del kept
-    receipt.wait(timeout=60)
+    stream.write(("kv", 1), ("kv", 2))
+    stream.out.commit().wait(timeout=60)
 
 
 def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
@@ -415,66 +338,78 @@ def check_a_failed_stream_keeps_no_memory(rig: Rig) -> None:
         gc.enable()
 
 
+def _drop_a_failed_stream(producer: KVProducer, consumer: KVConsumer) -> None:
+    failing = LayerStream(producer)
+    stream = consumer.stream_get("s", timeout=60)
+    failing.write(("kv", 0))
+    stream.wait_for_layer(0)
+    failing.out.fail("no")
+    with contextlib.suppress(TransferFailed):
+        stream.wait_for_layer(1)
+
+
 def check_producer_closes_in_a_stream(rig: Rig) -> None:
     """A waiting reader raises, the writer's next layer raises, and its block ends quietly."""
     producer, reader = rig.serve(), rig.connect()
-    out, layers = _begin(producer, reader, written=1)
-    waiting = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
+    stream = LayerStream(producer, reader, written=1)
+    waiting = stream.begin("wait_layer", layer=1)
     producer.close()
     expect(PeerLostError, waiting.result, PATIENCE, mentions=("layer 1",))
-    expect(ClosedError, write, out, layers, ("kv", 1))
-    out.__exit__(ValueError, ValueError("of the user"), None)  # raises nothing of its own
-    reader.peer.call("release", key="s")
+    expect(ClosedError, stream.write, ("kv", 1))
+    stream.out.__exit__(ValueError, ValueError("of the user"), None)  # raises nothing of its own
 
 
 def check_reader_closes_in_a_stream(rig: Rig) -> None:
     """Its waiting call raises, the layers that it has keep their bytes, the producer goes on."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()
-    out, layers = _begin(producer, reader, readers=2, written=1)
-    waiting = reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE)
+    closing = LayerStream(producer, reader, readers=2, written=1)
+    waiting = closing.begin("wait_layer", layer=1)
     reader.call("close")
     expect(ClosedError, waiting.result, PATIENCE, mentions=("layer 1",))
     with other.stream_get("s", timeout=60) as stream:
-        write(out, layers, ("kv", 1), ("kv", 2))
-        receipt = out.commit()
+        closing.write(("kv", 1), ("kv", 2))
+        receipt = closing.out.commit()
         assert fingerprint(stream.wait()) == fingerprint(THREE.make())
     reader.peer.call("release", key="s")
     receipt.wait(timeout=60)
 
 
-def _stream_get_with_a_short_timeout(reader: RemoteLink, key: str) -> None:
-    """Call `stream_get` with the shortest timeout in which this machine answers."""
-    for timeout in (0.2, 1.0, 5.0):
-        with contextlib.suppress(TransferTimeout):
-            reader.call("stream_get", key=key, timeout=timeout)
-            return
-    reader.call("stream_get", key=key, timeout=60)
+def check_a_flipped_bit_ends_a_stream(rig: Rig) -> None:
+    """After a layer was rejected, the writer's next layer raises, and so does every reader.
 
-
-def _drop_a_failed_stream(producer: KVProducer, consumer: KVConsumer) -> None:
-    out, layers = begin(producer, THREE)
+    A reader whose bytes come through a socket finds it before it has the layer, and may so end the
+    stream before the other reader takes layer 0.
+    """
+    copier = TamperingCopier()
+    producer, consumer, other = rig.serve(copier=copier), rig.connect_here(), rig.connect()
+    copier.tamper = partial(flip_bit, "kv.1.value", -1)
+    writing = LayerStream(producer, data=THREE.make(), readers=2)
+    waiting = other.submit("get", key="s", timeout=PATIENCE)
     stream = consumer.stream_get("s", timeout=60)
-    write(out, layers, ("kv", 0))
-    stream.wait_for_layer(0)
-    out.fail("no")
-    with contextlib.suppress(TransferFailed):
-        stream.wait_for_layer(1)
+    writing.write(("kv", 0), ("kv", 1))
+    targets = [torch.zeros_like(dense(view)) for view in writing.layers["kv", 0]]
+    first_error = _error_of(stream, 0, targets)
+    if first_error is None:
+        assert hash_tensors(targets) == writing.hash("kv", 0)
+    errors = [_error_of(stream, layer, targets) for layer in (1, 2)]
+    get_error = waiting.exception(PATIENCE)
+    for error in (*errors, get_error):
+        assert isinstance(error, (TransferFailed, IntegrityError)), error
+        assert all(text in str(error) for text in ("layer 1", "V")), error
+    assert IntegrityError in map(type, (*errors, get_error)), "one of them found it"
+    on_arrival = stream.delivery.is_verified or type(get_error) is IntegrityError
+    assert first_error is None or on_arrival, first_error
+    stream.release()
+    until(lambda: producer.stats()["transfers"]["failed"] > 0, "the rejection arrived")
+    expect(TransferFailed, writing.write, ("kv", 2), mentions=("rejected", "layer 1"))
+    writing.out.fail("the writer left its block")
 
 
-def _pass_through(producer: KVProducer, reader: RemoteLink, recipe: Recipe) -> PutStream:
-    """Send a payload as a stream to one reader; the stream, whose receipt is done."""
-    out, layers = begin(producer, recipe)
-    reader.call("stream_get", key=recipe.key, timeout=60)
-    write_all(out, layers, reader, recipe.key)
-    finish(reader, recipe.make(), out.commit())
-    return out
-
-
-_RECIPES = (
-    Recipe("odd", layers=3, tokens=7, heads=3, dim=5, dtype="float16"),
-    Recipe("latent", layers=2, tokens=9, dim=33, latent=True),
-    Recipe("bundle", bundle=True, tokens=9, dtype="float32"),
-    Recipe("latents", bundle=True, tokens=3, dim=7, dtype="uint8", latent=True),
-    Recipe("empty", layers=3, tokens=0),
-    Recipe("over a chunk", layers=2, tokens=1025, heads=4, dim=128, dtype="bfloat16"),
-)
+def _error_of(
+    stream: ReceivedStream, layer: int, targets: Sequence[torch.Tensor]
+) -> Exception | None:
+    try:
+        stream.wait_for_layer(layer).scatter(*targets)
+    except Exception as error:
+        return error.with_traceback(None)
+    return None

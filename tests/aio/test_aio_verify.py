@@ -15,7 +15,7 @@ from omni_kvlink.aio import consumer as aio_consumer
 from omni_kvlink.aio.consumer import _Verification
 from omni_kvlink.aio.end import run_in_thread
 from omni_kvlink.testing.caches import fingerprint
-from omni_kvlink.testing.memory_checks import TamperingCopier, flip_bit
+from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

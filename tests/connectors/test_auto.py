@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
+from link_checks import ALL_CHECKS
+from peer_commands import start_peer
 from zmq_fixtures import free_port, secure_as_user
 
 from omni_kvlink import (
@@ -31,7 +33,7 @@ from omni_kvlink.connectors.auto import AutoConsumer
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.control.keys import generate, user_key_path, user_secret
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
-from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, ending_checks
+from omni_kvlink.testing import delivery_checks, ending_checks
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
@@ -104,7 +106,7 @@ CHECKS = [
     pytest.param(check, id=check.__name__[6:])
     if check.__module__ in QUICK
     else pytest.param(check, id=check.__name__[6:], marks=pytest.mark.slow)
-    for check in CONNECTOR_CHECKS
+    for check in ALL_CHECKS
 ]
 """Those of each transport itself are run in full; here, who connects to whom and who closes."""
 
@@ -320,7 +322,7 @@ def count_eventfds() -> int:
 
 def test_a_consumer_that_cannot_reconnect_leaves_no_descriptor(sockets: str) -> None:
     """Its errors make no reference cycle, which the collector would have to find."""
-    peer = ProcessPeer()
+    peer = start_peer()
     producer = RemoteLink(peer, "producer")
     gc.collect()
     gc.disable()

@@ -6,9 +6,9 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from link_checks import ALL_CHECKS
 
 from omni_kvlink.connectors.protocol.messages import INLINE
-from omni_kvlink.testing import CONNECTOR_CHECKS
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
@@ -47,6 +47,11 @@ def rig(
     return Rig(lambda: f"{scheme}://check-{next(_numbers)}", options, handle)
 
 
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__[6:])
 def test_connector(check: Check, rig: Rig) -> None:
     run_check(check, rig)
+
+
+def test_checks_have_names_of_their_own() -> None:
+    names = [check.__name__ for check in ALL_CHECKS]
+    assert len(set(names)) == len(names) > 40

@@ -21,9 +21,8 @@ from omni_kvlink import (
     TransferFailed,
 )
 from omni_kvlink.payload.views import same_bytes
-from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+from omni_kvlink.testing.caches import Recipe, fill, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
-from omni_kvlink.testing.zero_copy_checks import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable

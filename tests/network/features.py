@@ -11,8 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVCacheBundle, TensorTransferData
-from omni_kvlink.testing.caches import Recipe, Tensors, chunk
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import Recipe, Tensors, chunk, sized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cable import Cable
 from gets import Get, insist
+from peer_commands import start_peer
 
 from omni_kvlink.testing import faults
-from omni_kvlink.testing.memory_checks import sized
-from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
+from omni_kvlink.testing.caches import sized
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 
 if TYPE_CHECKING:
     from key_fixtures import KeyFiles
 
     from omni_kvlink.testing.caches import Recipe
+    from omni_kvlink.testing.peer_harness import ProcessPeer
 
 _ports = itertools.count(7000)
 HAS_UCX = importlib.util.find_spec("ucxx") is not None
@@ -44,11 +46,11 @@ class Hosts:
     def process(self, host: str, armed: dict[str, str] | None = None) -> ProcessPeer:
         env = faults.armed(armed) if armed else dict(os.environ)
         if HAS_UCX:  # it looks for devices in /sys, which `ip netns exec` mounts again
-            peer = ProcessPeer(env, ["ip", "netns", "exec", host])
+            peer = start_peer(env, ("ip", "netns", "exec", host))
         else:
-            path = [str(Path(__file__).parent), env.get("PYTHONPATH", "")]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-            peer = ProcessPeer(env, module="netns_peer", arguments=[host])
+            peer = start_peer(
+                env, module="netns_peer", folder=Path(__file__).parent, arguments=(host,)
+            )
         self._peers.append(peer)
         return self._peers[-1]
 

@@ -9,4 +9,4 @@ from cable import enter_namespace
 
 if __name__ == "__main__":
     enter_namespace(sys.argv.pop())
-    runpy.run_module("omni_kvlink.testing", run_name="__main__")
+    runpy.run_module("peer_commands", run_name="__main__")

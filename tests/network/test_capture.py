@@ -13,7 +13,7 @@ import zmq.utils.z85
 from hosts import HAS_UCX, Hosts
 
 from omni_kvlink.payload.views import dense
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import sized
 
 if TYPE_CHECKING:
     import socket

@@ -13,7 +13,7 @@ from zmq_fixtures import free_port
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.lowlevel import begin_get
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until
 

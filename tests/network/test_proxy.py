@@ -15,8 +15,8 @@ from zmq_fixtures import free_port
 from omni_kvlink import KVLink, Receipt, WireError
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
+from omni_kvlink.testing.caches import sized
 from omni_kvlink.testing.link_commands import LinkCommands
-from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import until, until_freed
 

@@ -14,8 +14,7 @@ from fault_harness import kill
 from hosts import HAS_UCX, SCHEMES, Hosts, Pair
 
 from omni_kvlink import PeerLostError, TransferTimeout
-from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
 from omni_kvlink.testing.rig import until
 

@@ -16,8 +16,7 @@ from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import ConnectorError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.connectors.control.keys import generate
-from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:

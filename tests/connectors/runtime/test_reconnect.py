@@ -21,9 +21,8 @@ from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.messages import Cancel, encode, own_hello
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.lowlevel import begin_get, can_retry
-from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.link_commands import LinkCommands
-from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until
 

@@ -17,8 +17,7 @@ from zmq_fixtures import fresh_url
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.connectors.control import monitored_socket
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
 

@@ -11,8 +11,7 @@ from omni_kvlink import KVLink
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.lowlevel import begin_get, open_delivery
-from omni_kvlink.testing.caches import fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until
 

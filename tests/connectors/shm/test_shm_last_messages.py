@@ -13,7 +13,7 @@ from omni_kvlink.connectors.protocol.messages import Get, Offer, Outcome, Releas
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed
-from omni_kvlink.testing.stream_checks import begin, write
+from omni_kvlink.testing.stream_checks import LayerStream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcome) -> None:
     """Linux reports unread messages as a reset of the connection, before the reader's last ones."""
     with KVLink.serve("shm://last", directory=sockets) as producer:
-        out, layers = begin(producer, Recipe("s", layers=8))
+        stream = LayerStream(producer, data=Recipe("s", layers=8).make())
         with greeted(producer.stats()["socket"]) as peer:
             peer.send(Get(1, "s", True))
             until(lambda: producer.stats()["transfers"]["leased"] == 1, "it was offered")
             _, fds = peer.receive()
             offer, _ = peer.receive()
             assert isinstance(offer, Offer)
-            write(out, layers)
+            stream.write()
             unblock = threading.Event()  # both events are seen at once, as on a busy machine
 
             def block() -> None:
@@ -45,7 +45,7 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
         found = producer.stats()["transfers"]
         assert (found["leased"], found["redelivered"], found["pinned"]) == (0, 0, 0)
         assert found["failed"] == (outcome == "rejected")
-        out.fail("enough") if outcome == "rejected" else out.commit().wait(timeout=60)
+        stream.out.fail("enough") if outcome == "rejected" else stream.out.commit().wait(timeout=60)
         until_freed(producer)
 
 

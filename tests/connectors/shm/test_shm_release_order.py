@@ -10,7 +10,7 @@ from omni_kvlink.connectors.base import Options
 from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.connectors.protocol.messages import Message, Release
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import sized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

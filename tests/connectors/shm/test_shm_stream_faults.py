@@ -50,7 +50,7 @@ def test_producer_killed_between_layers(field: Field, start: Start) -> None:
     getting = other.submit("get", key="s", timeout=PATIENCE)
     target.call("write", key="s", layer=0)
     assert layer(reader, 0) == LAYERS[0]
-    tensor = field.commands._streams["s"].wait_for_layer(0).key
+    tensor = field.commands.kept["s"].wait_for_layer(0).key
     waiting = [
         reader.peer.submit("wait_layer", key="s", layer=1, timeout=PATIENCE),
         reader.peer.submit("wait_stream", key="s", timeout=PATIENCE),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fake_device import device as device
 from fake_device import directory as directory
+from link_checks import ALL_CHECKS
 from zmq_fixtures import free_port
 
 from omni_kvlink._native import host
@@ -16,7 +17,7 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.connectors.ucx import consumer as ucx_consumer
-from omni_kvlink.testing import CONNECTOR_CHECKS, delivery_checks, stream_checks
+from omni_kvlink.testing import delivery_checks, stream_checks
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import ProcessPeer, ThreadPeer
@@ -60,14 +61,14 @@ def rig_of_bits(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(fresh_url, {"inline": 0}, ThreadPeer(LinkCommands()))
 
 
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__[6:])
 def test_connector(check: Check, rig: Rig) -> None:
     run_check(check, rig)
 
 
 IN_BITS = [
     check
-    for check in CONNECTOR_CHECKS
+    for check in ALL_CHECKS
     if inspect.getmodule(check) in (delivery_checks, stream_checks)
     and check is not stream_checks.check_readers_wait_for_a_large_put  # a hundred thousand bits
 ]
@@ -89,11 +90,8 @@ ALLOCATING = {
     "allocated_memory_among_many",
     "allocated_memory_is_not_reused_too_soon",
     "abort_of_an_allocation",
-    "allocation_that_is_not_put",
     "streamed_in_place",
-    "put_in_the_background",
     "what_cannot_be_sent_directly",
-    "tensors_written_in_place",
 }
 """Checks of `allocate`, which a link whose payloads lie on a device refuses."""
 
@@ -106,7 +104,7 @@ def device_process(directory: Path) -> Iterator[ProcessPeer]:
 
 
 @pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")
-@pytest.mark.parametrize("check", CONNECTOR_CHECKS, ids=lambda check: check.__name__[6:])
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__[6:])
 def test_payloads_on_a_device(
     check: Check, device_process: ProcessPeer, device: FakeDevice
 ) -> None:

@@ -18,8 +18,7 @@ from omni_kvlink.connectors.ucx.worker import UcxWorker
 from omni_kvlink.link import direct_put as direct
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.views import dense
-from omni_kvlink.testing.caches import fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import fingerprint, sized
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)

@@ -16,8 +16,7 @@ from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, KVProducer, PeerLostError, TransferTimeout
 from omni_kvlink.connectors import ucx
-from omni_kvlink.testing.caches import fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import expect, until, until_freed
 

@@ -43,8 +43,7 @@ from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.arena import ArenaPool
-from omni_kvlink.testing.caches import fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until, until_freed
 

@@ -15,15 +15,16 @@ import pytest
 import torch
 from fake_device import MIXED, FakeDevice, install
 from payloads import DTYPES, bits, noise
+from peer_commands import PeerCommands, start_peer
 
 from omni_kvlink import KVCacheTransferData, PagedTensor, TensorTransferData
 from omni_kvlink._native import cuda
-from omni_kvlink.testing.link_commands import LinkCommands
-from omni_kvlink.testing.peer_harness import ProcessPeer, serve
+from omni_kvlink.testing.peer_harness import serve
 
 if TYPE_CHECKING:
     from omni_kvlink.link import KVProducer, Payload
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.testing.peer_harness import ProcessPeer
 
 HERE = Path(__file__).resolve().parent
 LAYERS, BLOCKS, SIZE, HEADS, DIM, TOKENS = 2, 70, 16, 4, 64, 997
@@ -85,7 +86,7 @@ def payload_memory(producer: KVProducer, key: str) -> Region:
     return whole.slice(256, transfer.location.nbytes)
 
 
-class DeviceCommands(LinkCommands):
+class DeviceCommands(PeerCommands):
     """Commands whose payloads, by kind and seed, are on the device."""
 
     def __init__(self, device: FakeDevice | None):
@@ -127,11 +128,8 @@ class DeviceCommands(LinkCommands):
 
 def start(directory: Path | None) -> ProcessPeer:
     """Start such a process."""
-    before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join(map(str, filter(None, (HERE, HERE.parents[1], before))))
-    arguments = [] if directory is None else [str(directory)]
-    env = {**os.environ, "PYTHONPATH": path}
-    return ProcessPeer(env, module="ucx_device_peer", arguments=arguments)
+    arguments = () if directory is None else (str(directory),)
+    return start_peer(module="ucx_device_peer", folder=HERE, arguments=arguments)
 
 
 def main(directory: str = "") -> None:

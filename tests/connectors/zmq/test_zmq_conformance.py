@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from link_checks import ALL_CHECKS
 from zmq_fixtures import fresh_url
 
 from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.testing import (
-    CONNECTOR_CHECKS,
     delivery_checks,
     ending_checks,
+    memory_checks,
     stream_checks,
-    tensor_checks,
+    zero_copy_checks,
 )
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import ProcessPeer
@@ -33,17 +34,23 @@ def process() -> Iterator[ProcessPeer]:
 
 
 QUICK = {
-    "tcp": {check.__module__ for check in CONNECTOR_CHECKS},
+    "tcp": {check.__module__ for check in ALL_CHECKS},
     "ipc": {delivery_checks.__name__, ending_checks.__name__},
-    "tcp-small": {delivery_checks.__name__, stream_checks.__name__, tensor_checks.__name__},
+    "tcp-small": {
+        module.__name__
+        for module in (delivery_checks, stream_checks, memory_checks, zero_copy_checks)
+    },
 }
 """Modules whose checks are run with every change, by transport; the others are marked `slow`."""
-THOUSANDS_OF_CHUNKS = (stream_checks.check_readers_wait_for_a_large_put,)
+THOUSANDS_OF_CHUNKS = (
+    stream_checks.check_readers_wait_for_a_large_put,
+    zero_copy_checks.check_direct_put_copies_nothing,
+)
 
 
 def parameters() -> Iterator[Any]:
     for transport, modules in QUICK.items():
-        for check in CONNECTOR_CHECKS:
+        for check in ALL_CHECKS:
             quick = check.__module__ in modules
             if transport == "tcp-small" and check in THOUSANDS_OF_CHUNKS:
                 quick = False

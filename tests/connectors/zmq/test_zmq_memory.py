@@ -20,9 +20,8 @@ from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, FetchLimits
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory import arena
-from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.link_commands import LinkCommands
-from omni_kvlink.testing.memory_checks import sized
 from omni_kvlink.testing.peer_harness import RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 

@@ -30,8 +30,7 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
 )
 from omni_kvlink.payload.manifest import Manifest
-from omni_kvlink.testing.caches import Recipe, fingerprint
-from omni_kvlink.testing.memory_checks import sized
+from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.rig import until, until_freed
 
 if TYPE_CHECKING:

@@ -20,8 +20,14 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.testing.append_stream_checks import (
+    append,
+    numbered,
+    receive,
+    receive_all,
+    until_failed,
+)
 from omni_kvlink.testing.caches import chunk, hash_chunk
-from omni_kvlink.testing.growing_checks import append, numbered, receive, receive_all, until_failed
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
 
@@ -55,7 +61,7 @@ def test_the_producer_is_killed_between_chunks(field: Field, start: Start) -> No
     producer.call("open_stream", key="g")
     reader.call("read_stream", key="g", timeout=60)
     target.call("append", key="g", number=0)
-    held = field.commands._growing["g"].receive()
+    held = field.commands.kept["g"].receive()
     assert held is not None
     tensor, before = held.data["hidden"], chunk(0)["hidden"]
     waiting = reader.peer.submit("receive", key="g", timeout=PATIENCE)
@@ -76,7 +82,7 @@ def test_the_producer_is_killed_while_one_thread_waits_for_two_streams(
     for key in "ab":
         producer.call("open_stream", key=key)
         reader.call("read_stream", key=key, timeout=60)
-    streams = [field.commands._growing[key] for key in "ab"]
+    streams = [field.commands.kept[key] for key in "ab"]
     together = ChunkStreams(streams)
     target.call("append", key="b", number=0)
     assert together.receive(timeout=60)[0] is streams[1]
@@ -219,9 +225,9 @@ def test_a_reader_that_rejects_a_chunk_fails_the_stream(field: Field) -> None:
     out = producer.open_stream("g", CHUNKS[0], readers=2)
     reader.call("read_stream", key="g", timeout=60)
     append(out, CHUNKS[:1])
-    received = field.commands._growing["g"].receive()
+    received = field.commands.kept["g"].receive()
     assert received is not None
-    stream = field.commands._growing.pop("g")
+    stream = field.commands.kept.pop("g")
     other.call("read_stream", key="g", timeout=60)
     assert receive(other) == (0, hash_chunk(CHUNKS[0]))
     waiting = other.peer.submit("receive", key="g", timeout=PATIENCE)
