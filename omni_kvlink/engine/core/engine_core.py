@@ -140,7 +140,7 @@ class EngineCore:
         """Runs in the engine's thread."""
         while not self.scheduler.is_stopped:
             if self.scheduler.wait(timeout=_IDLE_SECONDS, start=not self._calls):
-                self._resolve(self.step())
+                self._resolve(EngineCore.step(self))
             if not self.scheduler.num_running:
                 self._run_calls()
         while self._batches:  # their requests were aborted

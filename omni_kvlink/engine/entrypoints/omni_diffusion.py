@@ -142,25 +142,31 @@ class OmniDiffusion:
             self._params(one_params, 0)  # wrong ones are refused before a prompt runs
         if len(names) != len(prompt_list):
             raise SchemaError(f"{len(names)} request ids for {len(prompt_list)} prompts")
-        bar = _Bar(len(prompt_list), progress)
+        queued = zip(names, prompt_list, params, strict=True)
+        outputs = self._run_all(list(queued), timeout, _Bar(len(prompt_list), progress))
+        if on_error == "return":
+            return outputs
+        return [_answer(output, output_type) for output in outputs]
+
+    def _run_all(
+        self, prompts: Sequence[tuple[str, Any, Params]], timeout: float | None, bar: _Bar
+    ) -> list[DiffusionOutput]:
+        """Return the outputs of prompts, each with its id; after any error abort all of them."""
         futures: dict[str, Future[DiffusionOutput]] = {}
         try:
-            for name, prompt, one_params in zip(names, prompt_list, params, strict=True):
-                futures[name] = self.submit(prompt, one_params, request_id=name)
+            for name, prompt, params in prompts:
+                futures[name] = self.submit(prompt, params, request_id=name)
                 futures[name].add_done_callback(bar.count)
             pending = wait(futures.values(), timeout).not_done
             if pending:
                 waited = format_seconds(timeout or 0.0)
-                text = f"{len(pending)} of {len(prompt_list)} prompts not done after {waited}"
+                text = f"{len(pending)} of {len(prompts)} prompts not done after {waited}"
                 raise TransferTimeout(text, waited=timeout or 0.0, phase="running")
         except BaseException:
             for name in futures:  # not one whose id another caller uses
                 self.abort(name)
             raise
-        outputs = [future.result() for future in futures.values()]
-        if on_error == "return":
-            return outputs
-        return [_answer(output, output_type) for output in outputs]
+        return [future.result() for future in futures.values()]
 
     def submit(
         self, prompt: Any, sampling_params: Params = None, *, request_id: str

@@ -46,11 +46,14 @@ class RequestState:
 class Scheduler(ABC):
     """Decides which requests run next, at most `max_num_seqs` at once; thread-safe.
 
+    `max_num_running_reqs` is the same number by the name that vLLM-Omni's scheduler has for it.
+
     `schedule`, `update_from_output` and the waits are called by the engine's thread alone.
     """
 
     def __init__(self, max_num_seqs: int):
-        self.max_num_seqs, self.max_concurrent_batches = max_num_seqs, 1
+        self.max_num_seqs = self.max_num_running_reqs = max_num_seqs
+        self.max_concurrent_batches = 1
         self._changed = threading.Condition()
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._running: dict[str, RequestState] = {}
@@ -88,11 +91,6 @@ class Scheduler(ABC):
         """End all running requests with an error."""
         with self._changed:
             return self._finish([DiffusionOutput(key, error=error) for key in self._running])
-
-    @property
-    def max_num_running_reqs(self) -> int:
-        """`max_num_seqs`, by the name that vLLM-Omni's scheduler has for it."""
-        return self.max_num_seqs
 
     @property
     def num_waiting(self) -> int:
