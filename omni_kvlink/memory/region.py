@@ -6,6 +6,8 @@ which is unmapped when the last of them is freed. A view never points at unmappe
 A forked child has none of the memory that `Mapping` made: the parent goes on reusing it, so that
 inherited views would show other bytes, and it would stay allocated after the parent's end. In the
 child the addresses are inaccessible (an access is a SIGSEGV) and `Lease.region` raises ClosedError.
+
+One long file: the three keep each other alive, and nothing else may know their addresses.
 """
 
 from __future__ import annotations

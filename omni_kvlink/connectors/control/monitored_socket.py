@@ -213,7 +213,11 @@ class MonitoredSocket:
         found = False
         while not self._closed and is_readable(self._monitor):
             found = True
-            event, value = struct.unpack("=Hi", self._monitor.recv_multipart(DONTWAIT)[0])
+            try:
+                frames = self._monitor.recv_multipart(DONTWAIT)
+            except zmq.Again:
+                break  # it was dropped with the connection
+            event, value = struct.unpack("=Hi", frames[0])
             if event & _OPENED:
                 self.descriptors.add(value)
             elif event == zmq.EVENT_DISCONNECTED:
