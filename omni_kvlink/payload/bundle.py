@@ -112,6 +112,16 @@ class KVCacheBundle(PayloadBase):
         return len(self.branches) - len(self.tensor_data)
 
     @property
+    def layer_blocks(self) -> Mapping[str, list[TensorView | None]]:
+        """The `layer_blocks` of the only cache; AttributeError if there are several, or none."""
+        names = list(self)
+        if len(names) != 1:
+            choice = " or ".join(f"bundle[{name!r}].layer_blocks" for name in names)
+            cure = f"choose {choice}" if names else "it has named tensors: bundle.tensor_data"
+            raise AttributeError(f"this bundle has {len(names)} caches: {cure}")
+        return self[names[0]].layer_blocks
+
+    @property
     def tensor_data(self) -> dict[str, TensorTransferData]:
         """The branches that are a `TensorTransferData`, by name."""
         branches = self.branches.items()

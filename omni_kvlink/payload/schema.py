@@ -85,6 +85,8 @@ class KVMetadata:
         extra: anything else, as JSON values (dicts with string keys, lists, no tuples, no NaN).
         shard: which heads of the whole model these are, under tensor parallelism.
 
+    It can be read as the RFC's dict, too: `metadata["kv_lens"]`, `.get`, `in`, `dict(metadata)`.
+
     Integers of numpy and torch become Python's. SchemaError if a value is not of its type (a bool
     is no integer), or the lengths contradict each other.
     """
@@ -119,6 +121,33 @@ class KVMetadata:
         """Return the RFC's dict: `kv_lens` and `ropes` as lists, every field present."""
         lists = {"kv_lens": list(self.kv_lens), "ropes": list(self.ropes)}
         return {**vars(self), **lists, "shard": msgspec.to_builtins(self.shard)}
+
+    def __getitem__(self, name: str) -> Any:
+        """Read a field, or a key of `extra`, as in the RFC's dict; KeyError if there is none."""
+        fields = self._by_name()
+        if name not in fields:
+            raise KeyError(f"{name!r}; this metadata has {', '.join(fields)}")
+        return fields[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Read a field, or a key of `extra`; `default` if there is none."""
+        return self._by_name().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all fields but `extra`, and the keys of `extra`."""
+        return iter(self._by_name())
+
+    keys = __iter__
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name()
+
+    def __len__(self) -> int:
+        return len(self._by_name())
+
+    def _by_name(self) -> dict[str, Any]:
+        fields = self.to_dict()
+        return {**fields.pop("extra"), **fields}
 
     def as_branch(
         self,

@@ -174,3 +174,12 @@ def test_closed_is_closed() -> None:
         with pytest.raises(ClosedError):
             bundle[name].tensors()
     assert kept.tensors()[0].shape == (2, 2, 4)
+
+
+def test_the_layers_of_the_only_cache() -> None:
+    alone = KVCacheBundle("r", {"gen": cache("r")})
+    assert alone.layer_blocks is alone["gen"].layer_blocks
+    several = KVCacheBundle("r", {"gen": cache("r"), "text": cache("r")})
+    with pytest.raises(AttributeError, match=r"2 caches: choose bundle\['gen'\].layer_blocks or"):
+        several.layer_blocks  # noqa: B018
+    assert not hasattr(several, "layer_blocks")

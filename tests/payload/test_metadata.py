@@ -129,3 +129,17 @@ def test_a_dict_without_a_field_says_which(missing: str) -> None:
 def test_a_wrong_dict_is_a_schema_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(SchemaError):
         KVMetadata.from_dict(make().to_dict() | wrong)
+
+
+def test_it_is_read_as_the_dict_of_the_rfc() -> None:
+    metadata = make(extra={"first_token": 7})
+    assert metadata["kv_lens"] == [3, 4]
+    assert (metadata["first_token"], metadata.get("num_layers"), metadata.get("x", 1)) == (7, 2, 1)
+    assert "ropes" in metadata
+    assert "x" not in metadata
+    assert "extra" not in metadata
+    assert dict(metadata) == {name: metadata[name] for name in metadata}
+    assert len(metadata) == len(dict(metadata)) > 5
+    assert KVMetadata.from_dict(dict(metadata)) == metadata
+    with pytest.raises(KeyError, match=r"'kv_len'; this metadata has .*kv_lens"):
+        metadata["kv_len"]
