@@ -67,7 +67,7 @@ class DirectPut(CopiedPut):
             raise SchemaError("direct=True: a tensor is too long to be announced; leave it out")
         regions = list[Region]()
         for view, spec in zip(aliases(self.views), self.plan.tensors, strict=True):
-            device = str(view.device)  # as connectors name it
+            device = device_of(view)
             refusal = self._refusal(view, spec) or self.operation.producer.direct_refusal(device)
             if refusal:
                 raise SchemaError(f"direct=True, {spec.where()}: {refusal}")
@@ -83,8 +83,13 @@ class DirectPut(CopiedPut):
         """Return why a tensor cannot be sent as it lies, with the cure; "" if it can."""
         if not isinstance(view, torch.Tensor) or not view.is_contiguous() or view.is_neg():
             return "it does not lie in one piece; without direct=True it is copied into one"
-        device, copier = str(view.device), self.operation.copier
+        device, copier = device_of(view), self.operation.copier
         if spec.digest and device != "cpu" and not copier.uses_device_memory:
             cure = "use copier='pinned', or put it with digests=False"
             return f"copier {copier.name!r} computes no digests on {device}; {cure}"
         return ""
+
+
+def device_of(view: TensorView) -> str:
+    """Return the device as connectors name it, such as "cpu" or "cuda:0"."""
+    return str(view.device)
