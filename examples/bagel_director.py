@@ -197,6 +197,13 @@ def verdict(
     return same_image and same_text and not difference
 
 
+def conclude(is_same: bool, requests: int) -> None:
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    text = f"The same: {requests} requests, every byte of K and V, every pixel, every token."
+    print(f"\n{bold}{text if is_same else 'DIFFERENT: see above.'}{plain}")
+    print("Next: docs/start.md (your first cache), docs/guides/any_engine.md (your own engine)")
+
+
 def image_path(args: argparse.Namespace, request: Request) -> str:
     return str(Path(args.out) / f"{request.request_id}.png")
 

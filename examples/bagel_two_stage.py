@@ -31,6 +31,7 @@ from bagel_director import (
     Stages,
     answer_path,
     bundle_path,
+    conclude,
     image_path,
     orders,
     preview_path,
@@ -291,13 +292,18 @@ def main() -> int:
         return 0
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        args.scratch = scratch
+        args.scratch, args.is_random = scratch, not args.checkpoint
         args.checkpoint = args.checkpoint or str(make_tiny_checkpoint(Path(scratch) / "tiny"))
         return direct(args)
 
 
 def direct(args: argparse.Namespace) -> int:
-    print(f"BAGEL from {args.checkpoint}, {args.dtype}, two processes over {args.connector}\n")
+    weights = "random tiny weights" if args.is_random else args.checkpoint
+    print(f"BAGEL from {weights}, {args.dtype}, two processes over {args.connector}")
+    if args.is_random:
+        print("Pictures are noise and answers are meaningless: what counts is that two processes")
+        print("compute the same as one. The first transfer of a link maps its memory (reserve).")
+    print()
     alone = SingleProcess(args)
     with Stages(args) as stages, ThreadPoolExecutor(1) as beside:
         image_request = Request("text-to-image", "a red fox in the snow, at dawn", steps=args.steps)
@@ -314,6 +320,7 @@ def direct(args: argparse.Namespace) -> int:
         verdict(args, one, alone.bundles[one.request_id], alone.answers.get(one.request_id, []))
         for one in requests
     ]
+    conclude(all(verdicts), len(requests))
     return 0 if all(verdicts) else 1
 
 

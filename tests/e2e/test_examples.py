@@ -66,6 +66,8 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
         assert (strip[:, -image.shape[1] :] == image).all()
         assert (strip[:, : image.shape[1]] != image).any()
     assert done.stdout.count("  text  same tokens") == 1
+    assert "random tiny weights" in done.stdout
+    assert "The same: 2 requests" in done.stdout.splitlines()[-2]
     assert re.search(r"image-edit: what is in the image\?\n +\d+ tokens in", done.stdout)
 
 
@@ -145,6 +147,7 @@ def test_the_demo_fails_loudly_when_a_stage_dies(tmp_path: Path) -> None:
     assert "the ar stage failed with status -9" in done.stdout
     assert "the dit stage failed" in done.stdout
     assert "bit-exact" not in done.stdout
+    assert "The same" not in done.stdout
 
 
 def test_the_streaming_example_receives_every_layer() -> None:
