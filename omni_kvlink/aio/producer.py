@@ -78,10 +78,10 @@ class AsyncAppendStream(_AsyncWriter[AppendStream]):
     append_requests = in_thread("out", AppendStream.append_requests)
 
 
-def entered(
+def opened_on_enter(
     kind: Callable[[Callable[[], S]], A], method: Callable[Concatenate[KVProducer, P], S]
 ) -> Callable[Concatenate[AsyncKVProducer, P], A]:
-    """The method of the producer below; its stream is opened where `async with` enters it."""
+    """Return `method` for asyncio: the stream that it returns is opened by its `async with`."""
 
     @wraps(method)
     def call(self: AsyncKVProducer, /, *args: P.args, **kwargs: P.kwargs) -> A:
@@ -96,8 +96,8 @@ class AsyncKVProducer(AsyncLinkEnd[KVProducer]):
     put = in_thread("link", KVProducer.put)
     put_many = in_thread("link", KVProducer.put_many)
     allocate = in_thread("link", KVProducer.allocate)
-    stream_put = entered(AsyncPutStream, KVProducer.stream_put)
-    open_stream = entered(AsyncAppendStream, KVProducer.open_stream)
+    stream_put = opened_on_enter(AsyncPutStream, KVProducer.stream_put)
+    open_stream = opened_on_enter(AsyncAppendStream, KVProducer.open_stream)
 
     async def wait(self, receipt: Receipt, *, timeout: float) -> None:
         """`Receipt.wait`; holds no thread."""

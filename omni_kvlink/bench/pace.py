@@ -128,7 +128,7 @@ class ChunkReader:
             self._take(number_of[stream], chunk)
 
     def by_steps(self) -> None:
-        """Wait for the one stream whose chunks are steps of all."""
+        """Receive one stream of `append_requests`, whose chunks have the rows of all streams."""
         (stream,) = self._streams
         while self._into.items_left:
             step = stream.receive(timeout=PATIENCE)

@@ -184,7 +184,7 @@ def can_put_direct(producer: KVProducer) -> bool:
 
 
 def _where_possible(check: Callable[[KVProducer, RemoteLink], None]) -> Callable[[Rig], None]:
-    """Make a check that does nothing where a producer cannot put directly."""
+    """Return the check for a producer that has direct puts; with another it passes unrun."""
 
     @functools.wraps(check)
     def checked(rig: Rig) -> None:

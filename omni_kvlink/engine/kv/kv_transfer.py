@@ -152,8 +152,9 @@ class PeerConnections:
                 f"{url}: {self._failures[url]}" if url in self._failures else url
                 for url in self._config.peers
             )
-            text = f"not connected to {peers} within {format_seconds(timeout)}"
-            raise TransferTimeout(text, waited=timeout)
+            is_late = len(self._failures) < len(self._config.peers)  # else each one was refused
+            within = f" within {format_seconds(timeout)}" if is_late else ""
+            raise TransferTimeout(f"not connected to {peers}{within}", waited=timeout)
 
     def close(self) -> None:
         """Stop connecting."""

@@ -11,7 +11,7 @@ import torch
 from ar_fixtures import TOLERANCE, Passes, SentKV, ar_engine, difference, kv_of, prompt, read_alone
 from engine_fixtures import WAIT, checkpoint, url
 
-from omni_kvlink import KVConsumer, KVLink, SchemaError
+from omni_kvlink import KVConsumer, KVLink, SchemaError, TransferTimeout
 from omni_kvlink.engine import (
     AREngine,
     DiffusionParallelConfig,
@@ -82,6 +82,18 @@ def test_an_absent_peer_keeps_no_other_one_waiting(sockets: str) -> None:
         finally:
             peers.close()
         link.close()
+
+
+def test_a_peer_that_refuses_is_named_with_its_reason(sockets: str) -> None:
+    """Its error is no wait: the text names no time that nobody waited."""
+    peer = f"zmq+ipc://{sockets}/a.sock"
+    how = {"options": {"keys": f"{sockets}/absent.secret"}, "timeout": WAIT}
+    config = KVTransferConfig("kv_producer", url(), (peer,), **how)  # type: ignore[arg-type]
+    peers = PeerConnections(config, lambda link: None)
+    with pytest.raises(TransferTimeout, match=r"not connected to .*keys= .* go together") as caught:
+        peers.wait(WAIT)
+    peers.close()
+    assert " within " not in str(caught.value)
 
 
 def read(engine: AREngine, name: str, text: Any, **fields: Any) -> Any:
