@@ -57,6 +57,7 @@ HELP = re.compile(r"<!-- HELP: ([\w -]+) -->")
 LINK = re.compile(r"\]\((?!https?:|#)([\w./-]+)(#[\w-]+)?\)")
 PAGES = {
     "CHANGELOG.md": "docs/changelog.md",
+    "CODE_OF_CONDUCT.md": "docs/code_of_conduct.md",
     "CONTRIBUTING.md": "docs/contributing.md",
     "README.md": "docs/index.md",
     "SECURITY.md": "docs/security.md",
@@ -65,10 +66,12 @@ PAGES = {
 """Files outside `docs/` that are pages of the site."""
 
 
-def _insert_files(_: Sphinx, docname: str, source: list[str]) -> None:
+def _insert_files(app: Sphinx, docname: str, source: list[str]) -> None:
     """Insert files where a page names them; adjust the links."""
     here = f"docs/{docname}"
     text = _local_links(source[0], here, here)
+    for path in WHOLE_FILE.findall(text):
+        app.env.note_dependency(str(ROOT / path))  # else a change of the file leaves the old page
     text = WHOLE_FILE.sub(lambda m: _local_links(_body(m[1]), m[1], here), text)
     source[0] = HELP.sub(lambda m: f"```text\n{_help(*m[1].split())}```", text)
 
