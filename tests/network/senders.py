@@ -6,7 +6,7 @@ import random
 import time
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from features import chunk_count, chunk_of, feature_of, recipe, sizes_of
+from features import chunk_count, chunk_of, end_of, feature_of, recipe, sizes_of
 
 from omni_kvlink import (
     AppendStream,
@@ -131,7 +131,7 @@ class Sender:
                 if fails and number == len(layers) - 1:
                     raise ProducerError
                 out.write_layer(number, *views)
-        return [out.commit()]
+            return [out.finish(end_of(data))]
 
     def _append(self, keys: Sequence[str], readers: Mapping[str, int]) -> list[Receipt]:
         """Open a stream for each key, and append their chunks in turn; or fail them all."""

@@ -69,7 +69,7 @@ class KVStream:
             for writes in self._layers.values():
                 for write in writes:
                     write()
-            receipts = [stream.commit() for stream in self._streams]
+            receipts = [stream.finish(extra) for stream in self._streams]
         else:
             receipts = list(self._put_all(self._payload))
         largest = max((receipt.ledger.nbytes for receipt in receipts), default=0)
@@ -110,9 +110,9 @@ class KVStream:
 def _writes(
     out: PutStream, piece: KVPayload, whole: KVPayload, *, is_cut: bool
 ) -> Iterator[tuple[tuple[str, int], Callable[[], None]]]:
-    """Yield the call that sends each layer of a part, by the branch and layer of the whole that has its tensors.
+    """Yield the call that sends each layer of a part, by who has its tensors: branch and layer.
 
-    With `is_cut` the part has some of the layers: see `KVPart.cut`.
+    These are of the whole. With `is_cut` the part has some of the layers: see `KVPart.cut`.
     """
     names = list(piece) if isinstance(piece, KVCacheBundle) else [""]
     for name in names:
