@@ -80,7 +80,7 @@ def test_waiting_for_layers_holds_no_threads(run: Callable[[Test], None]) -> Non
                 for wait in waits:
                     await wait
                 assert stream.extra == {"first token": 17}
-                assert stream.metadata["kv"].num_layers == 3
+                assert getattr(stream.metadata["kv"], "num_layers", 0) == 3
                 del waits, wait
 
     run(test)
