@@ -48,7 +48,9 @@ def bound_names() -> frozenset[str]:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 names.add(name)
-            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+            case ast.Attribute(attr=name, ctx=context) | ast.Name(id=name, ctx=context):
+                if isinstance(context, ast.Load):
+                    continue
                 names.add(name)
             case ast.Constant(value=str(name)) if name.isidentifier():  # a key of a configuration
                 names.add(name)
@@ -60,14 +62,14 @@ def renamed_words() -> dict[str, list[str]]:
     """The words of the last table, and the names that each has here."""
     _, _, table = PAGE.read_text().partition("\n## Words with another name here\n")
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    return {word: SPAN.findall(here) for words, here in lines for word in SPAN.findall(words)}
+    return {word: SPAN.findall(here) for cell, here in lines for word in SPAN.findall(cell)}
 
 
-def absent_words(asked: str) -> list[str]:
+def absent_words(text: str) -> list[str]:
     """Names in a row's first column that are neither here nor in the last table."""
-    spans = [span for span in SPAN.findall(asked) if not span.endswith((".py", ".yaml"))]
-    words = {word for span in spans for word in re.findall(r"[A-Za-z_]\w+", span)} - {"True"}
-    return sorted(words - bound_names() - renamed_words().keys())
+    spans = [span for span in SPAN.findall(text) if not span.endswith((".py", ".yaml"))]
+    names = {name for span in spans for name in re.findall(r"[A-Za-z_]\w+", span)} - {"True"}
+    return sorted(names - bound_names() - renamed_words().keys())
 
 
 def has_attribute(path: str, dotted: str) -> bool:
@@ -83,11 +85,11 @@ def has_attribute(path: str, dotted: str) -> bool:
 
 def errors_in(row: Row) -> list[str]:
     """What a row names that does not exist."""
-    asked, where, shown, state = row
+    requirement, where, shown, state = row
     wrong = [] if STATE.fullmatch(state) else [f"state {state!r}"]
     if (where == "-") != (state == "missing"):
         wrong.append(f"{state}, and where is {where!r}")
-    wrong += absent_words(asked) if state == "works" else []
+    wrong += absent_words(requirement) if state == "works" else []
     path = source = sources = ""
     for span in SPAN.findall(where):
         if span.endswith(".py"):
