@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, kill
-from frozen_processes import freeze
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import (
     CapacityError,
@@ -30,6 +27,9 @@ from omni_kvlink.testing.append_stream_checks import (
 from omni_kvlink.testing.caches import chunk, hash_chunk
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.connectors.zmq_addresses import fresh_url
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, kill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,14 +6,14 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, kill
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import PeerLostError
 from omni_kvlink.testing.batch_checks import KEYS, RECIPES, make_all
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested, wait_all
+from support.connectors.zmq_addresses import fresh_url
+from support.faults.harness import Field, Start, kill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tensor_ways import ANY, OF_CACHES, Links, links
 
 import omni_kvlink
 from omni_kvlink import SchemaError
 from omni_kvlink.payload import tensor_memory
 from omni_kvlink.payload.views import same_bytes
+from support.payloads.tensor_ways import ANY, OF_CACHES, Links, links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
 
-    from tensor_ways import Way
+    from support.payloads.tensor_ways import Way
 
 LIBRARY = str(Path(omni_kvlink.__file__).parent)
 TAKING = {tensor_memory.address_of.__code__, tensor_memory.are_whole.__code__}

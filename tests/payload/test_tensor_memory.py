@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tensor_ways import ANY, OF_CACHES, Links, links
 
 from omni_kvlink import KVCacheTransferData, SchemaError, TensorTransferData
 from omni_kvlink.adapters import PagedAdapter
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import same_bytes
+from support.payloads.tensor_ways import ANY, OF_CACHES, Links, links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tensor_ways import Way
+    from support.payloads.tensor_ways import Way
 
 SIZES = {"small": 4, "large": 20_000}
 """Tokens of 32 floats."""

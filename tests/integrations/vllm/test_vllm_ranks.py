@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fixtures import BLOCK, PATIENCE, SEND, EngineProcess, prompt
 
 from omni_kvlink import KVLink
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+from support.vllm.engine_process import BLOCK, PATIENCE, SEND, EngineProcess, prompt
 
 pytestmark = [
     pytest.mark.skipif(
