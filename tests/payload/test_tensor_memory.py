@@ -17,6 +17,7 @@ from omni_kvlink import KVCacheTransferData, SchemaError, TensorTransferData
 from omni_kvlink.adapters import PagedAdapter
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import same_bytes
+from support.payloads.storage_changes import cut, free, replace_by_a_short_one
 from support.payloads.tensor_ways import ANY, OF_CACHES, Links, links
 
 if TYPE_CHECKING:
@@ -41,22 +42,6 @@ def to(request: pytest.FixtureRequest) -> Iterator[Links]:
         path = Path(directory)
         with links(path, f"changes-{request.param}", request.param, 1 << 15) as opened:
             yield opened
-
-
-def cut(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    storage.resize_(storage.nbytes() // 2)
-
-
-def free(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
-def replace_by_a_short_one(tensor: torch.Tensor) -> None:
-    """Shape and strides stay, the storage is another one, which is then cut."""
-    other = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    tensor.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
-    cut(tensor)
 
 
 CHANGES = (cut, free, replace_by_a_short_one)

@@ -31,7 +31,7 @@ from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from support.simulation.growing_payloads import chunk_payload, end_payload, head_plan
-from support.simulation.parties import LAYERS, Producer, SimConsumer
+from support.simulation.parties import LAYERS, OpenGet, Producer, SimConsumer
 from support.simulation.world import Clock, Wire
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ class FarConsumer(SimConsumer):
         FarGet(self, key, pending, timeout)
 
 
-class FarGet:
+class FarGet(OpenGet):
     """One get, and the checks of what it receives, layer by layer if it streams."""
 
     def __init__(self, reader: FarConsumer, key: str, pending: PendingGet, timeout: float):
@@ -473,12 +473,6 @@ class FarGet:
             self._delivery.release()
         self._delivery = None
         self._finish(outcome)
-
-    def _finish(self, outcome: str) -> None:
-        assert not self._is_over, "a get ended twice"
-        self._is_over = True
-        self._reader.open -= 1
-        self._reader.outcomes[outcome] += 1
 
 
 def _has_succeeded(answer: Answer[None]) -> bool:

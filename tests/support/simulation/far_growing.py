@@ -18,6 +18,7 @@ from omni_kvlink.payload.manifest import LayoutCache
 from support.simulation.far import FarConsumer
 from support.simulation.growing_parties import PATIENCE
 from support.simulation.growing_payloads import rows_of
+from support.simulation.parties import OpenGet
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -29,7 +30,7 @@ _copier = TorchCopier()
 _BEGINS = re.compile(r"\(start=(\d+)\)")
 
 
-class FarGrowingReader:
+class FarGrowingReader(OpenGet):
     """Reads a stream chunk by chunk, and checks the order, the bytes and the count.
 
     If a lost reader had the first chunks, it opens the stream again, and begins after them.
@@ -165,9 +166,3 @@ class FarGrowingReader:
 
     def _open_again(self, start: int) -> None:
         self._clock.soon(partial(FarGrowingReader, self._reader, self._key, 1.0, start))
-
-    def _finish(self, outcome: str) -> None:
-        assert not self._is_over, "a get ended twice"
-        self._is_over = True
-        self._reader.open -= 1
-        self._reader.outcomes[outcome] += 1

@@ -9,7 +9,7 @@ from omni_kvlink import PeerLostError, TransferFailed
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest, StreamEnded
 from omni_kvlink.connectors.protocol.transfer import Transfer
-from support.simulation.parties import LAYERS, inline_payload
+from support.simulation.parties import LAYERS, OpenGet, inline_payload
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.get_table import GetState
@@ -95,7 +95,7 @@ class GrowingWriter:
         producer.clock.soon(self._append, 0.2)
 
 
-class GrowingReader:
+class GrowingReader(OpenGet):
     """Reads a stream chunk by chunk, and checks the order, the bytes and the count."""
 
     def __init__(self, reader: SimConsumer, key: str, timeout: float):
@@ -199,9 +199,3 @@ class GrowingReader:
             epoch = self._head.answer.result().epoch
             self._connection.get_table.release(self._head.get_id, epoch, reported)
         self._finish(outcome)
-
-    def _finish(self, outcome: str) -> None:
-        assert not self._is_over, "a get ended twice"
-        self._is_over = True
-        self._reader.open -= 1
-        self._reader.outcomes[outcome] += 1

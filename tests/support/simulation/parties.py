@@ -418,7 +418,20 @@ class SimConsumer:
         self.clock.after(timeout, get.expire)
 
 
-class WaitingGet:
+class OpenGet:
+    """A get of a consumer, which ends once."""
+
+    _reader: SimConsumer
+    _is_over: bool
+
+    def _finish(self, outcome: str) -> None:
+        assert not self._is_over, "a get ended twice"
+        self._is_over = True
+        self._reader.open -= 1
+        self._reader.outcomes[outcome] += 1
+
+
+class WaitingGet(OpenGet):
     """One get, and the checks of what it receives."""
 
     def __init__(self, reader: SimConsumer, connection: Connection, get_state: GetState):
@@ -525,9 +538,3 @@ class WaitingGet:
             delivery.release_unread()
         else:
             delivery.release()
-
-    def _finish(self, outcome: str) -> None:
-        assert not self._is_over, "a get ended twice"
-        self._is_over = True
-        self._reader.open -= 1
-        self._reader.outcomes[outcome] += 1
