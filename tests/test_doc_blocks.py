@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
-from doc_blocks import DOCS, ROOT, Block, blocks, directory, execute, pages
-from lora_fixtures import bagel_adapter
-from zmq_fixtures import free_port
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, TensorTransferData, errors
 from omni_kvlink.adapters import PagedCache
@@ -34,6 +31,9 @@ from omni_kvlink.connectors import registry
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
 from omni_kvlink.models.bagel import make_tiny_checkpoint
 from omni_kvlink.payload.views import dense
+from support.connectors.zmq_addresses import free_port
+from support.doc_blocks import DOCS, ROOT, Block, blocks, directory, execute, pages
+from support.engine.lora_adapters import bagel_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from transfer_table_fixtures import HERE, Bench, offer
 
 from omni_kvlink import DuplicateKeyError
 from omni_kvlink.connectors.protocol.messages import Message, Outcome, Status
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.memory.arena import Block
+from support.connectors.transfer_tables import HERE, Bench, offer
 
 
 @pytest.fixture

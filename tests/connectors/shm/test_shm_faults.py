@@ -9,13 +9,13 @@ import time
 from functools import partial
 
 import pytest
-from fault_harness import Field, Start, expect_reason, kill
-from frozen_processes import freeze
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, expect_reason, kill
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from omni_stage import NAME
+
+pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
 from omni_kvlink import (
     ClosedError,
@@ -37,6 +38,7 @@ from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import LazyEvent
 from omni_kvlink.testing.rig import until
+from support.vllm_omni.stage import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
