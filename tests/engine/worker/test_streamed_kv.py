@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ar_fixtures import (
+
+from omni_kvlink import KVCacheBundle, KVConsumer, KVLink, PeerLostError, TransferFailed
+from omni_kvlink.adapters import unpack_generator
+from omni_kvlink.copier import PinnedCopier
+from omni_kvlink.engine import EngineDeadError
+from omni_kvlink.testing import faults
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.engine.ar_stage import (
     TOLERANCE,
     ar_engine,
     difference,
@@ -20,24 +28,15 @@ from ar_fixtures import (
     read_alone,
     runner_of,
 )
-from engine_fixtures import WAIT, until
-from fake_device import device as device
-from fake_device import directory as directory
-
-from omni_kvlink import KVCacheBundle, KVConsumer, KVLink, PeerLostError, TransferFailed
-from omni_kvlink.adapters import unpack_generator
-from omni_kvlink.copier import PinnedCopier
-from omni_kvlink.engine import EngineDeadError
-from omni_kvlink.testing import faults
+from support.engine.fixtures import WAIT, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fake_device import FakeDevice
-
     from omni_kvlink.engine import AREngine
     from omni_kvlink.engine.kv.kv_stream import KVStream
     from omni_kvlink.engine.kv_sent import KVSent
+    from support.devices.fake_device import FakeDevice
 
 LAYERS = 3
 IMAGE = torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8)
