@@ -125,7 +125,7 @@ class ReceivedStream(ReadBlock):
 
     @property
     def metadata(self) -> Mapping[str, KVMetadata | Mapping[str, Any]]:
-        """What `stream_put` said of each branch ("kv" is that of a single cache), from the start.
+        """Metadata that `stream_put` gave for each branch ("kv" is a single cache), from the start.
 
         Of a branch of other tensors it is their JSON metadata.
         """
@@ -140,7 +140,7 @@ class ReceivedStream(ReadBlock):
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What the writer gave to `PutStream.finish`; empty before the commit, and if it gave none.
+        """Metadata that `PutStream.finish` was given; empty before the commit, and if there is none.
 
         It is there once `wait` has returned. WireError if it is no JSON object.
         """

@@ -80,7 +80,7 @@ class LinkCommands(CommandSet):
         return fingerprint(self.kept[key].wait(timeout=timeout))
 
     def stream_metadata(self, key: str) -> list[dict[str, Any]]:
-        """What a stream says of each branch's lengths, and the metadata at its end."""
+        """The lengths of each branch of a stream by its metadata, and the metadata at its end."""
         stream = self.kept[key]
         lens = {name: getattr(each, "kv_lens", ()) for name, each in stream.metadata.items()}
         return [lens, dict(stream.extra)]

@@ -75,7 +75,6 @@ class BagelPrefill(ModelUtility):
             on_last_pass=on_last_pass if request.kv_stream is not None else None,
             **plan_options(pipeline, request, think=self._think),
         )
-        pipeline.release_caches()
         contexts.extra = _extra(request, generator)
         _check_announced(request, contexts)
         request.past_key_values = contexts
@@ -127,6 +126,10 @@ class BagelPrefill(ModelUtility):
         context = BagelContext([n], [n], PagedNaiveCache(table).with_cached(ids[:n]))
         _, hidden = yield PromptTokens(context, ids[n:])
         return torch.as_tensor(hidden[-1:])
+
+    def release_caches(self) -> None:
+        """Drop the contexts of the last request, which its blocks hold."""
+        self._pipeline.release_caches()
 
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Read the next tokens of several texts in one pass."""

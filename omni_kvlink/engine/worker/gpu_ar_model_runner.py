@@ -24,6 +24,7 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.tokens.outputs import KVConnectorOutput
 from omni_kvlink.engine.tokens.token_log import TokenLog, step_outputs
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.engine.worker.pass_clock import PassClock
 from omni_kvlink.engine.worker.prefill_utility import PrefillSteps, TextPass
 from omni_kvlink.engine.worker.token_budget import divide_tokens
 
@@ -43,6 +44,7 @@ class _Prefill:
 
     request: OmniDiffusionRequest
     steps: PrefillSteps
+    clock: PassClock
     next_pass: TextPass | None = None
     result: Any = None
     is_new: bool = True
@@ -119,6 +121,7 @@ class GPUARModelRunner:
         step all of it is sent, and its blocks are free: the link has a copy. That of a request for
         a text alone is not sent. EngineDeadError: a rank that computes with this one is gone.
         """
+        self.utility.release_caches()
         ids = scheduler_output.request_ids
         self._batch_sync.begin(ids)
         for key in [key for key in self._prefills if key not in ids]:  # they failed elsewhere
@@ -137,12 +140,25 @@ class GPUARModelRunner:
         request.token_log = TokenLog(request.sampling_params.logprobs)
         if self.kv_sink is not None and not request.sampling_params.is_text_only:
             request.kv_stream = self.kv_sink.open()
-        prefill = _Prefill(request, self._steps(request, output.block_ids[key], computed))
+        steps = self._steps(request, output.block_ids[key], computed)
+        prefill = _Prefill(request, steps, PassClock(self.device))
         try:
             request.lora = self.lora_manager.resolve(request.sampling_params)
         except Exception as error:
             prefill.error = error
         return prefill
+
+    def get_past_key_values(self) -> Any:
+        """Return the cache of the request that the last step ended, in the model's form.
+
+        It lies in the request's blocks, which the next step may give to others: it is valid until
+        then, and until `release_caches` or `sleep`. RuntimeError if that step ended no request.
+        """
+        return self.utility.pipeline.get_past_key_values()
+
+    def release_caches(self) -> None:
+        """Drop what `get_past_key_values` returns."""
+        self.utility.release_caches()
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Count the first tokens of each running request that are in its blocks, at least."""
@@ -158,6 +174,7 @@ class GPUARModelRunner:
         """Close the link; what the next stage has not received is lost."""
         for key in list(self._prefills):
             self._end(key)
+        self.release_caches()
         for end in (self.kv_transfer, self.kv_sink):
             if end is not None:
                 end.close()
@@ -238,8 +255,8 @@ class GPUARModelRunner:
         """Send a request's KV, unless the request was aborted; return its error, if any."""
         if aborted := self._aborted(prefill):
             return aborted
+        prefill.clock.stop()
         try:
-            output.seconds["prefill"] = time.perf_counter() - prefill.started
             if (transfer := self.config.kv_transfer) is not None and transfer.is_producer:
                 return {}  # a prefill stage, which has no answer of its own
             if prefill.request.sampling_params.is_text_only:
@@ -260,6 +277,8 @@ class GPUARModelRunner:
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
             return {prefill.key: error}
+        finally:
+            output.seconds["prefill"] = prefill.clock.seconds()
         return {}
 
     def _send_hidden(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> None:

@@ -85,6 +85,9 @@ class PrefillUtility:
         """
         raise NotImplementedError(f"{type(self).__name__} has no prefix_steps")
 
+    def release_caches(self) -> None:
+        """Drop what the model's pipeline keeps of the last request's cache; by default nothing."""
+
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Run one pass of several requests together; returns a result for each."""
         raise NotImplementedError(f"the steps of {type(self).__name__} yield None alone")

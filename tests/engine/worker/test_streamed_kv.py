@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -228,6 +230,28 @@ def test_an_abort_in_the_last_pass_ends_the_stream(sockets: str) -> None:
         with pytest.raises(TransferFailed, match="aborted"):
             reader.get("a", timeout=WAIT)
         freed(engine)
+
+
+def test_after_a_step_the_runner_has_the_cache_of_the_request_that_ended(sockets: str) -> None:
+    """Its rows are in the blocks until the next step; nothing keeps the pools through `sleep`."""
+    with ar_engine(sockets, think=False) as engine:
+        runner = runner_of(engine)
+        pools = [weakref.ref(pool) for pool in runner.pools.keys]
+        with pytest.raises(RuntimeError, match="no request has run"):
+            runner.get_past_key_values()
+        for name, text in (("a", "a fox"), ("b", "two owls")):
+            output = engine.submit(prompt(name, text)).result(WAIT)
+            assert 0.0 < output.seconds["prefill"] <= output.seconds["execute"]
+            cache: Any = runner.get_past_key_values()
+            expected: Any = read_alone(text).gen.past_key_values
+            for layer in range(LAYERS):
+                assert torch.equal(cache.key_cache[layer], expected.key_cache[layer])
+                assert torch.equal(cache.value_cache[layer], expected.value_cache[layer])
+            engine.fail_kv(name, "not needed")
+        del cache
+        engine.sleep()
+        gc.collect()
+        assert not any(pool() is not None for pool in pools)
 
 
 def test_a_writer_that_is_killed_between_two_layers_is_lost_to_its_reader(
