@@ -140,7 +140,7 @@ class ReceivedStream(ReadBlock):
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Metadata that `PutStream.finish` was given; empty before the commit, and if there is none.
+        """Metadata that `PutStream.finish` was given; empty before the commit, and if none was.
 
         It is there once `wait` has returned. WireError if it is no JSON object.
         """
