@@ -32,12 +32,18 @@ def extra_of(delivery: Delivery) -> Mapping[str, Any]:
 
     WireError if it is no JSON object; the payload is rejected then.
     """
-    text = delivery.extra
+    try:
+        return decode_extra(delivery.extra)
+    except WireError as error:
+        delivery.reject(str(error))
+        raise WireError(f"payload {delivery.key!r}: {error}") from None
+
+
+def decode_extra(text: bytes) -> Mapping[str, Any]:
+    """Return the metadata of a message; WireError if it is no JSON object."""
     if not text:
         return MappingProxyType({})
     try:
         return MappingProxyType(msgspec.json.decode(text, type=dict[str, Any]))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        reason = f"the metadata at its end is no JSON object: {error}"
-        delivery.reject(reason)
-        raise WireError(f"payload {delivery.key!r}: {reason}") from None
+        raise WireError(f"the metadata at its end is no JSON object: {error}") from None
