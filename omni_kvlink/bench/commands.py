@@ -167,7 +167,10 @@ def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
 
 def _add_link(parser: Parser) -> None:
     add = parser.group("link").add_argument
-    connectors = f"how the two processes are connected: {', '.join(_schemes())} (default: shm)"
+    connectors = (
+        f"how the two processes are connected: {', '.join(_schemes())} (default: shm); "
+        "zmq+tcp without encryption, ucx with trusted_network=1, both on loopback"
+    )
     add("--connector", default="shm", choices=_schemes(), metavar="NAME", help=connectors)
     url = "the link's whole URL, with address and options, instead of --connector"
     add("--url", default=argparse.SUPPRESS, type=_link_url, help=url)
