@@ -45,7 +45,7 @@ LEAVES = 0.4
 """How often a reader leaves a payload unread."""
 
 
-@pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])
+@pytest.fixture(params=["shm", pytest.param("zmq+ipc", marks=pytest.mark.slow), "zmq+tcp", UCX])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
