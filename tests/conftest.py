@@ -47,8 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Another run's links may have the same names: sockets of default directories are apart.
     paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for programs of tests
-    paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for programs of tests
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="kvl-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()  # not in the process that only distributes tests

@@ -49,6 +49,9 @@ ELSEWHERE = {
     ("docs/vllm_omni.md", "connectors:"): (
         "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
     ),
+    ("docs/guides/bagel_in_vllm_omni.md", " connectors:"): (
+        "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
+    ),
     ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
     ("docs/vllm_encoder.md", 'vllm serve MODEL --ec-transfer-config \'{"ec_connector": '): (
         "vLLM: tests/integrations/vllm/test_vllm_encoder_page.py"
@@ -235,7 +238,9 @@ def test_the_scripts_of_the_start_run_in_two_processes(section: str, here: Path)
 
 def test_every_block_has_a_language_that_is_checked() -> None:
     found = {block.language for page in ALL.values() for block in page}
-    assert found == {"python", "output", "sh", "yaml", "toml", "text"}
+    assert found == {"python", "output", "sh", "yaml", "toml", "text", "diff"}
+    patches = [block for page in ALL.values() for block in page if block.language == "diff"]
+    assert all(is_in(ELSEWHERE, block) for block in patches)
 
 
 @pytest.mark.parametrize("table", [ELSEWHERE, NOT_RUN], ids=["elsewhere", "not run"])

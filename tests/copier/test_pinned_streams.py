@@ -305,6 +305,7 @@ def torch_streams(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDe
         torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=device.stream)
     )
     monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(streams, "_raw_stream", None)  # builds of torch with CUDA have one
     return device
 
 

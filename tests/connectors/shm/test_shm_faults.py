@@ -165,9 +165,11 @@ def test_reader_killed_without_another_one(pooled: Field, start: Start) -> None:
     receipt = producer.put(Recipe("k").make(), ttl=0.1)
     hold.result(PATIENCE)
     time.sleep(0.1)  # the time to live passes while it is read, which is no fault
-    assert receipt.state == "leased"
+    assert (receipt.state, receipt.lost_readers) == ("leased", 0)
     kill(target)
-    expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=("expired",))
+    lost = "1 readers missing (1 came and left it unread)"
+    expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=("expired", lost))
+    assert receipt.lost_readers == 1
     until_freed(producer)
 
 
