@@ -17,6 +17,7 @@ from omni_kvlink import KVCacheBundle, KVConsumer, KVLink, PeerLostError, Transf
 from omni_kvlink.adapters import unpack_generator
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.engine import EngineDeadError
+from omni_kvlink.engine.kv.kv_stream import KVStream
 from omni_kvlink.testing import faults
 from support.devices.fake_device import device as device
 from support.devices.fake_device import directory as directory
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.engine import AREngine
-    from omni_kvlink.engine.kv.kv_stream import KVStream
     from omni_kvlink.engine.kv_sent import KVSent
     from support.devices.fake_device import FakeDevice
 
@@ -203,6 +203,33 @@ def test_a_pass_that_fails_at_a_layer_fails_its_request(sockets: str, layer: int
         freed(engine)
 
 
+def test_a_pass_that_fails_ends_the_streams_of_all_who_share_it(sockets: str) -> None:
+    with (
+        ar_engine(sockets, think=False) as engine,
+        reader_of(engine, sockets) as reader,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        begun = list[int]()
+
+        def fail() -> None:
+            begun.append(live(engine))
+            raise RuntimeError("the device is on fire")
+
+        hook = layers_of(engine)[1].register_forward_pre_hook(lambda *_: fail())
+        reading = [threads.submit(read_all, reader, name) for name in "ab"]
+        for output in engine.generate([prompt("a"), prompt("b")], timeout=WAIT):
+            assert "the device is on fire" in str(output.error)
+        for one in reading:
+            with pytest.raises(TransferFailed, match="the device is on fire"):
+                one.result(WAIT)
+        assert begun == [2]
+        freed(engine)
+        hook.remove()
+        assert engine.submit(prompt("a")).result(WAIT).error is None
+        read_all(reader, "a")
+        freed(engine)
+
+
 def test_a_stream_that_its_reader_ends_fails_that_request_alone(sockets: str) -> None:
     """Both are read in one pass."""
     with ar_engine(sockets, think=False) as engine, reader_of(engine, sockets) as reader:
@@ -311,6 +338,40 @@ def test_on_a_device_layers_leave_behind_the_work_of_the_pass(
         assert device.crossed_nbytes > 0
         with stream.result(WAIT) as whole:
             whole.wait(timeout=WAIT)
+        freed(engine)
+
+
+def test_on_a_device_no_layer_holds_up_the_thread_that_enqueues(
+    sockets: str, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is enqueued runs until the pass has ended, and no call waits for it."""
+    pools, write = list[int](), KVStream.write_layer
+    device.holds = lambda view: _memory(view) in pools
+
+    def write_layer(stream: KVStream, layer: int, branch: str = "") -> None:
+        with device.without_blocking():
+            write(stream, layer, branch)
+
+    def finish(stream: KVStream, finish: Callable[[], KVSent]) -> KVSent:
+        assert not stream._layers
+        device.hold(False)
+        return finish()
+
+    with ar_engine(sockets, think=False) as engine, reader_of(engine, sockets) as reader:
+        runner = runner_of(engine)
+        runner.kv_sink.link._copier = PinnedCopier()  # type: ignore[union-attr]
+        pools += [pool.data_ptr() for pool in [*runner.pools.keys, *runner.pools.values]]
+        assert engine.submit(prompt("first")).result(WAIT).error is None  # it page-locks memory
+        engine.fail_kv("first", "not needed")
+        on_finish(runner, finish)
+        monkeypatch.setattr(KVStream, "write_layer", write_layer)
+        device.hold(True)
+        assert engine.submit(prompt("a")).result(WAIT).error is None
+        assert device.get("blocking") == 0
+        with reader.get("a", timeout=WAIT) as got:
+            arrived = tensors_of(got)
+            assert difference(arrived, kv_of(read_alone("a fox"))) == 0.0
+            del arrived
         freed(engine)
 
 
