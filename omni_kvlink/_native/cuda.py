@@ -111,7 +111,7 @@ class DeviceBatch(host.CopyBatch):
         status = getattr(_load(), f"kvlc_{verb}")(
             *self._payload,
             packed.buffer_info()[0] if packed else None,
-            len(self),
+            self._count,
             options,
             self.report,
             ticket._number,

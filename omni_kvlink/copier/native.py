@@ -28,7 +28,6 @@ from omni_kvlink.payload.views import (
 from omni_kvlink.system.deadline import NEVER, check_deadline, deadline_passed
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
@@ -57,14 +56,9 @@ class NativeCopier(Copier):
         reason = host.missing()
         if reason:
             raise NativeError(reason)
-        self.threads = threads
+        self.threads, self.features = threads, host.features()
         self._copies = DeviceCopies()
         self._describe = dlpack.describer_of(torch.Tensor)
-
-    @property
-    def features(self) -> str:
-        """The instruction set in use, as of `host.features`."""
-        return host.features()
 
     def device_copies(self) -> dict[str, int]:
         """Bytes of device tensors copied so far, by torch."""
@@ -83,9 +77,12 @@ class NativeCopier(Copier):
         for source, target, spec in torch_copies:
             for _ in gather_steps(source, target, spec, LARGE_STEP):
                 check_deadline(deadline, COPYING)
-        by_name = native.by_name(native.gather())
-        if torch_batch is not None:
-            by_name |= torch_batch.by_name(torch_batch.digest())
+        digests = split_digests(native.gather().hex(), native.specs)
+        if torch_batch is None:
+            return digests
+        specs = [*native.specs, *torch_batch.specs]
+        digests += split_digests(torch_batch.digest().hex(), torch_batch.specs)
+        by_name = {spec.name: digest for spec, digest in zip(specs, digests, strict=True)}
         return [by_name[spec.name] for spec in manifest.tensors]
 
     def pack(self, sources: Views, manifest: Manifest) -> bytes:
@@ -172,7 +169,7 @@ class NativeCopier(Copier):
         batch = _Batch(manifest, region, self.threads, deadline)
         for spec in manifest.tensors:
             batch.add_tensor(spec)
-        return list(batch.by_name(batch.digest()).values())
+        return split_digests(batch.digest().hex(), batch.specs)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests in one call of the library."""
@@ -224,27 +221,19 @@ class _Batch(host.CopyBatch):
             region.address, region.nbytes, threads=count, stores=stores, deadline=deadline
         )
         self._data = manifest.header_nbytes
-        self._specs: list[TensorSpec] = []
+        self.specs: list[TensorSpec] = []
 
     def add_tensor(self, spec: TensorSpec, view: host.PackedView = ()) -> None:
-        self._specs.append(spec)
+        self.specs.append(spec)
         start, nbytes = self._data + spec.start, spec.stop - spec.start
         self.add(start, nbytes, view, digest=bool(spec.digest))
 
     def committed(self) -> bytes:
         """The digests that the manifest has."""
-        return bytes.fromhex("".join([spec.digest for spec in self._specs]))
+        return bytes.fromhex("".join([spec.digest for spec in self.specs]))
 
-    def by_name(self, digests: bytes) -> dict[str, str]:
-        """The digests of each tensor, as `TensorSpec.digest` holds them."""
-        names = [spec.name for spec in self._specs]
-        return dict(zip(names, split_digests(digests.hex(), self._specs), strict=True))
-
-    def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
-        try:
-            super()._call(name, entries, digests)
-        except host.CopyFailed as failed:
-            raise copy_error(failed, self._specs) from None
+    def error(self, failed: host.CopyFailed) -> Exception:
+        return copy_error(failed, self.specs)
 
 
 def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:

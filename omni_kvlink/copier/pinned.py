@@ -60,12 +60,8 @@ class PinnedCopier(NativeCopier):
         threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._native = NativeCopier(threads=threads)
         self._crossover = cuda.crossover()
+        self.features += f", {cuda.describe(0)}"  # CUDA's version, and the first device's name
         self._warned = False
-
-    @property
-    def features(self) -> str:
-        """The host's instruction set, CUDA's version, and the first device's name."""
-        return f"{host.features()}, {cuda.describe(0)}"
 
     def gather(
         self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import TransferTimeout, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NEVER = math.inf
 """A deadline (`time.monotonic`) that does not pass."""
@@ -43,17 +38,10 @@ class Deadline:
     def check(self, key: str) -> None:
         """Raise TransferTimeout if the timeout has passed."""
         if self.timeout and not self.seconds_left():
-            raise self._passed(key, "reserving memory")
+            raise self.passed(key, "reserving memory")
 
-    @contextlib.contextmanager
-    def naming(self, key: str) -> Iterator[None]:
-        """Name payload and timeout in a TransferTimeout of `check_deadline` in this block."""
-        try:
-            yield
-        except TransferTimeout as error:
-            raise self._passed(key, error.phase) from None
-
-    def _passed(self, key: str, phase: str) -> TransferTimeout:
+    def passed(self, key: str, phase: str) -> TransferTimeout:
+        """Return the error for one of `check_deadline`, with the payload's key and the timeout."""
         text = f"{format_seconds(self.timeout)} have passed while {phase}: raise timeout="
         return TransferTimeout(
             f"payload {key!r}: {text}", key=key, waited=self.timeout, phase=phase

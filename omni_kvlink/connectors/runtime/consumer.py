@@ -273,7 +273,10 @@ class SessionConsumer(Consumer):
         self, requests: Sequence[GetRequest], *, timeout: float, verify: bool = True
     ) -> list[PendingGet]:
         """Request payloads; blocks only while it reconnects."""
-        return self._live_session(timeout).request(requests, verify=verify)
+        session = self._session
+        if self._closed or session is None or session.is_closed:
+            session = self._new_session(timeout)
+        return session.request(requests, verify=verify)
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""
@@ -326,13 +329,9 @@ class SessionConsumer(Consumer):
         if self._session is not None:
             self._session.close_deferred()
 
-    def _live_session(self, timeout: float) -> Session:
-        """Return the session, a new one if the last has ended."""
-        if self._closed:  # the call costs more than the test
-            self._check_open()
-        session = self._session
-        if session is not None and not session.is_closed:
-            return session
+    def _new_session(self, timeout: float) -> Session:
+        """Return a new session: the last one has ended."""
+        self._check_open()
         try:
             return uninterrupted(partial(self._replace, timeout))
         except TimeoutError as error:
