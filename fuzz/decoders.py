@@ -45,7 +45,7 @@ from omni_kvlink.link.kvlink import _parse
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
 from omni_kvlink.lookup.tokens import DIGEST_SIZE, digest
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests, read_sizes
 from omni_kvlink.payload.manifest import Manifest

@@ -26,7 +26,8 @@ NAME = "omni_kvlink"
 
 LAYERS = (
     "errors _version",
-    "system settings",
+    "settings",
+    "system",
     "memory",
     "_native",
     "payload",

@@ -19,7 +19,7 @@ from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import dlpack
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,12 +21,13 @@ from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.views import TensorView, dense, same_bytes, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.schema import KVCacheTransferData
 
     MakeMapping = Callable[[str, int], Mapping]

@@ -22,10 +22,12 @@ from omni_kvlink.errors import (
     TransferTimeout,
     format_seconds,
 )
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
 
 _listeners: dict[str, InprocListener] = {}
 _changed = threading.Condition()

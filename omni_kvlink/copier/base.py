@@ -9,7 +9,7 @@ import torch
 
 from omni_kvlink.copier.streams import DeviceEvent, StreamEvents, device_of
 from omni_kvlink.memory.region import Scratch
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,7 +25,7 @@ from omni_kvlink.payload.views import (
     packed_view,
     tensor_view,
 )
-from omni_kvlink.system.deadline import NEVER, check_deadline, deadline_passed
+from omni_kvlink.system.waits import NEVER, check_deadline, deadline_passed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

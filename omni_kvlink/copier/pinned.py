@@ -23,7 +23,7 @@ from omni_kvlink.payload.views import (
     check_view_fits,
     packed_view,
 )
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

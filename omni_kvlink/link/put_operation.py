@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.views import TensorView
-    from omni_kvlink.system.deadline import Deadline
+    from omni_kvlink.system.waits import Deadline
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     KVLinkError,
@@ -18,6 +17,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
 from omni_kvlink.payload.views import TensorView, payload_views
+from omni_kvlink.system.waits import Answer, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

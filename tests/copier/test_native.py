@@ -16,7 +16,8 @@ from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier, native
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import views
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.manifest import Layout, Manifest

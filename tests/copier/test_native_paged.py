@@ -14,7 +14,7 @@ from strategies import EXAMPLES
 
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 
 Pool = Callable[[int, int, int, int, torch.dtype, int], torch.Tensor]

@@ -17,7 +17,7 @@ from payloads import DTYPES, noise
 from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier, TorchCopier, fastest_copier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.testing import check_copier
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from payloads import bits, noise
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = GPU

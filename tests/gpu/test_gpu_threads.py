@@ -18,11 +18,12 @@ from omni_kvlink._native import cuda
 from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.errors import NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = GPU

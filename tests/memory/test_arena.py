@@ -15,7 +15,7 @@ from strategies import EXAMPLES
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
 from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block, Holder
-from omni_kvlink.memory.region import STEP, Mapping
+from omni_kvlink.memory.mapping import STEP, Mapping
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from omni_kvlink import KVCacheBundle, KVCacheTransferData, SchemaError, TensorT
 from omni_kvlink._native import host
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import WireError
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
 from omni_kvlink.payload.manifest import MAX_SMALL, Layout, LayoutCache, Manifest
 

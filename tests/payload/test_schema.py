@@ -221,7 +221,7 @@ NO_TEMPORARY = """
 import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 def status(field):
     with open("/proc/self/status") as lines:

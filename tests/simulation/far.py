@@ -31,16 +31,17 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
 )
 from omni_kvlink.memory.arena import OUTSIDE
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Transfer
+    from omni_kvlink.system.waits import Answer
 
 ROW = 600
 BLOCK = 1 << 14

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
-    from omni_kvlink.memory.region import Mapping
+    from omni_kvlink.memory.mapping import Mapping
+    from omni_kvlink.system.waits import Answer
 
 T = TypeVar("T")
 LAYERS = 4

@@ -7,7 +7,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
@@ -20,6 +19,7 @@ from omni_kvlink.payload.digests import mismatch, verified
 from omni_kvlink.payload.format import ALIGN, MAX_HEADER, MAX_TENSORS
 from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.system import process
+from omni_kvlink.system.waits import MAX_TIMEOUT, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,7 +12,6 @@ import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.remote_get import InboundTransfer, RemoteGet
-from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits, FetchQueue
 from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
@@ -46,6 +45,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.system.failures import translate_errors
+from omni_kvlink.system.waits import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

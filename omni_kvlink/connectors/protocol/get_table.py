@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Coalesce, send_separately
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -32,8 +31,9 @@ from omni_kvlink.errors import (
     TransferTimeout,
     format_seconds,
 )
-from omni_kvlink.memory.ownership import Finalizer
+from omni_kvlink.memory.region import Finalizer
 from omni_kvlink.system import process
+from omni_kvlink.system.waits import MAX_TIMEOUT, Answer, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

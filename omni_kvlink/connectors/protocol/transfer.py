@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.answer import LazyEvent, check_timeout, list_of
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
 from omni_kvlink.system import process
+from omni_kvlink.system.waits import LazyEvent, check_timeout, list_of
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
-from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Delivery, is_fault_of_payload
 from omni_kvlink.connectors.protocol.get_table import (
     ChunkOf,
@@ -48,6 +47,7 @@ from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import is_abandoned, uninterrupted
+from omni_kvlink.system.waits import Answer, LazyEvent, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ from omni_kvlink.system import process
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from omni_kvlink.memory.region import Mapping
+    from omni_kvlink.memory.mapping import Mapping
 
 MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""

@@ -58,7 +58,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import GRAIN
-from omni_kvlink.memory.ownership import call_if_alive
+from omni_kvlink.memory.region import call_if_alive
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import is_of_system, system_error
 

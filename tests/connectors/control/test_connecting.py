@@ -10,8 +10,8 @@ from zmq_fixtures import fresh_url
 
 from omni_kvlink import ClosedError, KVLink, PeerLostError
 from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
+from omni_kvlink.system.waits import Answer
 from omni_kvlink.testing.rig import expect, until
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")

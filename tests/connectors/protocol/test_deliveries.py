@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
 from omni_kvlink.connectors.protocol.messages import (
@@ -30,6 +29,7 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import header as headers
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.system.waits import Answer, LazyEvent
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import expect, until, until_freed

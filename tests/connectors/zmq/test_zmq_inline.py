@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink import Received
     from omni_kvlink.connectors.control.remote_get import RemoteGet
-    from omni_kvlink.connectors.protocol.answer import LazyEvent
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.system.waits import LazyEvent
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 LARGE = 1 << 20
