@@ -65,7 +65,7 @@ from omni_kvlink.memory.mapping import is_sealed as is_sealed
 from omni_kvlink.memory.region import Region as Region
 from omni_kvlink.payload.manifest import Manifest as Manifest
 from omni_kvlink.payload.schema import check_request_id as check_request_id
-from omni_kvlink.payload.views import byte_tensor as byte_tensor
-from omni_kvlink.payload.views import dtype_name as dtype_name
+from omni_kvlink.payload.tensor_memory import byte_tensor as byte_tensor
+from omni_kvlink.payload.tensor_memory import dtype_name as dtype_name
 from omni_kvlink.payload.views import write as write
 from omni_kvlink.system.waits import LazyEvent as LazyEvent

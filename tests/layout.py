@@ -134,7 +134,7 @@ FORBIDDEN_EXCEPT = {
         "before Python 3.12 all objects share its lock, which a fork may leave locked",
         {"models.bagel.tokenizer"},
     ),
-    r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.views"}),
+    r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.tensor_memory"}),
 }
 """Patterns that only the named files and folders may contain."""
 

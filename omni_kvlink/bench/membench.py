@@ -22,7 +22,8 @@ from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.memory.mapping import Mapping
-from omni_kvlink.payload.views import TensorView, dense, same_bytes, tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
+from omni_kvlink.payload.views import TensorView, dense, same_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,16 +15,13 @@ from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.manifest import SIMPLE_QUOTES, quote_id
 from omni_kvlink.payload.overlap import check_targets
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.tensor_memory import address_of, are_whole, writable
-from omni_kvlink.payload.views import (
-    TensorView,
-    Views,
-    check_fit,
+from omni_kvlink.payload.tensor_memory import (
+    are_whole,
     dense_addresses,
-    is_dense,
-    packed_view,
     tensor_view,
+    writable,
 )
+from omni_kvlink.payload.views import TensorView, Views, check_fit, packed_view
 from omni_kvlink.system.waits import NEVER, check_deadline, deadline_passed
 
 if TYPE_CHECKING:
@@ -68,11 +65,25 @@ class NativeCopier(Copier):
         self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
-        sources = check_fit(sources, manifest, region)
+        addresses, specs = None, manifest.tensors
+        if region.nbytes >= manifest.nbytes:
+            addresses = dense_addresses(sources, specs)
+        if addresses is None:  # strided, paged, on a device; or refused, by name
+            return self._gather_views(sources, manifest, region, deadline)
         if manifest.nbytes <= _SMALL and len(sources) <= _FEW:
-            digests = self._gather_few(sources, manifest, region)
+            digests = self._gather_few(addresses, manifest, region)
             if digests is not None:
                 return digests
+        batch = _Batch(manifest, region, self.threads, deadline)
+        for address, spec in zip(addresses, specs, strict=True):
+            batch.add_tensor(spec, host.packed_flat_view(address, spec.stop - spec.start))
+        return split_digests(batch.gather().hex(), specs)
+
+    def _gather_views(
+        self, sources: Views, manifest: Manifest, region: Region, deadline: float
+    ) -> list[str]:
+        """Gather tensors of any kind."""
+        sources = check_fit(sources, manifest, region)
         native, torch_batch, torch_copies = self._split(sources, manifest, region, deadline)
         for source, target, spec in torch_copies:
             for _ in gather_steps(source, target, spec, LARGE_STEP):
@@ -133,14 +144,13 @@ class NativeCopier(Copier):
         except RuntimeError:  # torch cannot describe one
             return None
 
-    def _gather_few(self, sources: Views, manifest: Manifest, region: Region) -> list[str] | None:
-        """Gather dense tensors, each by one call; None if a tensor is not dense, or was refused."""
+    def _gather_few(
+        self, addresses: Sequence[int], manifest: Manifest, region: Region
+    ) -> list[str] | None:
+        """Gather dense tensors, each by one call; None if the library refused one."""
         data, digests = manifest.header_nbytes, []
-        for view, spec in zip(sources, manifest.tensors, strict=True):
-            if not is_dense(view):
-                return None
+        for address, spec in zip(addresses, manifest.tensors, strict=True):
             start, nbytes, digest = data + spec.start, spec.stop - spec.start, bool(spec.digest)
-            address = address_of(view, spec.where)
             crc = host.gather_dense(
                 region.address, region.nbytes, start, address, nbytes, digest=digest
             )

@@ -16,7 +16,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
-from omni_kvlink.payload.views import TensorView, payload_views
+from omni_kvlink.payload.tensor_memory import payload_views
 from omni_kvlink.system.waits import Answer, check_timeout
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.payload.views import TensorView
 
 LayerKey: TypeAlias = tuple[str, int]
 """A layer's branch and index."""

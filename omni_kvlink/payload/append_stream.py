@@ -19,7 +19,8 @@ from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.chunk_requests import read_sizes
 from omni_kvlink.payload.digests import ChunkDigest, compare
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
-from omni_kvlink.payload.views import check_view, payload_views
+from omni_kvlink.payload.tensor_memory import payload_views
+from omni_kvlink.payload.views import check_view
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region

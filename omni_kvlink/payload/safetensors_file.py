@@ -13,8 +13,8 @@ from omni_kvlink.memory.mapping import STEP, Mapping, check_available
 from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.tensor_memory import readable
-from omni_kvlink.payload.views import Views, aliases, check_view_fits, tensor_views
+from omni_kvlink.payload.tensor_memory import readable, tensor_views
+from omni_kvlink.payload.views import Views, aliases, check_view_fits
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:

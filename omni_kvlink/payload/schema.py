@@ -39,7 +39,8 @@ from omni_kvlink.payload.kv_checks import (
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
-from omni_kvlink.payload.views import TensorView, first_tokens, payload_views, same_bytes
+from omni_kvlink.payload.tensor_memory import payload_views
+from omni_kvlink.payload.views import TensorView, first_tokens, same_bytes
 
 if TYPE_CHECKING:
     import os

@@ -18,7 +18,8 @@ from omni_kvlink.payload.manifest import Layout as PayloadLayout
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
-from omni_kvlink.payload.views import TensorView, dense, tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
+from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import hash_tensors, random_tensor
 from omni_kvlink.testing.rig import expect, naming
 

@@ -31,7 +31,7 @@ from omni_kvlink.memory.mapping import (
     seal,
 )
 from omni_kvlink.memory.region import Lease, Region
-from omni_kvlink.payload.views import tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from strategies import EXAMPLES
 
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.payload.views import dense, tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
+from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable
