@@ -391,7 +391,7 @@ class FarConsumer(SimConsumer):
         if far is None or far.session.is_closed:
             return
         self.open += 1
-        [pending] = far.session.request([GetRequest(key, streamed)])
+        [pending] = far.session.get_table.request([GetRequest(key, streamed)])
         FarGet(self, key, pending, timeout)
 
 
@@ -411,7 +411,7 @@ class FarGet:
     def _expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
         if not self._pending.future.done():
-            phase = self._pending._get_state.phase
+            phase = self._pending.phase
             self._reader.outcomes["was released"] += "and released" in phase
             self._pending.cancel()
             self._finish("timed out")
@@ -422,7 +422,7 @@ class FarGet:
         if self._pending.future.exception() is not None:
             self._finish("failed")
             return
-        offer: Offer = self._pending._get_state.answer.result()
+        offer: Offer = self._pending.answer.result()
         self._delivery = self._pending.wait(timeout=0.0)
         self._reader.outcomes["inline"] += offer.epoch in self._producer.inline_epochs
         progress = self._delivery.progress
