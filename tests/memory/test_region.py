@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from payloads import cache, written
 
 from omni_kvlink import CapacityError, ClosedError, KVCacheTransferData
 from omni_kvlink.memory import mapping as memory_mapping
@@ -33,6 +32,7 @@ from omni_kvlink.memory.mapping import (
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.tensor_memory import tensor_view
 from omni_kvlink.testing.rig import until
+from support.payloads.random_caches import cache, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
