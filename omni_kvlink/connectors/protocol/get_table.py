@@ -33,7 +33,7 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Finalizer
 from omni_kvlink.system import process
-from omni_kvlink.system.waits import MAX_TIMEOUT, Answer, check_timeout
+from omni_kvlink.system.waits import MAX_TIMEOUT, Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -227,13 +227,16 @@ class GetTable(Generic[GetT]):
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
-        """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
+        """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then.
+
+        `timeout` is one that `check_timeout` has returned.
+        """
         if not self._process.is_current:
             self._process.check(f"the get of {get_state.key!r}")
         try:
             answer = get_state.answer
             if not answer.is_set():
-                if not answer.wait(check_timeout(timeout)) and self.cancel(get_state):
+                if not answer.wait(timeout) and self.cancel(get_state):
                     raise get_state.timeout_error()
                 answer.wait(MAX_TIMEOUT)  # it is being set
             return answer.result()
