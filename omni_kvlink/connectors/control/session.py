@@ -426,7 +426,13 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self.get_table, offer.get_id, offer.epoch)
         get.delivery = Delivery(
-            get.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
+            get.key,
+            region,
+            lease,
+            manifest=manifest,
+            copies=1,
+            is_verified=is_verified,
+            extra=offer.extra,
         )
 
     def _free_share_in_loop(self, get_id: int) -> None:

@@ -311,7 +311,7 @@ class GetTable(Generic[GetT]):
             if isinstance(message, Layer):
                 progress.announce(message.first, message.digests)
             else:
-                progress.commit()
+                progress.commit(message.extra)
         else:
             unexpected(message)
 

@@ -187,7 +187,14 @@ class MappedGet(SessionGet):
             else:
                 get_table.drop(self)  # now: the error's traceback may keep the get
             raise
-        delivery = Delivery(self.key, region, lease, draft=header, progress=self.progress)
+        delivery = Delivery(
+            self.key,
+            region,
+            lease,
+            draft=header,
+            progress=self.progress,
+            extra=offer.extra,
+        )
         self.settle()
         return delivery
 
