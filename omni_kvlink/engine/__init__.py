@@ -32,9 +32,9 @@ from omni_kvlink.engine.executor.multiproc import MultiprocExecutor as Multiproc
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt as EmbedsPrompt
 from omni_kvlink.engine.inputs.prompt import Prompt as Prompt
 from omni_kvlink.engine.kv.block_manager import KVPools as KVPools
-from omni_kvlink.engine.kv.interface import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
-from omni_kvlink.engine.kv.kv_manager import KVState as KVState
+from omni_kvlink.engine.kv.kv_table import KVManager as KVManager
+from omni_kvlink.engine.kv.kv_table import KVState as KVState
 from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks as SequenceBlocks
 from omni_kvlink.engine.kv_sent import KVSent as KVSent
 from omni_kvlink.engine.lora.request import LoRARequest as LoRARequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
@@ -17,7 +17,7 @@ from omni_kvlink.engine.worker.model import model_utility
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from omni_kvlink.engine.kv.interface import KVManager
+    from omni_kvlink.engine.kv.kv_table import KVManager
     from omni_kvlink.engine.outputs import ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
@@ -40,7 +40,7 @@ class Executor(WorkerCalls):
 
     supports_request_batch: bool = False  # whether the pipeline runs a batch in one pass
     supports_step_execution: bool = False  # whether `execute_model` runs a `StepSchedulerOutput`
-    kv_manager: KVManager | None = None  # the runner's, or a proxy; None: no KV is received
+    kv_manager: KVManager[Any] | None = None  # the runner's, or a proxy; None: no KV is received
     _is_shut_down = False
 
     def __init__(self, config: StageConfig):

@@ -17,7 +17,7 @@ from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
 from omni_kvlink.engine.ipc.codec import with_prefix
-from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcTransport
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcClient, RpcTransport
 from omni_kvlink.engine.outputs import (
     BatchRunnerOutput,
     DiffusionOutput,
@@ -27,7 +27,6 @@ from omni_kvlink.engine.outputs import (
 )
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
 from omni_kvlink.engine.worker import worker_class
-from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
@@ -58,10 +57,10 @@ class DistributedExecutor(Executor):
         """Start a process for each rank, and `_add_worker` each in the order of the ranks."""
 
     def _add_worker(self, transport: RpcTransport) -> None:
-        self.workers.append(WorkerClient(transport, self._fail))
+        self.workers.append(RpcClient(transport, self._fail))
 
     def _init_executor(self) -> None:
-        self.workers: list[WorkerClient] = []  # by rank
+        self.workers: list[RpcClient] = []  # by rank
         self._lock = threading.Lock()
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
@@ -127,13 +126,13 @@ class DistributedExecutor(Executor):
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Tell the next stage that a request's KV will not be sent; does not wait for workers."""
         for worker in self.workers if self.config.kv.sinks else []:
-            worker.fail_kv(request_id, reason)
+            worker.call("fail_kv", [request_id, reason])
 
     def abort(self, request_id: str) -> None:
         """Abort a running request on all ranks of its group; does not wait for them."""
         group = self._router.find(request_id)
         for worker in [] if group is None else self._workers_of(group):
-            worker.abort(request_id)
+            worker.call("abort", [request_id])
 
     def collective_rpc(
         self,
@@ -199,7 +198,7 @@ class DistributedExecutor(Executor):
         if isinstance(self.kv_manager, RemoteKVManager):
             self.kv_manager.close()
 
-    def _workers_of(self, group: int) -> list[WorkerClient]:
+    def _workers_of(self, group: int) -> list[RpcClient]:
         """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
 
@@ -265,7 +264,7 @@ class DistributedExecutor(Executor):
         pending: list[Answers] = []
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
-            pending.append([worker.run_model(part) for worker in self._workers_of(group)])
+            pending.append([worker.call("run_model", [part]) for worker in self._workers_of(group)])
             if any(request.sampling_params.stream for request in part.requests):
                 self._take_events(group)
         for request in (request for part in work for request in part.requests):
@@ -291,7 +290,7 @@ class DistributedExecutor(Executor):
         self._next_events(group)
 
     def _next_events(self, group: int) -> None:
-        coming = self._workers_of(group)[0].take_events()
+        coming = self._workers_of(group)[0].call("take_events")
         coming.add_done_callback(partial(self._on_events, group))
 
     def _on_events(self, group: int, coming: Future[list[Event]]) -> None:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_table import KVState
 from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest, not_cancelled
 from omni_kvlink.errors import KVLinkError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.engine.config import OmniDiffusionConfig
-    from omni_kvlink.engine.kv.interface import KVManager
+    from omni_kvlink.engine.kv.kv_table import KVManager
 
 
 _MAX_TRANSFERRED_REQUESTS = 1024  # remembered until someone asks which were sent
@@ -259,7 +259,7 @@ class SyncScheduler(Scheduler):
     a KV manager no KV comes from another stage.
     """
 
-    def __init__(self, config: OmniDiffusionConfig, kv_manager: KVManager | None = None):
+    def __init__(self, config: OmniDiffusionConfig, kv_manager: KVManager[Any] | None = None):
         super().__init__(config.max_num_seqs)
         self.kv_manager = kv_manager
         self._prefetch = config.kv.prefetch
@@ -296,7 +296,7 @@ class SyncScheduler(Scheduler):
         if kv is not None:
             self._begin_receives(kv)
 
-    def _begin_receives(self, kv: KVManager) -> None:
+    def _begin_receives(self, kv: KVManager[Any]) -> None:
         def is_held(request_id: str) -> bool:
             return kv.state(request_id) is not KVState.ABSENT
 

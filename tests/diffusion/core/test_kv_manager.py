@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,16 @@ def test_kv_that_does_not_come_is_a_timeout_at_its_deadline(fixture: ManagerFixt
         fixture.manager.get_kv_cache("r")
     assert (caught.value.key, caught.value.waited) == ("r", 0.3)
     fixture.manager.free(request("r"))
+
+
+def test_a_receive_without_a_deadline_that_is_freed_is_aborted(
+    fixture: ManagerFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[tuple[str, str]] = []
+    monkeypatch.setattr(fixture.manager.connector, "abort", lambda *call: aborted.append(call))
+    fixture.begin("r", kv_timeout=math.inf)
+    fixture.manager.free(request("r"))
+    assert aborted == [("r", "the request has ended")]
 
 
 def test_kv_that_comes_too_late_is_not_received(fixture: ManagerFixture) -> None:

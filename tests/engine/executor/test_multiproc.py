@@ -73,7 +73,7 @@ def test_only_the_leader_of_a_group_answers_with_images(sockets: str) -> None:
         image = engine.submit(one).result(WAIT).result()
         assert torch.equal(image[0], alone(seed=4))
         work = DiffusionSchedulerOutput([request("s", seed=4, need_kv_receive=False)])
-        answers = [worker.run_model(work) for worker in engine.executor.workers]
+        answers = [worker.call("run_model", [work]) for worker in engine.executor.workers]
         leader, other = (answer.result(WAIT).results["s"] for answer in answers)
         assert torch.equal(leader.result()[0], alone(seed=4))
         assert (other.output, other.error) == (None, None)

@@ -15,13 +15,13 @@ from omni_kvlink.engine import EngineError, KVConfig, KVState
 from omni_kvlink.engine.executor import remote_kv
 from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
-from omni_kvlink.engine.worker.service import WorkerClient
+from omni_kvlink.engine.ipc.rpc import RpcClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class FakeWorker(WorkerClient):
+class FakeWorker(RpcClient):
     """Notes its calls; the test sets the result of a receive."""
 
     def __init__(self) -> None:
