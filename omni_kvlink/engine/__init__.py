@@ -3,7 +3,6 @@
 A request passes scheduler → executor → worker → runner → pipeline; docs/engine.md walks it.
 """
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.config import CompilationConfig as CompilationConfig
 from omni_kvlink.engine.config import DiffusionParallelConfig as DiffusionParallelConfig
 from omni_kvlink.engine.config import KVConfig as KVConfig
@@ -15,8 +14,8 @@ from omni_kvlink.engine.config import ProfilerConfig as ProfilerConfig
 from omni_kvlink.engine.config import RayConfig as RayConfig
 from omni_kvlink.engine.config import StageConfig as StageConfig
 from omni_kvlink.engine.core.ar_engine import AREngine as AREngine
-from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine as DiffusionEngine
 from omni_kvlink.engine.core.engine_core import EngineCore as EngineCore
+from omni_kvlink.engine.core.stage_engine import DiffusionEngine as DiffusionEngine
 from omni_kvlink.engine.core.stage_engine import StageEngine as StageEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig as DeployConfig
 from omni_kvlink.engine.entrypoints.omni_diffusion import OmniDiffusion as OmniDiffusion
@@ -28,7 +27,7 @@ from omni_kvlink.engine.errors import RequestAborted as RequestAborted
 from omni_kvlink.engine.errors import RequestFailed as RequestFailed
 from omni_kvlink.engine.executor import Executor as Executor
 from omni_kvlink.engine.executor import FailureCallback as FailureCallback
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor as MultiprocExecutor
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor as MultiprocExecutor
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt as EmbedsPrompt
 from omni_kvlink.engine.inputs.prompt import Prompt as Prompt
 from omni_kvlink.engine.kv.block_manager import KVPools as KVPools
@@ -36,14 +35,15 @@ from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVMa
 from omni_kvlink.engine.kv.kv_table import KVManager as KVManager
 from omni_kvlink.engine.kv.kv_table import KVState as KVState
 from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks as SequenceBlocks
-from omni_kvlink.engine.kv_sent import KVSent as KVSent
 from omni_kvlink.engine.lora.request import LoRARequest as LoRARequest
 from omni_kvlink.engine.models.diffusers_executor import (
     DiffusersPipelineExecutor as DiffusersPipelineExecutor,
 )
+from omni_kvlink.engine.outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput
+from omni_kvlink.engine.outputs import KVSent as KVSent
 from omni_kvlink.engine.outputs import ModelRunnerOutput as ModelRunnerOutput
 from omni_kvlink.engine.outputs import RunnerOutput as RunnerOutput
 from omni_kvlink.engine.outputs import StepSchedulerOutput as StepSchedulerOutput
@@ -58,7 +58,7 @@ from omni_kvlink.engine.sched.scheduler import Scheduler as Scheduler
 from omni_kvlink.engine.sched.scheduler import SyncScheduler as SyncScheduler
 from omni_kvlink.engine.sched.step_scheduler import StepScheduler as StepScheduler
 from omni_kvlink.engine.stage.remote_stage import RemoteStage as RemoteStage
-from omni_kvlink.engine.stage.stage_process import StageProcess as StageProcess
+from omni_kvlink.engine.stage.remote_stage import StageProcess as StageProcess
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend as CacheBackend
 from omni_kvlink.engine.step_cache.cache_backend import (
     register_cache_backend as register_cache_backend,

@@ -34,8 +34,13 @@ from omni_kvlink.engine.entrypoints.deploy_fields import (
     unused_fields,
     unused_sampling,
 )
-from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
-from omni_kvlink.engine.entrypoints.deploy_pipelines import pipeline_of_class, with_pipeline
+from omni_kvlink.engine.entrypoints.deploy_files import (
+    PIPELINES,
+    flat,
+    pipeline_of_class,
+    read_deploy_file,
+    with_pipeline,
+)
 from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.sampling import (
     PIPELINE_PARAMS,

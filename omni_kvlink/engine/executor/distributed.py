@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import tempfile
 import threading
 import time
 from abc import abstractmethod
@@ -10,15 +13,16 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
 from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
 from omni_kvlink.engine.ipc.codec import with_prefix
+from omni_kvlink.engine.ipc.process import ProcessHandle
 from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcClient, RpcTransport
 from omni_kvlink.engine.outputs import (
+    ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
@@ -178,10 +182,6 @@ class DistributedExecutor(Executor):
             frozen = EngineDeadError(f"a worker is frozen: {error}")
             self._fail(frozen)
             raise self._dead or frozen from None
-
-    def determine_available_memory(self) -> list[int]:
-        """Bytes that each worker's device could still take."""
-        return self.collective_rpc("determine_available_memory")
 
     def shutdown(self) -> None:
         """Shut down the workers, and release their memory; a second call does nothing."""
@@ -370,3 +370,36 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
             nbytes = max(r.kv_sent.nbytes for r in rank_results if r.kv_sent is not None)
             result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
     return merged
+
+
+class MultiprocExecutor(DistributedExecutor):
+    """Runs each rank of a stage, of either kind, in a process of its own.
+
+    Messages travel over socket pairs, large tensors in shared memory. The processes end with this
+    one, however it ends.
+    """
+
+    _rendezvous = ""
+
+    def _start_workers(self) -> None:
+        ranks = self.config.parallel_config.world_size
+        url = self.config.distributed_init_method
+        if ranks > 1 and not url:
+            self._rendezvous = tempfile.mkdtemp(prefix="kvl-ranks-")
+            url = f"file://{self._rendezvous}/rendezvous"
+        threads = self.config.num_threads
+        if ranks > 1 and not threads and self.config.device_of(0).type == "cpu":
+            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        config = dataclasses.replace(self.config, distributed_init_method=url, num_threads=threads)
+        service, directory = "worker.service:WorkerService", self._rendezvous
+        for rank in range(ranks):
+            name = f"rank {rank} of the {config.stage} stage"
+            self._add_worker(
+                ProcessHandle(service, config, [rank, rank], name=name, directory=directory)
+            )
+
+    def shutdown(self) -> None:
+        """Shut down the processes, and release their memory; a second call does nothing."""
+        super().shutdown()
+        if self._rendezvous:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)

@@ -15,12 +15,11 @@ import torch
 from omni_kvlink import errors as library_errors
 from omni_kvlink.engine import errors as engine_errors
 from omni_kvlink.engine import outputs
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.ipc.rpc import Call, Reply, Start
-from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.lora.request import LoRARequest
+from omni_kvlink.engine.outputs import ARSchedulerOutput, KVSent
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent

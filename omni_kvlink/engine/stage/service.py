@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.config import OmniARConfig, StageConfig
 from omni_kvlink.engine.core.ar_engine import AREngine
-from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
+from omni_kvlink.engine.core.stage_engine import DiffusionEngine
 from omni_kvlink.engine.ipc.rpc import public_methods
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import public_methods, set_result_of
 from omni_kvlink.engine.kv.kv_table import KVState
 from omni_kvlink.engine.outputs import (
+    ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,

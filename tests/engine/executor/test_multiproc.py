@@ -24,7 +24,7 @@ from omni_kvlink.engine import (
     OmniDiffusionConfig,
     RequestAborted,
 )
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput

@@ -16,7 +16,7 @@ from omni_kvlink.engine import (
     KVConfig,
     OmniARConfig,
 )
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.models import bagel
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.models.bagel import pipeline

@@ -20,7 +20,7 @@ from omni_kvlink.engine import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker, worker_class
 
 OWN = "worker_fixtures:CountingWorker"
