@@ -67,7 +67,9 @@ def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> O
     return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)
 
 
-REQUEST_FIELDS = {"need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeout"}
+REQUEST_FIELDS = {
+    *("need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeout", "kv_sender_info"),
+}
 
 
 def bundle(

@@ -159,6 +159,7 @@ class KVSent:
     image_shape: tuple[int, int] | None = None  # (height, width), in pixels
     tokens: int = 0  # of its longest context
     has_hidden_states: bool = False  # they were sent, too
+    kv_sender_info: tuple[str, ...] = ()  # the URLs at which it was sent, by tensor rank
 
 
 @dataclasses.dataclass

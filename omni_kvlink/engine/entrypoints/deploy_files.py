@@ -246,14 +246,16 @@ def pipeline_of_class(values: Mapping[str, Any]) -> str | None:
     return name if name in PIPELINE_CLASSES else None
 
 
-def with_pipeline(entry: Mapping[str, Any], kind: str, pipeline: str) -> tuple[dict[str, Any], str]:
+def with_pipeline(
+    entry: Mapping[str, Any], kind: str, pipeline: str, number: int
+) -> tuple[dict[str, Any], str]:
     """A stage's fields with those that its pipeline of diffusers implies, and its kind.
 
     In a pipeline of BAGEL a stage that names diffusers, or a class of diffusers, is run by it, too.
     "mp" becomes a process of the stage, because such a pipeline has no workers. Raises SchemaError
     for fields that contradict the pipeline.
     """
-    location, fields = f"stage {entry['stage_id']}", dict(entry)
+    location, fields = f"stage {number}", dict(entry)
     backend, name = fields.get("distributed_executor_backend"), fields.get("model_class_name")
     if kind == "all" and (backend == "diffusers" or name in PIPELINE_CLASSES):
         kind = "diffusers"

@@ -430,6 +430,7 @@ class OmniDiffusion:
             need_kv_transfer=number < len(self.stages) - 1,
             need_hidden_receive=sent.has_hidden_states,
             kv_nbytes=sent.nbytes,
+            kv_sender_info=sent.kv_sender_info,
         )
 
 

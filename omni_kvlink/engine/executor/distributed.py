@@ -11,6 +11,7 @@ import time
 from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
@@ -359,7 +360,7 @@ def _united(outputs: Sequence[ModelRunnerOutput]) -> dict[str, DiffusionOutput]:
 
 
 def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, DiffusionOutput]:
-    """The leader's results with the other ranks' errors, and the largest size of KV sent."""
+    """The leader's results with the other ranks' errors, and what all ranks sent of its KV."""
     merged = dict(by_rank[0])
     for key, result in merged.items():
         rank_results = [results[key] for results in by_rank]
@@ -367,8 +368,11 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
         if error is not None:
             merged[key] = DiffusionOutput(key, error=error, seconds=result.seconds)
         elif result.kv_sent is not None:
-            nbytes = max(r.kv_sent.nbytes for r in rank_results if r.kv_sent is not None)
-            result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
+            sent = [r.kv_sent for r in rank_results if r.kv_sent is not None]
+            nbytes, urls = max(one.nbytes for one in sent), [one.kv_sender_info for one in sent]
+            result.kv_sent = dataclasses.replace(
+                result.kv_sent, nbytes=nbytes, kv_sender_info=tuple(chain(*urls))
+            )
     return merged
 
 

@@ -65,9 +65,18 @@ class DiffusionKVManager(KVManager[ReceivingEntry]):
         super().__init__(config or KVConfig())
 
     def prefetch(self, request: OmniDiffusionRequest) -> None:
-        """Begin to receive the KV of a request that has a reservation, and return."""
+        """Begin to receive the KV of a request that has a reservation, and return.
+
+        Raises EngineError if its `kv_sender_info` names others than the stage's sources.
+        """
         if self.connector is None:
             raise EngineError("this stage has no KV source: set kv.sources")
+        senders, sources = request.kv_sender_info, self.config.sources
+        if senders and sources and senders != sources:  # it would never come
+            raise EngineError(
+                f"the KV of {request.request_id!r} was sent at {', '.join(senders)}, and this "
+                f"stage receives from {', '.join(sources)}: restart it with those kv.sources"
+            )
         self._get(request.request_id, self.connector)
 
     def receive_from_connector(

@@ -47,7 +47,8 @@ class KVSink:
             receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=timeout)
             largest = max(largest, receipt.ledger.nbytes * self._parts_each)
         first = payload[next(iter(payload))] if isinstance(payload, KVCacheBundle) else payload
-        return KVSent(largest, first.metadata.image_shape, first.metadata.seq_len)
+        metadata, urls = first.metadata, (self.link.url,)
+        return KVSent(largest, metadata.image_shape, metadata.seq_len, kv_sender_info=urls)
 
     def send_hidden(self, request_id: str, hidden: torch.Tensor) -> None:
         """Send a request's hidden states [tokens, hidden]; before its KV, as `send`."""

@@ -130,6 +130,21 @@ def test_a_receive_without_a_deadline_that_is_freed_is_aborted(
     assert aborted == [("r", "the request has ended")]
 
 
+def test_kv_of_another_sender_is_an_error_at_once(fixture: ManagerFixture) -> None:
+    """A request names who sent its KV; a stage that does not receive from there does not wait."""
+    sources = (fixture.producer.url,)
+    manager = DiffusionKVManager(fixture.consumer, KVConfig(sources=sources, timeout=WAIT))
+    one = request("r", kv_sender_info=sources)
+    other = request("s", kv_sender_info=("shm://elsewhere",))
+    for each in (one, other):
+        manager.allocate(each)
+    manager.prefetch(one)
+    assert manager.state("r") is KVState.RECEIVING
+    with pytest.raises(EngineError, match="'s' was sent at shm://elsewhere"):
+        manager.prefetch(other)
+    manager.close()
+
+
 def test_kv_that_comes_too_late_is_not_received(fixture: ManagerFixture) -> None:
     fixture.begin("r", kv_timeout=0.1)
     fixture.until("r", KVState.FAILED)
