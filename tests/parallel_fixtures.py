@@ -21,8 +21,8 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
     StageConfig,
 )
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.kv.kv_sink import KVSink
-from omni_kvlink.engine.kv.kv_table import KVState
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 

@@ -32,8 +32,8 @@ from omni_kvlink.engine.inputs.prompt import EmbedsPrompt as EmbedsPrompt
 from omni_kvlink.engine.inputs.prompt import Prompt as Prompt
 from omni_kvlink.engine.kv.block_manager import KVPools as KVPools
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager as DiffusionKVManager
-from omni_kvlink.engine.kv.kv_table import KVManager as KVManager
-from omni_kvlink.engine.kv.kv_table import KVState as KVState
+from omni_kvlink.engine.kv.kv_manager import KVManager as KVManager
+from omni_kvlink.engine.kv.kv_manager import KVState as KVState
 from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks as SequenceBlocks
 from omni_kvlink.engine.lora.request import LoRARequest as LoRARequest
 from omni_kvlink.engine.models.diffusers_executor import (
@@ -43,7 +43,6 @@ from omni_kvlink.engine.outputs import ARSchedulerOutput as ARSchedulerOutput
 from omni_kvlink.engine.outputs import BatchRunnerOutput as BatchRunnerOutput
 from omni_kvlink.engine.outputs import DiffusionOutput as DiffusionOutput
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput as DiffusionSchedulerOutput
-from omni_kvlink.engine.outputs import KVSent as KVSent
 from omni_kvlink.engine.outputs import ModelRunnerOutput as ModelRunnerOutput
 from omni_kvlink.engine.outputs import RunnerOutput as RunnerOutput
 from omni_kvlink.engine.outputs import StepSchedulerOutput as StepSchedulerOutput
@@ -64,6 +63,7 @@ from omni_kvlink.engine.step_cache.cache_backend import (
     register_cache_backend as register_cache_backend,
 )
 from omni_kvlink.engine.step_cache.tea_cache import TeaCache as TeaCache
+from omni_kvlink.engine.tokens.outputs import KVSent as KVSent
 from omni_kvlink.engine.worker import GPUARModelRunner as GPUARModelRunner
 from omni_kvlink.engine.worker import GPUARWorker as GPUARWorker
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner as GPUDiffusionModelRunner

@@ -10,7 +10,7 @@ import torch
 
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.tokens.outputs import TextResult, TokenOutputs
+from omni_kvlink.engine.tokens.outputs import KVSent, TextResult, TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,17 +149,6 @@ class StepSchedulerOutput(DiffusionSchedulerOutput):
     def request_ids(self) -> list[str]:
         """The ids of all requests of the step, in the order of their arrival."""
         return [*self.cached_request_ids, *super().request_ids]
-
-
-@dataclasses.dataclass(frozen=True)
-class KVSent:
-    """A request's KV that was sent: the largest size that a rank of the next stage receives."""
-
-    nbytes: int
-    image_shape: tuple[int, int] | None = None  # (height, width), in pixels
-    tokens: int = 0  # of its longest context
-    has_hidden_states: bool = False  # they were sent, too
-    kv_sender_info: tuple[str, ...] = ()  # the URLs at which it was sent, by tensor rank
 
 
 @dataclasses.dataclass

@@ -183,13 +183,13 @@ class StageEngine(EngineCore, StageCalls, Generic[C]):
                     self.executor.check_health(timeout=_HANG_SECONDS)
         self.executor.shutdown()
         self.executor.events.close()
-        self.fail(error)
+        self._resolve(self.scheduler.fail_all(error))
 
     def _on_failure(self, error: EngineError) -> None:
         """Called in any thread when a worker is gone: no request could run any more."""
         with self._lock:
             self._dead = error
-        self.fail(error)
+        self._resolve(self.scheduler.fail_all(error))
         if self._on_death is not None:
             self._on_death(error)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.engine.config import StageConfig
-    from omni_kvlink.engine.kv.kv_table import KVManager
+    from omni_kvlink.engine.kv.kv_manager import KVManager
     from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.ipc.rpc import RpcClient
-from omni_kvlink.engine.kv.kv_table import KVEntry, KVManager, KVState
+from omni_kvlink.engine.kv.kv_manager import KVEntry, KVManager, KVState
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.errors import CapacityError, TransferTimeout, format_seconds
 

@@ -19,11 +19,11 @@ from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageCo
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.ipc.rpc import Call, Reply, Start
 from omni_kvlink.engine.lora.request import LoRARequest
-from omni_kvlink.engine.outputs import ARSchedulerOutput, KVSent
+from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
-from omni_kvlink.engine.tokens.outputs import KVConnectorOutput, LogprobsLists
+from omni_kvlink.engine.tokens.outputs import KVConnectorOutput, KVSent, LogprobsLists
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 
 WriteTensor: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]

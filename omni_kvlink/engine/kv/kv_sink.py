@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink import KVCacheBundle, KVLink, KVPayload
 from omni_kvlink.engine.kv.hidden_states import hidden_key, hidden_payload, hidden_readers
 from omni_kvlink.engine.kv.kv_partition import KVPartition
-from omni_kvlink.engine.outputs import KVSent
+from omni_kvlink.engine.tokens.outputs import KVSent
 
 if TYPE_CHECKING:
     import torch

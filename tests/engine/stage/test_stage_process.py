@@ -25,7 +25,8 @@ from omni_kvlink.engine import (
     StageProcess,
 )
 from omni_kvlink.engine.ipc.codec import pack, unpack, unpack_error
-from omni_kvlink.engine.outputs import DiffusionOutput, KVSent
+from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.tokens.outputs import KVSent
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
 TWO: dict[str, Any] = {
