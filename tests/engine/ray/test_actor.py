@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_fixtures import config
 
 from omni_kvlink import SchemaError, WireError
 from omni_kvlink.engine import RayConfig, StageConfig
@@ -22,6 +21,7 @@ from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
 from omni_kvlink.engine.ipc.rpc import Call, Reply
 from omni_kvlink.engine.parallel.process_group import join_rendezvous, open_rendezvous
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, Message, Service, decode, encode
+from support.engine.fixtures import config
 
 
 class Echo(ActorHost):
