@@ -34,97 +34,10 @@ _EXECUTORS = {
 }
 
 
-class Executor(ABC):
-    """Runs what a scheduler chose, on one worker or several, and asks all workers for other things.
+class WorkerCalls(ABC):
+    """Memory, compilation, sleep, adapters and traces of an executor's workers."""
 
-    Calls come from one thread, except `prepare`, `abort`, `fail_kv`, `check_health` and
-    `register_failure_callback`, which may come from any.
-    """
-
-    supports_request_batch: bool = False  # whether the pipeline runs a batch in one pass
-    supports_step_execution: bool = False  # whether `execute_model` runs a `StepSchedulerOutput`
-    kv_manager: KVManager[Any] | None = None  # the runner's, or a proxy; None: no KV is received
-    _is_shut_down = False
-
-    def __init__(self, config: StageConfig):
-        self.config = config
-        if getattr(config, "step_execution", False) and not self.supports_step_execution:
-            text = f"step_execution: {type(self).__name__} runs whole requests"
-            raise EngineError(f"{text}; leave step_execution off")
-        batches = getattr(config, "max_concurrent_batches", 1)
-        if batches > self.max_concurrent_batches:
-            text = f"max_concurrent_batches {batches}: {type(self).__name__} runs one at a time"
-            raise EngineError(f"{text}; set 1, or distributed_executor_backend 'mp' or 'ray'")
-        self.events = EventBuffer()  # of requests that are streamed
-        self._init_executor()
-
-    @staticmethod
-    def get_class(config: StageConfig) -> type[Executor]:
-        """The executor class that a configuration names; "uni" for one rank, "mp" for more.
-
-        A `model_class_name` that is a pipeline of diffusers has "diffusers".
-        """
-        ranks = config.parallel_config.world_size
-        usual = "uni" if ranks == 1 else "mp"
-        usual = "diffusers" if config.model_class_name in PIPELINE_CLASSES else usual
-        name = config.distributed_executor_backend or usual
-        executor_class = load_class("executor", name, _EXECUTORS)
-        if not (isinstance(executor_class, type) and issubclass(executor_class, Executor)):
-            raise ValueError(f"{name} is no Executor")
-        return executor_class
-
-    @abstractmethod
-    def _init_executor(self) -> None:
-        """Start the workers and load their models; called once."""
-
-    @property
-    def max_concurrent_batches(self) -> int:
-        """The number of batches that `execute_model` takes before the first of them has ended."""
-        return 1
-
-    def prepare(self, request: OmniDiffusionRequest) -> None:
-        """Fill in the model's defaults before a request is queued; EngineError if it cannot run."""
-        model_utility(self.config).prepare(request)
-
-    def execute_model(
-        self, scheduler_output: DiffusionSchedulerOutput
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Run all requests; a request's error is in its output, EngineDeadError is of them all.
-
-        Blocks until they have run, or returns a Future if `max_concurrent_batches` is above 1.
-        """
-        run = self.execute_batch if self.supports_request_batch else self.execute_request
-        return run(scheduler_output).as_model_output()
-
-    def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        """Run each request in a call of its own."""
-        parts = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
-        return BatchRunnerOutput([self.execute_batch(part).runner_outputs[0] for part in parts])
-
-    @abstractmethod
-    def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
-        """Run all requests in one call: one forward pass."""
-
-    def register_failure_callback(self, callback: FailureCallback) -> None:  # noqa: B027
-        """Call `callback` once, from any thread, when a worker elsewhere is gone; at once if so."""
-
-    def check_health(self, *, timeout: float) -> None:
-        """Raise EngineDeadError unless every worker answers within `timeout` seconds."""
-        if self._is_shut_down:
-            raise EngineDeadError("the executor was shut down")
-
-    def abort(self, request_id: str) -> None:
-        """End a running request with RequestAborted, at its next denoising step."""
-        self.collective_rpc("abort", args=(request_id,))
-
-    def fail_kv(self, request_id: str, reason: str) -> None:
-        """Tell the next stage, if there is one, that this request's KV will not come."""
-        if self.config.kv.sinks:
-            self.collective_rpc("fail_kv", args=(request_id, reason))
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Shut the workers down and release their memory; idempotent."""
+    config: StageConfig
 
     @abstractmethod
     def collective_rpc(
@@ -222,3 +135,96 @@ class Executor(ABC):
             return self.collective_rpc("stop_profile")
         self.collective_rpc("start_profile", args=(directory,))
         return []
+
+
+class Executor(WorkerCalls):
+    """Runs what a scheduler chose, on one worker or several.
+
+    Calls come from one thread, except `prepare`, `abort`, `fail_kv`, `check_health` and
+    `register_failure_callback`, which may come from any.
+    """
+
+    supports_request_batch: bool = False  # whether the pipeline runs a batch in one pass
+    supports_step_execution: bool = False  # whether `execute_model` runs a `StepSchedulerOutput`
+    kv_manager: KVManager[Any] | None = None  # the runner's, or a proxy; None: no KV is received
+    _is_shut_down = False
+
+    def __init__(self, config: StageConfig):
+        self.config = config
+        if getattr(config, "step_execution", False) and not self.supports_step_execution:
+            text = f"step_execution: {type(self).__name__} runs whole requests"
+            raise EngineError(f"{text}; leave step_execution off")
+        batches = getattr(config, "max_concurrent_batches", 1)
+        if batches > self.max_concurrent_batches:
+            text = f"max_concurrent_batches {batches}: {type(self).__name__} runs one at a time"
+            raise EngineError(f"{text}; set 1, or distributed_executor_backend 'mp' or 'ray'")
+        self.events = EventBuffer()  # of requests that are streamed
+        self._init_executor()
+
+    @staticmethod
+    def get_class(config: StageConfig) -> type[Executor]:
+        """The executor class that a configuration names; "uni" for one rank, "mp" for more.
+
+        A `model_class_name` that is a pipeline of diffusers has "diffusers".
+        """
+        ranks = config.parallel_config.world_size
+        usual = "uni" if ranks == 1 else "mp"
+        usual = "diffusers" if config.model_class_name in PIPELINE_CLASSES else usual
+        name = config.distributed_executor_backend or usual
+        executor_class = load_class("executor", name, _EXECUTORS)
+        if not (isinstance(executor_class, type) and issubclass(executor_class, Executor)):
+            raise ValueError(f"{name} is no Executor")
+        return executor_class
+
+    @abstractmethod
+    def _init_executor(self) -> None:
+        """Start the workers and load their models; called once."""
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """The number of batches that `execute_model` takes before the first of them has ended."""
+        return 1
+
+    def prepare(self, request: OmniDiffusionRequest) -> None:
+        """Fill in the model's defaults before a request is queued; EngineError if it cannot run."""
+        model_utility(self.config).prepare(request)
+
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        """Run all requests; a request's error is in its output, EngineDeadError is of them all.
+
+        Blocks until they have run, or returns a Future if `max_concurrent_batches` is above 1.
+        """
+        run = self.execute_batch if self.supports_request_batch else self.execute_request
+        return run(scheduler_output).as_model_output()
+
+    def execute_request(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run each request in a call of its own."""
+        parts = [DiffusionSchedulerOutput([request]) for request in scheduler_output.requests]
+        return BatchRunnerOutput([self.execute_batch(part).runner_outputs[0] for part in parts])
+
+    @abstractmethod
+    def execute_batch(self, scheduler_output: DiffusionSchedulerOutput) -> BatchRunnerOutput:
+        """Run all requests in one call: one forward pass."""
+
+    def register_failure_callback(self, callback: FailureCallback) -> None:
+        """Call `callback` once, from any thread, when a worker elsewhere is gone; at once if so."""
+
+    def check_health(self, *, timeout: float) -> None:
+        """Raise EngineDeadError unless every worker answers within `timeout` seconds."""
+        if self._is_shut_down:
+            raise EngineDeadError("the executor was shut down")
+
+    def abort(self, request_id: str) -> None:
+        """End a running request with RequestAborted, at its next denoising step."""
+        self.collective_rpc("abort", args=(request_id,))
+
+    def fail_kv(self, request_id: str, reason: str) -> None:
+        """Tell the next stage, if there is one, that this request's KV will not come."""
+        if self.config.kv.sinks:
+            self.collective_rpc("fail_kv", args=(request_id, reason))
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Shut the workers down and release their memory; idempotent."""

@@ -21,7 +21,10 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.engine import DiffusionKVManager, EngineError, KVConfig, KVState
+from omni_kvlink.engine import DiffusionKVManager
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.kv.kv_manager import KVState
 from support.engine.fixtures import WAIT, allocate_copy, bundle, link, request
 
 if TYPE_CHECKING:

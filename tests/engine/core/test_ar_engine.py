@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    AREngine,
-    ARSchedulerOutput,
-    DiffusionEngine,
-    EngineAsleepError,
-    KVConfig,
-    OmniDiffusionConfig,
-    OmniDiffusionRequest,
-    RequestAborted,
-)
+from omni_kvlink.engine import AREngine, DiffusionEngine, OmniDiffusionConfig, OmniDiffusionRequest
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineAsleepError, RequestAborted
+from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.testing.rig import until
 from support.engine.ar_stage import Passes, ar_engine, prompt
 from support.engine.fixtures import SHAPE, WAIT, alone, checkpoint, pipeline, request

@@ -11,14 +11,13 @@ import torch
 from omni_kvlink.engine import (
     AREngine,
     DiffusionEngine,
-    EngineError,
-    KVConfig,
     ModelRunnerOutput,
     OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
-    RequestAborted,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError, RequestAborted
 from support.engine.fixtures import SHAPE, WAIT, checkpoint, params, pipeline, until, url
 
 if TYPE_CHECKING:

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import KVLink, SchemaError
-from omni_kvlink.engine import (
-    DeployConfig,
+from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
     KVTransferConfig,
     LoRAConfig,
-    LoRARequest,
-    OmniARConfig,
-    OmniDiffusionConfig,
     RayConfig,
 )
 from omni_kvlink.engine.entrypoints.stage_configs import rank_urls, stage_configs, with_sources
+from omni_kvlink.engine.lora.request import LoRARequest
 from support.connectors.keyless import is_let_in
 
 if TYPE_CHECKING:

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
+from omni_kvlink.engine import Executor, ModelRunnerOutput, OmniDiffusionConfig, SyncScheduler
+from omni_kvlink.engine.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineError,
-    Executor,
-    ModelRunnerOutput,
-    OmniDiffusionConfig,
     RequestAborted,
-    SyncScheduler,
 )
 from support.engine.fixtures import WAIT, alone, config, request, until
 from support.engine.multiproc import EngineUnderTest, engine_with_ranks

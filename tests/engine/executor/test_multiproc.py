@@ -11,16 +11,9 @@ import pytest
 import torch
 
 from omni_kvlink import TransferFailed, TransferTimeout
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    DiffusionParallelConfig,
-    EngineDeadError,
-    Executor,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionConfig,
-    RequestAborted,
-)
+from omni_kvlink.engine import DiffusionEngine, Executor, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.errors import EngineDeadError, RequestAborted
 from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES

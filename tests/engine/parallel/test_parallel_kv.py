@@ -14,13 +14,9 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
-from omni_kvlink.engine import (
-    DiffusionKVManager,
-    DiffusionParallelConfig,
-    KVConfig,
-    KVState,
-    OmniDiffusionRequest,
-)
+from omni_kvlink.engine import DiffusionKVManager, OmniDiffusionRequest
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.partitioned_source import PartitionedKVSource

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from omni_kvlink import SchemaError, WireError
-from omni_kvlink.engine import RayConfig, StageConfig
+from omni_kvlink.engine.config import RayConfig, StageConfig
 from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
 from omni_kvlink.engine.ipc.rpc import Call, Reply
 from omni_kvlink.engine.parallel.process_group import join_rendezvous, open_rendezvous

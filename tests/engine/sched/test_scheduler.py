@@ -10,19 +10,17 @@ import torch
 
 from omni_kvlink import CapacityError, TransferFailed
 from omni_kvlink.engine import (
-    ARSchedulerOutput,
-    DiffusionOutput,
-    EngineError,
-    KVConfig,
-    KVState,
-    LoRARequest,
     ModelRunnerOutput,
     OmniARConfig,
     OmniARScheduler,
     OmniDiffusionConfig,
-    RequestAborted,
     SyncScheduler,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError, RequestAborted
+from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.lora.request import LoRARequest
+from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput
 from omni_kvlink.engine.sched import scheduler as scheduler_module
 from support.engine.fixtures import request
 

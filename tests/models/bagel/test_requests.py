@@ -14,9 +14,8 @@ from omni_kvlink.engine import (
     DiffusionRequestBatch,
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
-    RequestAborted,
-    RequestFailed,
 )
+from omni_kvlink.engine.errors import RequestAborted, RequestFailed
 from omni_kvlink.engine.models.bagel_pipeline import fill_params
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionParallelConfig,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionRequest,
-)
+from omni_kvlink.engine import AREngine, OmniARConfig, OmniDiffusionRequest
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from support.engine.fixtures import SHAPE, checkpoint, params, pipeline, url
 
 if TYPE_CHECKING:
