@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
 from omni_kvlink.engine.core.ar_engine import AREngine
+from omni_kvlink.engine.core.engine_core import EngineCore
 from omni_kvlink.engine.core.stage_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
 from omni_kvlink.engine.entrypoints.omni_diffusion import OmniDiffusion
@@ -41,6 +42,7 @@ __all__ = [
     "DiffusionEngine",
     "DiffusionKVManager",
     "DiffusionRequestBatch",
+    "EngineCore",
     "Executor",
     "GPUARModelRunner",
     "GPUARWorker",
@@ -65,7 +67,6 @@ __all__ = [
 _ELSEWHERE = {
     "config": "CompilationConfig DiffusionParallelConfig KVConfig KVTransferConfig "
     "LoRAConfig ProfilerConfig RayConfig StageConfig",
-    "core.engine_core": "EngineCore",
     "core.stage_engine": "StageEngine",
     "errors": "EngineAsleepError EngineDeadError EngineError "
     "NoWorkersError RequestAborted RequestFailed",
