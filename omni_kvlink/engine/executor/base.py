@@ -10,7 +10,7 @@ from omni_kvlink.engine.config import StageConfig, load_class
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.executor.pipeline_classes import PIPELINE_CLASSES
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionSchedulerOutput
-from omni_kvlink.engine.tokens.event_buffer import EventBuffer
+from omni_kvlink.engine.tokens.events import EventBuffer
 from omni_kvlink.engine.worker.model import model_utility
 from omni_kvlink.errors import KVLinkError
 

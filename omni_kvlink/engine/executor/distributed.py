@@ -10,6 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
-from omni_kvlink.engine.executor.dp_router import DPRouter
-from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
+from omni_kvlink.engine.executor.remote_kv import DPRouter, RemoteKVManager
 from omni_kvlink.engine.ipc.codec import with_prefix
 from omni_kvlink.engine.ipc.process import ProcessHandle
 from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcClient, RpcTransport
@@ -43,6 +43,8 @@ _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""
 Answers: TypeAlias = "Sequence[Future[ModelRunnerOutput]]"
 """The outputs of a part of a batch, of each rank of its group."""
+Pending: TypeAlias = "tuple[list[str], Answers]"
+"""The ids of a part's requests, and its outputs."""
 _CLIENT_ERRORS = (EngineDeadError, ClosedError)
 """The errors of a worker's calls after it has died, or was shut down."""
 
@@ -108,8 +110,7 @@ class DistributedExecutor(Executor):
     def _run_step(self, scheduler_output: StepSchedulerOutput) -> ModelRunnerOutput:
         ended = scheduler_output.request_ids
         try:
-            work = self._step_parts(scheduler_output)
-            outputs = self._collect(work, self._send(work))
+            outputs = self._collect(self._send(self._by_group(scheduler_output)))
             results = _united(outputs)
             ended = list(results)  # the others go on
         finally:
@@ -203,55 +204,30 @@ class DistributedExecutor(Executor):
         """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
 
-    def _step_parts(self, step: StepSchedulerOutput) -> list[StepSchedulerOutput]:
-        """The part of a step that each group runs."""
-        by_group: dict[int, list[str]] = {}
-        for key in step.request_ids:
-            by_group.setdefault(self._router.assign(key), []).append(key)
-        return [
-            dataclasses.replace(
-                step,
-                requests=[request for request in step.requests if request.request_id in keys],
-                cached_request_ids=[key for key in step.cached_request_ids if key in keys],
-                aborted_request_ids=[key for key in step.aborted_request_ids if key in keys],
-            )
-            for keys in by_group.values()
-        ]
-
     def _one_by_one(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
         return [DiffusionSchedulerOutput([request]) for request in batch.requests]
 
-    def _by_group(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
-        """The part of a batch that each group runs."""
-        work: dict[int, DiffusionSchedulerOutput] = {}
-        for request in batch.requests:
-            group = self._router.assign(request.request_id)
-            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
-        return list(work.values())
+    def _by_group(self, scheduled: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
+        """The part of a batch, or of a step, that each group runs."""
+        by_group: dict[int, list[str]] = {}
+        for key in scheduled.request_ids:
+            by_group.setdefault(self._router.assign(key), []).append(key)
+        return [_part(scheduled, keys) for keys in by_group.values()]
 
     def _begin(
         self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
     ) -> Callable[[], BatchRunnerOutput]:
         """Send the parts of a batch; the call that is returned waits for its outputs."""
-        try:
+        with ExitStack() as unless_sent:
+            unless_sent.callback(self._remove, batch)
             pending = self._send(work)
-        except BaseException:
-            self._remove(batch)
-            raise
-        return partial(self._outputs, batch, work, pending)
+            at_end = unless_sent.pop_all()
 
-    def _outputs(
-        self,
-        batch: DiffusionSchedulerOutput,
-        work: Sequence[DiffusionSchedulerOutput],
-        pending: Sequence[Answers],
-    ) -> BatchRunnerOutput:
-        """The outputs of all requests of a batch."""
-        try:
-            results = _united(self._collect(work, pending))
-            return BatchRunnerOutput.of(batch.request_ids, results)
-        finally:
-            self._remove(batch)
+        def outputs() -> BatchRunnerOutput:
+            with at_end:
+                return BatchRunnerOutput.of(batch.request_ids, _united(self._collect(pending)))
+
+        return outputs
 
     def _remove(self, batch: DiffusionSchedulerOutput) -> None:
         """Forget the groups of requests that have run; those with KV have theirs until it ends."""
@@ -259,13 +235,14 @@ class DistributedExecutor(Executor):
             if not request.need_kv_receive:
                 self._router.remove(request.request_id)
 
-    def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Answers]:
+    def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Pending]:
         """Send parts of a batch, each to one group; a group runs its parts one after the other."""
         self._check_alive()
-        pending: list[Answers] = []
+        pending: list[Pending] = []
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
-            pending.append([worker.call("run_model", [part]) for worker in self._workers_of(group)])
+            answers = [worker.call("run_model", [part]) for worker in self._workers_of(group)]
+            pending.append((part.request_ids, answers))
             if any(request.sampling_params.stream for request in part.requests):
                 self._take_events(group)
         for request in (request for part in work for request in part.requests):
@@ -273,14 +250,9 @@ class DistributedExecutor(Executor):
                 self.abort(request.request_id)
         return pending
 
-    def _collect(
-        self, work: Sequence[DiffusionSchedulerOutput], pending: Sequence[Answers]
-    ) -> list[ModelRunnerOutput]:
+    def _collect(self, pending: Sequence[Pending]) -> list[ModelRunnerOutput]:
         """Wait for the outputs of the parts."""
-        return [
-            self._output(part.request_ids, answers)
-            for part, answers in zip(work, pending, strict=True)
-        ]
+        return [self._output(request_ids, answers) for request_ids, answers in pending]
 
     def _take_events(self, group: int) -> None:
         """Take the events of a group's leader, again and again, unless that is done already."""
@@ -352,6 +324,17 @@ class DistributedExecutor(Executor):
             raise self._dead
         if self._closed:
             raise EngineDeadError("the executor was shut down")
+
+
+def _part(scheduled: DiffusionSchedulerOutput, keys: Sequence[str]) -> DiffusionSchedulerOutput:
+    """The part of a batch, or of a step, with these requests."""
+    lists: dict[str, list[Any]] = {
+        "requests": [request for request in scheduled.requests if request.request_id in keys]
+    }
+    if isinstance(scheduled, StepSchedulerOutput):
+        for name in ("cached_request_ids", "aborted_request_ids"):
+            lists[name] = [key for key in getattr(scheduled, name) if key in keys]
+    return dataclasses.replace(scheduled, **lists)
 
 
 def _united(outputs: Sequence[ModelRunnerOutput]) -> dict[str, DiffusionOutput]:

@@ -1,7 +1,7 @@
 """`ProcessHandle`: a process that this one starts, with an `RpcChannel` to it.
 
-Run as a module it is that process. Arguments: the channel's descriptor, and a directory to remove
-when the owner has ended, or "".
+`main` is what the process runs. Arguments: the channel's descriptor, and a directory to remove when
+the owner has ended, or "".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ProcessHandle:
     ):
         self.name = name
         parent_end, child_end = socket.socketpair()
-        program = [sys.executable, "-m", "omni_kvlink.engine.ipc.process"]
+        program = [sys.executable, "-c", f"from {__name__} import main; main()"]
         with child_end:
             self._process = subprocess.Popen(
                 [*program, str(child_end.fileno()), directory],
@@ -128,7 +128,3 @@ def _remove(directory: str) -> None:
     """Remove what an owner that was killed could not."""
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,17 +8,19 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_kvlink.engine.core.stage_engine import StageCalls
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.core.ar_engine import AREngine
+from omni_kvlink.engine.core.stage_engine import DiffusionEngine, StageCalls
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.ipc.process import ProcessHandle
-from omni_kvlink.engine.ipc.rpc import RpcClient
+from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.errors import ClosedError, KVLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
+    from omni_kvlink.engine.config import OmniDiffusionConfig, StageConfig
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.tokens.events import Event
 
@@ -178,6 +180,36 @@ class StageProcess(RemoteStage):
 
     def _start_process(self) -> RpcClient:
         config, name = self.config.served_at(self.sink_urls), f"the {self.config.stage} stage"
-        service, environment = "stage.service:StageService", self._environment
+        service, environment = "stage.remote_stage:StageService", self._environment
         handle = ProcessHandle(service, config, name=name, environment=environment)
         return RpcClient(handle, self._on_process_death)
+
+
+class StageService:
+    """A stage's engine; `methods` can be called remotely.
+
+    They are `start` and `watch`; after `start`, all public methods of the engine, too.
+    """
+
+    def __init__(self, config: StageConfig):
+        self._config = config
+        self._engine: AREngine | DiffusionEngine | None = None
+        self._death: Future[EngineError] = Future()
+        self.methods: dict[str, Callable[..., Any]] = {"start": self.start, "watch": self.watch}
+
+    def start(self) -> tuple[str, ...]:
+        """Load the model, open the links, and return the URLs that the next stage connects to."""
+        kind: Any = AREngine if isinstance(self._config, OmniARConfig) else DiffusionEngine
+        self._engine = engine = kind(self._config, on_death=self._death.set_result)
+        self.methods |= public_methods(engine) | self.methods  # own methods hide the engine's
+        return tuple(engine.sink_urls)
+
+    def watch(self) -> Future[EngineError]:
+        """A future whose result is why a worker of the stage is gone."""
+        return self._death
+
+    def close(self) -> bool:
+        """Close the engine; returns True."""
+        if self._engine is not None:
+            self._engine.close()
+        return True

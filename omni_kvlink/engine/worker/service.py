@@ -20,7 +20,7 @@ from omni_kvlink.engine.outputs import (
     StepSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.engine.tokens.event_buffer import EventBuffer
+from omni_kvlink.engine.tokens.events import EventBuffer
 from omni_kvlink.engine.worker import WorkerBase, make_worker
 from omni_kvlink.errors import ClosedError
 
