@@ -86,7 +86,7 @@ _EVERY_STAGE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ConnectorSpec(Settings):
+class ConnectorSettings(Settings):
     """One entry under `connectors:`: the name of a kind of connector, and its settings."""
 
     name: str
@@ -94,7 +94,7 @@ class ConnectorSpec(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class KVTransferCriteria(Settings):
+class KVCriteriaSettings(Settings):
     """The moment at which a stage sends its KV."""
 
     type: Literal["prefill_finished"] = "prefill_finished"
@@ -106,11 +106,11 @@ class OmniKVConfig(Settings):
 
     need_send_cache: bool | None = None
     need_recv_cache: bool | None = None
-    kv_transfer_criteria: KVTransferCriteria | None = None
+    kv_transfer_criteria: KVCriteriaSettings | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class KVTransferSpec(Settings):
+class KVTransferSettings(Settings):
     """`kv_transfer_config:` of an AR stage, in vLLM's words, for a `KVTransferConfig`."""
 
     kv_role: Literal["kv_producer", "kv_consumer"]
@@ -119,20 +119,18 @@ class KVTransferSpec(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class StageEntry(Settings):
+class StageSettings(Settings):
     """The fields of an entry under `stages:` that are no settings of the stage's engine."""
 
     stage_id: int
-    devices: Annotated[Any, Json()] = ""
+    devices: Annotated[Any, Json()] | None = None
     env: Map = field(default_factory=dict)
     input_connectors: Names = field(default_factory=dict)
     output_connectors: Names = field(default_factory=dict)
     omni_kv_config: OmniKVConfig = field(default_factory=OmniKVConfig)
-    kv_transfer_config: KVTransferSpec | None = None
+    kv_transfer_config: KVTransferSettings | None = None
     engine_input_source: tuple[int, ...] = ()
-    default_sampling_params: Annotated[Mapping[str, Any], Instance(Mapping)] = field(
-        default_factory=dict
-    )
+    default_sampling_params: Annotated[dict[str, Any], Instance(dict)] = field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +145,7 @@ class StageDeploy:
     stage_id: int
     kind: str
     devices: str
-    connector: ConnectorSpec | None
+    connector: ConnectorSettings | None
     sampling: dict[str, Any]
     settings: dict[str, Any]
     environment: dict[str, str]
@@ -195,8 +193,8 @@ class DeployConfig:
         shared_fields = {name: values[name] for name in values.keys() & _EVERY_STAGE}
         stages, previous = list[StageDeploy](), None
         for number, fields in enumerate(entries):
-            own_fields = {name: fields[name] for name in fields if name in rules(StageEntry)}
-            entry = StageEntry.read(_given(own_fields), f"stage {number}: ")
+            own_fields = {name: fields[name] for name in fields if name in rules(StageSettings)}
+            entry = StageSettings.read(_given(own_fields), f"stage {number}: ")
             is_last = number == len(entries) - 1
             connector = _connector(entry, previous, connectors, is_last=is_last)
             _check_kv(entry, is_last=is_last)
@@ -243,22 +241,22 @@ def _given(values: Any) -> Any:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _connectors(entries: Any) -> dict[str, ConnectorSpec]:
+def _connectors(entries: Any) -> dict[str, ConnectorSettings]:
     if not isinstance(entries, Mapping):
         raise SchemaError(f"connectors: a map is needed, not {entries!r:.100}")
     return {
-        name: ConnectorSpec.read(_given(spec), f"connectors.{name}.")
+        name: ConnectorSettings.read(_given(spec), f"connectors.{name}.")
         for name, spec in entries.items()
     }
 
 
 def _connector(
-    entry: StageEntry,
-    previous: StageEntry | None,
-    connectors: Mapping[str, ConnectorSpec],
+    entry: StageSettings,
+    previous: StageSettings | None,
+    connectors: Mapping[str, ConnectorSettings],
     *,
     is_last: bool,
-) -> ConnectorSpec | None:
+) -> ConnectorSettings | None:
     """The connector over which a stage receives, as it and the stage before it name it."""
     number, names = entry.stage_id, set(entry.input_connectors.values())
     _check_ends(number, "input_connectors", entry.input_connectors, "from", number - 1)
@@ -295,7 +293,7 @@ def _check_edges(edges: Any, stages: int) -> None:
         unused_fields("", other_fields, f"the edge from {ends[0]} to {ends[1]}")
 
 
-def _check_kv(entry: StageEntry, *, is_last: bool) -> None:
+def _check_kv(entry: StageSettings, *, is_last: bool) -> None:
     """Raise SchemaError if the KV's settings contradict that each stage hands on to the next."""
     number, source = entry.stage_id, entry.engine_input_source
     if source not in ((), (number - 1,) if number else ()):
@@ -311,7 +309,7 @@ def _check_kv(entry: StageEntry, *, is_last: bool) -> None:
             )
 
 
-def _kv_transfer(spec: KVTransferSpec, kind: str, location: str) -> KVTransferConfig:
+def _kv_transfer(spec: KVTransferSettings, kind: str, location: str) -> KVTransferConfig:
     """The settings of `kv_transfer_config:`."""
     location += ": kv_transfer_config"
     if kind != "ar":
@@ -325,10 +323,10 @@ def _kv_transfer(spec: KVTransferSpec, kind: str, location: str) -> KVTransferCo
 
 
 def _stage(
-    entry: StageEntry, fields: Mapping[str, Any], kind: str, connector: ConnectorSpec | None
+    entry: StageSettings, fields: Mapping[str, Any], kind: str, connector: ConnectorSettings | None
 ) -> StageDeploy:
     location = f"stage {entry.stage_id}"
-    if entry.devices != "" and fields.get("device", "auto") not in _ANY_NUMBER:
+    if entry.devices not in (None, "") and fields.get("device", "auto") not in _ANY_NUMBER:
         raise SchemaError(f"{location}: devices, and device {fields['device']!r}: one of them")
     sampling, unused = _sampling(entry.default_sampling_params, kind, location)
     settings = {
@@ -352,7 +350,7 @@ def _stage(
 
 
 def _devices(devices: Any, location: str) -> str:
-    text = str(devices).replace(" ", "")
+    text = "" if devices is None else str(devices).replace(" ", "")
     numbers = text.split(",") if text else []
     if len(set(numbers)) != len(numbers) or not all(number.isdecimal() for number in numbers):
         raise SchemaError(

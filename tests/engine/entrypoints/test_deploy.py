@@ -716,7 +716,7 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"default_sampling_params": {"top_k": "many"}}, "top_k='many': wanted a whole number"),
         ({"default_sampling_params": {"top_p": 1.5}}, "top_p 1.5"),
         ({"default_sampling_params": {"repetition_penalty": 0}}, "repetition_penalty 0"),
-        ({"default_sampling_params": [1]}, "default_sampling_params=.1.: wanted a Mapping"),
+        ({"default_sampling_params": [1]}, "default_sampling_params=.1.: wanted a dict"),
         ({"cache_backend": "tea_cache"}, "cache_backend 'tea_cache': only 'none'"),
         ({"devices": "0,0"}, "devices '0,0'"),
         ({"devices": "gpu"}, "devices 'gpu'"),
