@@ -14,7 +14,7 @@ export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check mutants-check demo test test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
+.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
@@ -25,6 +25,7 @@ define targets
 make demo           BAGEL in two processes: an image, and whether it is bit-exact
 make check          lint, types, and the tests of what changed since main: two minutes
 make test           the tests that need no host engine, no UCX and no GPU
+make test-engine    those of the reference engine alone
 make lint           ruff, clang-format and mypy over everything
 make format         what lint would change
 make docs           the documentation site, in docs/_build/html
@@ -48,6 +49,9 @@ PARALLEL := -n $(JOBS) --dist worksteal
 
 test: $(VENV)/.native
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(ARGS)
+
+test-engine: $(VENV)/.native
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" tests/engine tests/diffusion tests/e2e/diffusion tests/models/bagel $(ARGS)
 
 # What `test` leaves out: each kill with each connector, 20,000 seeds, long loss and harm, more fuzzing.
 test-all: $(VENV)/.native

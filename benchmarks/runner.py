@@ -25,15 +25,11 @@ import torch
 from omni_kvlink._native import cuda
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
-from omni_kvlink.engine import (
-    ARSchedulerOutput,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionRequest,
-    OmniDiffusionSamplingParams,
-)
+from omni_kvlink.engine import OmniARConfig, OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.kv.kv_stream import KVStream
-from omni_kvlink.engine.kv_sent import KVSent
+from omni_kvlink.engine.outputs import ARSchedulerOutput
+from omni_kvlink.engine.tokens.outputs import KVSent
 from omni_kvlink.engine.worker import GPUARModelRunner
 from omni_kvlink.models.bagel import make_tiny_checkpoint
 from omni_kvlink.models.bagel.tiny import tiny_config

@@ -34,22 +34,24 @@ from torch import Tensor
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, KVPayload, SchemaError
 from omni_kvlink.engine import (
-    DiffusionOutput,
     DiffusionRequestBatch,
     ModelUtility,
     OmniDiffusion,
     OmniDiffusionRequest,
-    RankHooks,
-    RequestAborted,
-    SequenceBlocks,
-    refuse_params,
 )
+from omni_kvlink.engine.errors import RequestAborted
+from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks
+from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.parallel.guidance import RankHooks
+from omni_kvlink.engine.worker.model import refuse_params
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from omni_kvlink.engine import KVPools, PrefillSteps, StageConfig
+    from omni_kvlink.engine.config import StageConfig
+    from omni_kvlink.engine.kv.block_manager import KVPools
     from omni_kvlink.engine.parallel.process_group import ProcessGroup
+    from omni_kvlink.engine.worker.prefill_utility import PrefillSteps
 
 DEFAULTS = {
     "height": 32,

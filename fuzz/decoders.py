@@ -37,10 +37,10 @@ from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.engine.ipc import codec
-from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+from omni_kvlink.engine.tokens.outputs import KVSent
 from omni_kvlink.errors import ConnectorError
 from omni_kvlink.link.end_metadata import decode_extra, encode_extra
 from omni_kvlink.link.kvlink import _parse

@@ -17,6 +17,7 @@ import omni_kvlink
 from omni_kvlink import KVLink, KVLinkError, LinkOptions, SchemaError
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.engine import config as engine
+from omni_kvlink.engine.entrypoints import deploy
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
 from omni_kvlink.integrations.vllm.settings import (
@@ -50,6 +51,11 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
     engine.OmniDiffusionConfig: {"model": "x"},
     engine.OmniARConfig: {"model": "x"},
     OmniDiffusionSamplingParams: {},
+    deploy.ConnectorSettings: {"name": "KVLinkConnector"},
+    deploy.KVCriteriaSettings: {},
+    deploy.OmniKVConfig: {},
+    deploy.KVTransferSettings: {"kv_role": "kv_producer"},
+    deploy.StageSettings: {"stage_id": 0},
 }
 """Every class of settings, and the settings that have no default."""
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.request import OmniDiffusionRequest
-from omni_kvlink.engine.tokens.outputs import TextResult, TokenOutputs
+from omni_kvlink.engine.tokens.outputs import KVSent, TextResult, TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -150,3 +149,15 @@ class StepSchedulerOutput(DiffusionSchedulerOutput):
     def request_ids(self) -> list[str]:
         """The ids of all requests of the step, in the order of their arrival."""
         return [*self.cached_request_ids, *super().request_ids]
+
+
+@dataclasses.dataclass
+class ARSchedulerOutput(StepSchedulerOutput):
+    """A step of an AR stage.
+
+    `block_ids` has the blocks of each new request's KV, by branch, in token order. The first
+    `num_computed_tokens` of the first branch are in them already; none if the request is missing.
+    """
+
+    block_ids: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
+    num_computed_tokens: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -36,6 +36,7 @@ class OmniDiffusionRequest:
     need_kv_receive: bool = False  # its KV comes from the stage before; without that KV it fails
     need_kv_transfer: bool = False  # its KV is sent to the next stage when it is done
     kv_nbytes: int | None = None  # size of the KV to come, the largest of any rank; if known
+    kv_sender_info: tuple[str, ...] | None = None  # URLs of those who sent its KV; if known
     kv_timeout: float | None = None  # seconds until its KV must have come; `kv.timeout` if None
     need_hidden_receive: bool = False  # so do its hidden states
     hidden_states: torch.Tensor | None = None  # [tokens, hidden]; set by the runner for one pass
@@ -67,8 +68,6 @@ class OmniDiffusionRequest:
 class DiffusionRequestBatch:
     """Requests of different ids with one `SamplingParamsKey`, for one forward pass."""
 
-    kv_sender_info: None = None  # no address of a sender: a request's KV is found by its id
-
     def __init__(self, requests: Sequence[OmniDiffusionRequest]):
         self.requests = list(requests)
         if not self.requests:
@@ -89,6 +88,11 @@ class DiffusionRequestBatch:
         if len(self) > 1:
             raise ValueError(f"{self!r} has several ids: request_ids")
         return self.requests[0].request_id
+
+    @property
+    def kv_sender_info(self) -> tuple[str, ...] | None:
+        """The first request's: the URLs at which its KV was sent."""
+        return self.requests[0].kv_sender_info
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 
-from omni_kvlink.engine.inputs.values import check_values, comparable
+from omni_kvlink.engine.inputs.prompt import check_values, comparable
 from omni_kvlink.engine.lora.request import LoRARequest, checked_id
 from omni_kvlink.engine.tokens.sampling import TEXT_DEFAULTS, TextSamplingParams, check_text_params
 from omni_kvlink.settings import Instance, Integer

@@ -10,12 +10,9 @@ import torch
 
 import omni_kvlink.engine
 from omni_kvlink import KVCacheTransferData
-from omni_kvlink.engine import (
-    DiffusersPipelineExecutor,
-    DiffusionOutput,
-    ModelRunnerOutput,
-    NoWorkersError,
-)
+from omni_kvlink.engine import DiffusersPipelineExecutor, ModelRunnerOutput
+from omni_kvlink.engine.errors import NoWorkersError
+from omni_kvlink.engine.outputs import DiffusionOutput
 
 LISTINGS: list[tuple[str, str, tuple[str, ...]]] = [
     ("GPUDiffusionWorker", "__init__", ("local_rank", "rank", "od_config")),

@@ -38,3 +38,17 @@ def test_a_function_fits_a_screen(path: Path) -> None:
         if isinstance(node, ast.FunctionDef) and node.end_lineno
     }
     assert {name: lines for name, lines in long.items() if lines > 60} == {}
+
+
+def test_the_public_names_are_few() -> None:
+    assert len(omni_kvlink.engine.__all__) <= 28
+    assert all(hasattr(omni_kvlink.engine, name) for name in omni_kvlink.engine.__all__)
+
+
+@pytest.mark.parametrize("module", omni_kvlink.engine._ELSEWHERE)
+def test_a_name_of_another_module_says_its_import_line(module: str) -> None:
+    for name in omni_kvlink.engine._ELSEWHERE[module].split():
+        line = f"from omni_kvlink.engine.{module} import {name}"
+        exec(line)
+        with pytest.raises(ImportError, match=f"^{name}: {line}$"):
+            exec(f"from omni_kvlink.engine import {name}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.engine.ipc.rpc import set_result_of
 from omni_kvlink.engine.outputs import ModelRunnerOutput
-from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout, format_seconds
+from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,10 +131,6 @@ class EngineCore:
                 f"the engine is busy since {format_seconds(timeout)}", waited=timeout
             )
         return answer.result()
-
-    def fail(self, error: KVLinkError) -> None:
-        """End all requests with an error; a future is resolved once."""
-        self._resolve(self.scheduler.fail_all(error))
 
     def _run(self) -> None:
         """Runs in the engine's thread."""

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from omni_kvlink.engine.config import StageConfig
+from omni_kvlink.engine.config import OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.core.engine_core import EngineCore
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
-from omni_kvlink.engine.lora.calls import StageAdapters
+from omni_kvlink.engine.executor import Executor
+from omni_kvlink.engine.sched.scheduler import SyncScheduler
+from omni_kvlink.engine.sched.step_scheduler import StepScheduler
 from omni_kvlink.errors import ClosedError, KVLinkError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.engine.executor import Executor
+    from omni_kvlink.engine.lora.request import LoRARequest
     from omni_kvlink.engine.outputs import DiffusionOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.sched.scheduler import Scheduler
@@ -29,7 +31,53 @@ _ANSWER_SECONDS = 5.0  # in which workers return URLs and statistics, also while
 _HANG_SECONDS = 5.0  # after which an aborted batch may hang: the workers' health is checked
 
 
-class StageEngine(EngineCore, StageAdapters, Generic[C]):
+class StageCalls(ABC):
+    """Calls of a stage besides running requests; they run between batches.
+
+    All raise TransferTimeout after `timeout` seconds. Adapters are the same on all ranks.
+    """
+
+    @abstractmethod
+    def _call_executor(self, method: str, args: Sequence[Any], timeout: float) -> Any:
+        """Call a method of the stage's executor between batches; returns what it returns."""
+
+    def add_lora(self, lora_request: LoRARequest, *, timeout: float = 60.0) -> bool:
+        """Load an adapter on all ranks; False if it was there.
+
+        Raises EngineError or SchemaError if it cannot be used; then no rank has it.
+        """
+        return bool(self._call_executor("add_lora", [lora_request], timeout))
+
+    def remove_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
+        """Release an adapter; False if it was not there."""
+        return bool(self._call_executor("remove_lora", [lora_int_id], timeout))
+
+    def list_loras(self, *, timeout: float = 60.0) -> list[int]:
+        """The numbers of the adapters that all ranks hold."""
+        return list(self._call_executor("list_loras", [], timeout))
+
+    def pin_lora(self, lora_int_id: int, *, timeout: float = 60.0) -> bool:
+        """Keep an adapter until it is removed; False if it is not there."""
+        return bool(self._call_executor("pin_lora", [lora_int_id], timeout))
+
+    def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
+        """Take the weights out of the stage's device memory; requests fail until `wake_up`."""
+        return bool(self._call_executor("sleep", [level], timeout))
+
+    def wake_up(self, tags: Sequence[str] | None = None, *, timeout: float = 60.0) -> bool:
+        """Bring back what `sleep` took."""
+        return bool(self._call_executor("wake_up", [tags], timeout))
+
+    def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
+        """Begin to record what the stage's workers compute; see `Executor.start_profile`."""
+        self._call_executor("start_profile", [directory], timeout)
+
+    def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
+        """Write the Chrome trace of each worker; their paths, by rank."""
+        return list(self._call_executor("stop_profile", [], timeout))
+
+
+class StageEngine(EngineCore, StageCalls, Generic[C]):
     """An `EngineCore` with a model loaded and links open; thread-safe; a context manager.
 
     `on_death` is called once, from any thread, when a worker is gone. `sink_urls` is what the next
@@ -74,33 +122,8 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
         """A future of the next events of streamed requests; see `EventBuffer.take`."""
         return self.executor.events.take()
 
-    def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
-        """Between batches, take the weights out of memory; requests fail until `wake_up`."""
-        return bool(self.call(partial(self.executor.sleep, level), timeout=timeout))
-
-    def wake_up(self, tags: Sequence[str] | None = None, *, timeout: float = 60.0) -> bool:
-        """Bring back what `sleep` took."""
-        return bool(self.call(partial(self.executor.wake_up, tags), timeout=timeout))
-
     def _call_executor(self, method: str, args: Sequence[Any], timeout: float) -> Any:
         return self.call(partial(getattr(self.executor, method), *args), timeout=timeout)
-
-    def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
-        """Between batches, begin to record what the workers compute.
-
-        `directory` is `profiler_config`'s `torch_profiler_dir` if empty; EngineError without both.
-        """
-        trace_dir = directory or self.config.profiler_config.torch_profiler_dir
-        if not trace_dir:
-            raise EngineError(
-                "start_profile: no directory; give one, or set torch_profiler_dir in the stage's "
-                "profiler_config"
-            )
-        self.call(partial(self.executor.profile, trace_dir), timeout=timeout)
-
-    def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
-        """Between batches, write the Chrome trace of each worker; their paths, by rank."""
-        return list(self.call(partial(self.executor.profile, None), timeout=timeout))
 
     def restart(self) -> None:
         """Start new workers, at the same URLs; requests that have not ended end in an error."""
@@ -160,12 +183,21 @@ class StageEngine(EngineCore, StageAdapters, Generic[C]):
                     self.executor.check_health(timeout=_HANG_SECONDS)
         self.executor.shutdown()
         self.executor.events.close()
-        self.fail(error)
+        self._resolve(self.scheduler.fail_all(error))
 
     def _on_failure(self, error: EngineError) -> None:
         """Called in any thread when a worker is gone: no request could run any more."""
         with self._lock:
             self._dead = error
-        self.fail(error)
+        self._resolve(self.scheduler.fail_all(error))
         if self._on_death is not None:
             self._on_death(error)
+
+
+class DiffusionEngine(StageEngine[OmniDiffusionConfig]):
+    """Generates images; requests whose KV another stage sends have `need_kv_receive` set."""
+
+    def _make(self) -> tuple[SyncScheduler, Executor]:
+        executor = Executor.get_class(self.config)(self.config)
+        scheduler = StepScheduler if self.config.step_execution else SyncScheduler
+        return scheduler(self.config, executor.kv_manager), executor

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
+    KVTransferConfig,
     LoRAConfig,
     OmniARConfig,
     OmniDiffusionConfig,
@@ -34,8 +36,13 @@ from omni_kvlink.engine.entrypoints.deploy_fields import (
     unused_fields,
     unused_sampling,
 )
-from omni_kvlink.engine.entrypoints.deploy_files import PIPELINES, flat, read_deploy_file
-from omni_kvlink.engine.entrypoints.deploy_pipelines import pipeline_of_class, with_pipeline
+from omni_kvlink.engine.entrypoints.deploy_files import (
+    PIPELINES,
+    flat,
+    pipeline_of_class,
+    read_deploy_file,
+    with_pipeline,
+)
 from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.sampling import (
     PIPELINE_PARAMS,
@@ -43,12 +50,8 @@ from omni_kvlink.engine.sampling import (
     OmniDiffusionSamplingParams,
 )
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.settings import Json, ListOf, MapOf, Text
+from omni_kvlink.settings import Instance, Json, ListOf, MapOf, Settings, Text, check_names, rules
 
-_OWN = {
-    *("stage_id", "devices", "env", "input_connectors", "output_connectors", "omni_kv_config"),
-    *("engine_input_source", "default_sampling_params"),
-}
 _NO_FIELDS = {
     *("model", "stage", "parallel_config", "distributed_timeout", "num_blocks", "think"),
     *("device_numbers", "lora_config", "kv_transfer"),
@@ -70,7 +73,8 @@ _SETTINGS["dit"] -= {"vae_use_slicing"}
 _SETTINGS["all"] = _SETTINGS["dit"]
 """Fields of a stage that are settings of this engine, by the stage's kind."""
 
-_MAP = MapOf(Json())
+Map: TypeAlias = Annotated[dict[str, Any], MapOf(Json())]
+Names: TypeAlias = Annotated[dict[str, str], MapOf(Text(filled=True))]
 _ANY_NUMBER = ("auto", "cpu", "cuda")
 _TOP = {"pipeline", "stages", "connectors", "edges"}
 _EVERY_STAGE = {
@@ -82,11 +86,51 @@ _EVERY_STAGE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ConnectorSpec:
+class ConnectorSettings(Settings):
     """One entry under `connectors:`: the name of a kind of connector, and its settings."""
 
     name: str
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Map = field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCriteriaSettings(Settings):
+    """The moment at which a stage sends its KV."""
+
+    type: Literal["prefill_finished"] = "prefill_finished"
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniKVConfig(Settings):
+    """`omni_kv_config:`, which may say what holds anyway: a stage sends to the next one."""
+
+    need_send_cache: bool | None = None
+    need_recv_cache: bool | None = None
+    kv_transfer_criteria: KVCriteriaSettings | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KVTransferSettings(Settings):
+    """`kv_transfer_config:` of an AR stage, in vLLM's words, for a `KVTransferConfig`."""
+
+    kv_role: Literal["kv_producer", "kv_consumer"]
+    kv_connector: Literal["OmniKVLinkConnector"] = "OmniKVLinkConnector"
+    kv_connector_extra_config: Map = field(default_factory=dict)  # its `url`, `peers`, …
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSettings(Settings):
+    """The fields of an entry under `stages:` that are no settings of the stage's engine."""
+
+    stage_id: int
+    devices: Annotated[Any, Json()] | None = None
+    env: Map = field(default_factory=dict)
+    input_connectors: Names = field(default_factory=dict)
+    output_connectors: Names = field(default_factory=dict)
+    omni_kv_config: OmniKVConfig = field(default_factory=OmniKVConfig)
+    kv_transfer_config: KVTransferSettings | None = None
+    engine_input_source: tuple[int, ...] = ()
+    default_sampling_params: Annotated[dict[str, Any], Instance(dict)] = field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +145,7 @@ class StageDeploy:
     stage_id: int
     kind: str
     devices: str
-    connector: ConnectorSpec | None
+    connector: ConnectorSettings | None
     sampling: dict[str, Any]
     settings: dict[str, Any]
     environment: dict[str, str]
@@ -117,8 +161,12 @@ class DeployConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> DeployConfig:
-        """Read a file, and its `base_config`; SchemaError names the field that is wrong."""
-        return cls.from_dict(read_deploy_file(Path(path)))
+        """Read a file, and its `base_config`; SchemaError names the file and the wrong field."""
+        values = read_deploy_file(Path(path))
+        try:
+            return cls.from_dict(values)
+        except SchemaError as error:
+            raise SchemaError(f"{Path(path).name}: {error}") from None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeployConfig:
@@ -139,17 +187,24 @@ class DeployConfig:
         if ids != list(range(len(entries))):
             raise SchemaError(f"stage_ids {ids}: they must be 0, 1, …")
         _check_edges(values.get("edges") or [], len(entries))
-        shared_fields = {name: values[name] for name in values.keys() & _EVERY_STAGE}
-        kinds, stages = PIPELINES[pipeline].split(", "), list[StageDeploy]()
+        kinds = PIPELINES[pipeline].split(", ")
         if len(entries) > 1 and kinds in (["all"], ["diffusers"]):
             raise SchemaError(f"{pipeline} has one stage, not {len(entries)}")
-        for number, raw_entry in enumerate(entries):
-            entry, kind = raw_entry, kinds[min(number, len(kinds) - 1)]
-            previous = entries[number - 1] if number else None
+        shared_fields = {name: values[name] for name in values.keys() & _EVERY_STAGE}
+        stages, previous = list[StageDeploy](), None
+        for number, fields in enumerate(entries):
+            own_fields = {name: fields[name] for name in fields if name in rules(StageSettings)}
+            entry = StageSettings.read(_given(own_fields), f"stage {number}: ")
             is_last = number == len(entries) - 1
             connector = _connector(entry, previous, connectors, is_last=is_last)
-            entry, kind = with_pipeline({**shared_fields, **entry}, kind, pipeline)
-            stages.append(_stage(entry, kind, connector, is_last=is_last))
+            _check_kv(entry, is_last=is_last)
+            other_fields = {n: v for n, v in fields.items() if n not in own_fields}
+            kind = kinds[min(number, len(kinds) - 1)]
+            settings, kind = with_pipeline(
+                {**shared_fields, **other_fields}, kind, pipeline, number
+            )
+            stages.append(_stage(entry, settings, kind, connector))
+            previous = entry
         return cls(pipeline, tuple(stages))
 
     def overridden(self, overrides: Mapping[str, Any]) -> DeployConfig:
@@ -179,35 +234,39 @@ class DeployConfig:
         return [stage.kind for stage in self.stages]
 
 
-def _connectors(entries: Any) -> dict[str, ConnectorSpec]:
+def _given(values: Any) -> Any:
+    """A map without the keys that have no value, such as `env:`."""
+    if not isinstance(values, Mapping):
+        return values
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _connectors(entries: Any) -> dict[str, ConnectorSettings]:
     if not isinstance(entries, Mapping):
         raise SchemaError(f"connectors: a map is needed, not {entries!r:.100}")
-    connectors = {}
-    for name, spec in entries.items():
-        if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
-            raise SchemaError(f"connector {name!r}: must be a map with the connector's name")
-        extra = _MAP.read(spec.get("extra") or {}, f"connectors.{name}.extra")
-        connectors[name] = ConnectorSpec(spec["name"], extra)
-    return connectors
+    return {
+        name: ConnectorSettings.read(_given(spec), f"connectors.{name}.")
+        for name, spec in entries.items()
+    }
 
 
 def _connector(
-    entry: Mapping[str, Any],
-    previous: Mapping[str, Any] | None,
-    connectors: Mapping[str, ConnectorSpec],
+    entry: StageSettings,
+    previous: StageSettings | None,
+    connectors: Mapping[str, ConnectorSettings],
     *,
     is_last: bool,
-) -> ConnectorSpec | None:
+) -> ConnectorSettings | None:
     """The connector over which a stage receives, as it and the stage before it name it."""
-    number = entry["stage_id"]
-    _check_ends(entry, "input_connectors", "from", number - 1 if number else None)
-    _check_ends(entry, "output_connectors", "to", None if is_last else number + 1)
-    names = set(_names(entry, "input_connectors").values())
+    number, names = entry.stage_id, set(entry.input_connectors.values())
+    _check_ends(number, "input_connectors", entry.input_connectors, "from", number - 1)
+    following = -1 if is_last else number + 1
+    _check_ends(number, "output_connectors", entry.output_connectors, "to", following)
     if previous is not None:
-        names |= set(_names(previous, "output_connectors").values())
+        names |= set(previous.output_connectors.values())
     if len(names) > 1:
         raise SchemaError(
-            f"stage {number}: it receives over {' or '.join(sorted(map(str, names)))}; "
+            f"stage {number}: it receives over {' or '.join(sorted(names))}; "
             f"output_connectors of stage {number - 1} and its own input_connectors differ"
         )
     for name in names:
@@ -216,24 +275,17 @@ def _connector(
     return connectors[names.pop()] if names else None
 
 
-def _names(entry: Mapping[str, Any], field: str) -> dict[str, str]:
-    """The connectors that a stage names, by the stage at their other end."""
-    location = f"stage {entry['stage_id']}: {field}"
-    names: dict[str, str] = MapOf(Text(filled=True)).read(entry.get(field) or {}, location)
-    return names
-
-
-def _check_ends(entry: Mapping[str, Any], field: str, word: str, neighbour: int | None) -> None:
-    ends = set() if neighbour is None else {f"{word}_stage_{neighbour}"}
-    unknown = sorted(set(_names(entry, field)) - ends)
-    if unknown:
-        hint = f"only {ends.pop()} is known" if ends else "there is no such stage"
-        raise SchemaError(f"stage {entry['stage_id']}: {field} {unknown}; {hint}")
+def _check_ends(number: int, field: str, names: Mapping[str, str], word: str, other: int) -> None:
+    """Raise SchemaError unless names are of connectors from, or to, another stage; -1: of none."""
+    end = "" if other < 0 else f"{word}_stage_{other}"
+    if unknown := sorted(names.keys() - {end}):
+        hint = f"only {end} is known" if end else "there is no such stage"
+        raise SchemaError(f"stage {number}: {field} {unknown}; {hint}")
 
 
 def _check_edges(edges: Any, stages: int) -> None:
     """Raises SchemaError unless each stage hands on to the next."""
-    for edge in ListOf(_MAP).read(edges, "edges"):
+    for edge in ListOf(MapOf(Json())).read(edges, "edges"):
         ends = edge.get("from"), edge.get("to")
         if ends not in [(number, number + 1) for number in range(stages - 1)]:
             raise SchemaError(f"an edge from {ends[0]} to {ends[1]}: a stage is read by the next")
@@ -241,54 +293,60 @@ def _check_edges(edges: Any, stages: int) -> None:
         unused_fields("", other_fields, f"the edge from {ends[0]} to {ends[1]}")
 
 
-def _check_kv(entry: Mapping[str, Any], *, is_last: bool) -> None:
+def _check_kv(entry: StageSettings, *, is_last: bool) -> None:
     """Raise SchemaError if the KV's settings contradict that each stage hands on to the next."""
-    number = entry["stage_id"]
-    source = entry.get("engine_input_source")
-    if source not in (None, [], [number - 1] if number else []):
-        raise SchemaError(f"stage {number}: engine_input_source {source}: it is the stage before")
-    kv_config = _MAP.read(entry.get("omni_kv_config") or {}, f"stage {number}: omni_kv_config")
-    criteria = kv_config.pop("kv_transfer_criteria", None)
-    if criteria not in (None, {"type": "prefill_finished"}):
-        raise SchemaError(f"stage {number}: kv_transfer_criteria {criteria}: prefill_finished")
-    flags = {"need_send_cache": not is_last, "need_recv_cache": number > 0}
-    for name, value in kv_config.items():
-        if name not in flags or value != flags[name]:
+    number, source = entry.stage_id, entry.engine_input_source
+    if source not in ((), (number - 1,) if number else ()):
+        raise SchemaError(
+            f"stage {number}: engine_input_source {[*source]}: it is the stage before"
+        )
+    for name, value in (("need_send_cache", not is_last), ("need_recv_cache", number > 0)):
+        given = getattr(entry.omni_kv_config, name)
+        if given not in (None, value):
             raise SchemaError(
-                f"stage {number}: omni_kv_config has {name} {value!r}; here a stage sends to the "
+                f"stage {number}: omni_kv_config has {name} {given!r}; here a stage sends to the "
                 "next one, and nothing else can be set; remove it"
             )
 
 
+def _kv_transfer(spec: KVTransferSettings, kind: str, location: str) -> KVTransferConfig:
+    """The settings of `kv_transfer_config:`."""
+    location += ": kv_transfer_config"
+    if kind != "ar":
+        raise SchemaError(
+            f"{location}: of an AR stage alone; this stage's KV comes over its input_connectors: "
+            "remove it"
+        )
+    extra, prefix = spec.kv_connector_extra_config, f"{location}.kv_connector_extra_config."
+    check_names(extra, rules(KVTransferConfig).keys() - {"kv_role"}, prefix)
+    return KVTransferConfig.read({**extra, "kv_role": spec.kv_role}, prefix)
+
+
 def _stage(
-    entry: Mapping[str, Any], kind: str, connector: ConnectorSpec | None, *, is_last: bool
+    entry: StageSettings, fields: Mapping[str, Any], kind: str, connector: ConnectorSettings | None
 ) -> StageDeploy:
-    location = f"stage {entry['stage_id']}"
-    _check_kv(entry, is_last=is_last)
-    _check_device(entry, location)
-    sampling, unused = _sampling(entry.get("default_sampling_params") or {}, kind, location)
+    location = f"stage {entry.stage_id}"
+    if entry.devices not in (None, "") and fields.get("device", "auto") not in _ANY_NUMBER:
+        raise SchemaError(f"{location}: devices, and device {fields['device']!r}: one of them")
+    sampling, unused = _sampling(entry.default_sampling_params, kind, location)
     settings = {
-        name: entry[name]
-        for name in sorted(entry.keys() & _SETTINGS[kind])
-        if not is_default(kind, name, entry[name])
+        name: fields[name]
+        for name in sorted(fields.keys() & _SETTINGS[kind])
+        if not is_default(kind, name, fields[name])
     }
-    other_fields = {name: entry[name] for name in entry.keys() - _OWN - settings.keys()}
-    environment = _MAP.read(entry.get("env") or {}, f"{location}: env")
+    other_fields = {name: fields[name] for name in fields.keys() - settings.keys()}
+    if entry.kv_transfer_config is not None:
+        settings["kv_transfer"] = _kv_transfer(entry.kv_transfer_config, kind, location)
     return StageDeploy(
-        stage_id=entry["stage_id"],
+        stage_id=entry.stage_id,
         kind=kind,
-        devices=_devices(entry.get("devices"), location),
+        devices=_devices(entry.devices, location),
         connector=connector,
         sampling=sampling,
         settings=settings,
-        environment={str(name): str(value) for name, value in environment.items()},
+        environment={name: str(value) for name, value in entry.env.items()},
         ignored=unused_fields(kind, other_fields, location) + unused,
     )
-
-
-def _check_device(entry: Mapping[str, Any], location: str) -> None:
-    if entry.get("devices") not in (None, "") and entry.get("device", "auto") not in _ANY_NUMBER:
-        raise SchemaError(f"{location}: devices, and device {entry['device']!r}: one of them")
 
 
 def _devices(devices: Any, location: str) -> str:
@@ -301,10 +359,10 @@ def _devices(devices: Any, location: str) -> str:
     return text
 
 
-def _sampling(params: Any, kind: str, location: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _sampling(
+    params: Mapping[str, Any], kind: str, location: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split `default_sampling_params` into those in use here, and the names of the others."""
-    if not isinstance(params, Mapping):
-        raise SchemaError(f"{location}: default_sampling_params is a map, not {params!r:.100}")
     fields = {field.name for field in dataclasses.fields(OmniDiffusionSamplingParams)}
     used = {name: value for name, value in params.items() if name in fields - {"generator"}}
     of_texts = {"modalities", *TEXT_PARAMS}

@@ -15,25 +15,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from omni_kvlink.engine.config import OmniDiffusionConfig
-from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
-from omni_kvlink.engine.entrypoints.async_requests import events_of, wait_for_output
+from omni_kvlink.engine.core.stage_engine import DiffusionEngine
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
-from omni_kvlink.engine.entrypoints.prompts import read_prompt
 from omni_kvlink.engine.entrypoints.stage_configs import (
     environment,
     is_remote,
     stage_configs,
     with_sources,
 )
-from omni_kvlink.engine.entrypoints.streams import RequestStream, StreamEvent, StreamTable
+from omni_kvlink.engine.entrypoints.streams import (
+    RequestStream,
+    StreamEvent,
+    StreamTable,
+    events_of,
+    wait_for_output,
+)
 from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.inputs.prompt import read_prompt
 from omni_kvlink.engine.models.images import as_tensors, from_tensor
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.ray.stage_actor import StageActor
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
-from omni_kvlink.engine.stage.remote_stage import RemoteStage
-from omni_kvlink.engine.stage.stage_process import StageProcess
+from omni_kvlink.engine.stage.remote_stage import RemoteStage, StageProcess
 from omni_kvlink.engine.tokens.outputs import TextResult
 from omni_kvlink.errors import KVLinkError, SchemaError, TransferTimeout, format_seconds
 
@@ -426,6 +430,7 @@ class OmniDiffusion:
             need_kv_transfer=number < len(self.stages) - 1,
             need_hidden_receive=sent.has_hidden_states,
             kv_nbytes=sent.nbytes,
+            kv_sender_info=sent.kv_sender_info,
         )
 
 

@@ -31,7 +31,7 @@ from omni_kvlink.settings import Integer, Nested, Size, SomeOf, Text, check_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from omni_kvlink.engine.entrypoints.deploy import ConnectorSpec, DeployConfig, StageDeploy
+    from omni_kvlink.engine.entrypoints.deploy import ConnectorSettings, DeployConfig, StageDeploy
 
 _SHARED_MEMORY = {"shm_threshold_bytes"}  # below it vLLM-Omni's connector sends in messages
 _MOONCAKE = {
@@ -204,7 +204,7 @@ def _is_on_ray(stage: StageDeploy) -> bool:
     return "ray" in (stage.settings.get(name) for name in names)
 
 
-def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str, Any]]:
+def _sink(spec: ConnectorSettings | None, stage: StageDeploy) -> tuple[str, dict[str, Any]]:
     """The URL that a stage serves and its options, for a connector of any known name."""
     if spec is None and _is_on_ray(stage):  # shared memory on one node, else the network
         return f"auto://engine-{uuid.uuid4().hex[:8]}?tcp={NODE}:0", {}
@@ -224,7 +224,7 @@ def _sink(spec: ConnectorSpec | None, stage: StageDeploy) -> tuple[str, dict[str
     )
 
 
-def _mooncake(spec: ConnectorSpec) -> tuple[str, dict[str, Any]]:
+def _mooncake(spec: ConnectorSettings) -> tuple[str, dict[str, Any]]:
     """This library's connector for the same network: UCX for rdma, ZMQ for tcp."""
     extra = spec.extra
     location, protocol = f"{spec.name}: extra", extra.get("protocol", "rdma")
@@ -253,7 +253,7 @@ def _of_rank(url: str, rank: int) -> str:
     )
 
 
-def _options(spec: ConnectorSpec, *, exclude: Iterable[str]) -> dict[str, Any]:
+def _options(spec: ConnectorSettings, *, exclude: Iterable[str]) -> dict[str, Any]:
     """The options of the link; raises SchemaError for a field that is none."""
     check_names(spec.extra, [*exclude, *rules(ServeOptions)], f"{spec.name}: extra.")
     values = {name: value for name, value in spec.extra.items() if name not in exclude}

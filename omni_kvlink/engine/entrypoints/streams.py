@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
 from functools import partial
@@ -11,10 +12,10 @@ from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.tokens.events import Event, TokenEvent, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.engine.core.diffusion_engine import DiffusionEngine
+    from omni_kvlink.engine.core.stage_engine import DiffusionEngine
     from omni_kvlink.engine.stage.remote_stage import RemoteStage
 
 
@@ -183,3 +184,35 @@ class StreamTable:
                 self._taking.discard(number)
         if goes_on:
             self._take(number)
+
+
+async def wait_for_output(
+    coming: Future[DiffusionOutput], abort: Callable[[], None]
+) -> DiffusionOutput:
+    """Wait for an output; if the caller is cancelled, call `abort`."""
+    try:
+        return await asyncio.wrap_future(coming)
+    except asyncio.CancelledError:
+        abort()
+        raise
+
+
+async def events_of(open_stream: Callable[[], RequestStream]) -> AsyncGenerator[StreamEvent, None]:
+    """The events of a stream; closes it when the iteration ends early, or is cancelled."""
+    loop, changed, stream = asyncio.get_running_loop(), asyncio.Event(), open_stream()
+
+    def on_change() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(changed.set)
+
+    stream.listen(on_change)
+    try:
+        while not stream.is_done:
+            event = stream.take()
+            if event is not None:
+                yield event
+                continue
+            await changed.wait()
+            changed.clear()
+    finally:
+        stream.close()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import tempfile
 import threading
 import time
 from abc import abstractmethod
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniDiffusionConfig
 from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestFailed
 from omni_kvlink.engine.executor.base import Executor, FailureCallback
-from omni_kvlink.engine.executor.dp_router import DPRouter
-from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
+from omni_kvlink.engine.executor.remote_kv import DPRouter, RemoteKVManager
 from omni_kvlink.engine.ipc.codec import with_prefix
-from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcTransport
+from omni_kvlink.engine.ipc.process import ProcessHandle
+from omni_kvlink.engine.ipc.rpc import SHUTDOWN_TIMEOUT, RpcClient, RpcTransport
 from omni_kvlink.engine.outputs import (
+    ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
@@ -27,7 +32,6 @@ from omni_kvlink.engine.outputs import (
 )
 from omni_kvlink.engine.parallel.rank_coords import group_ranks
 from omni_kvlink.engine.worker import worker_class
-from omni_kvlink.engine.worker.service import WorkerClient
 from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ _RESULT_TIMEOUT = 5.0
 """Seconds in which the other ranks of a group must answer after one of them has failed."""
 Answers: TypeAlias = "Sequence[Future[ModelRunnerOutput]]"
 """The outputs of a part of a batch, of each rank of its group."""
+Pending: TypeAlias = "tuple[list[str], Answers]"
+"""The ids of a part's requests, and its outputs."""
 _CLIENT_ERRORS = (EngineDeadError, ClosedError)
 """The errors of a worker's calls after it has died, or was shut down."""
 
@@ -58,10 +64,10 @@ class DistributedExecutor(Executor):
         """Start a process for each rank, and `_add_worker` each in the order of the ranks."""
 
     def _add_worker(self, transport: RpcTransport) -> None:
-        self.workers.append(WorkerClient(transport, self._fail))
+        self.workers.append(RpcClient(transport, self._fail))
 
     def _init_executor(self) -> None:
-        self.workers: list[WorkerClient] = []  # by rank
+        self.workers: list[RpcClient] = []  # by rank
         self._lock = threading.Lock()
         self._callbacks: list[FailureCallback] = []
         self._dead: EngineDeadError | None = None
@@ -104,8 +110,7 @@ class DistributedExecutor(Executor):
     def _run_step(self, scheduler_output: StepSchedulerOutput) -> ModelRunnerOutput:
         ended = scheduler_output.request_ids
         try:
-            work = self._step_parts(scheduler_output)
-            outputs = self._collect(work, self._send(work))
+            outputs = self._collect(self._send(self._by_group(scheduler_output)))
             results = _united(outputs)
             ended = list(results)  # the others go on
         finally:
@@ -127,13 +132,13 @@ class DistributedExecutor(Executor):
     def fail_kv(self, request_id: str, reason: str) -> None:
         """Tell the next stage that a request's KV will not be sent; does not wait for workers."""
         for worker in self.workers if self.config.kv.sinks else []:
-            worker.fail_kv(request_id, reason)
+            worker.call("fail_kv", [request_id, reason])
 
     def abort(self, request_id: str) -> None:
         """Abort a running request on all ranks of its group; does not wait for them."""
         group = self._router.find(request_id)
         for worker in [] if group is None else self._workers_of(group):
-            worker.abort(request_id)
+            worker.call("abort", [request_id])
 
     def collective_rpc(
         self,
@@ -180,10 +185,6 @@ class DistributedExecutor(Executor):
             self._fail(frozen)
             raise self._dead or frozen from None
 
-    def determine_available_memory(self) -> list[int]:
-        """Bytes that each worker's device could still take."""
-        return self.collective_rpc("determine_available_memory")
-
     def shutdown(self) -> None:
         """Shut down the workers, and release their memory; a second call does nothing."""
         with self._lock:
@@ -199,59 +200,34 @@ class DistributedExecutor(Executor):
         if isinstance(self.kv_manager, RemoteKVManager):
             self.kv_manager.close()
 
-    def _workers_of(self, group: int) -> list[WorkerClient]:
+    def _workers_of(self, group: int) -> list[RpcClient]:
         """The workers of a data-parallel group, its leader first."""
         return [self.workers[rank] for rank in group_ranks(group, self.config.parallel_config)]
-
-    def _step_parts(self, step: StepSchedulerOutput) -> list[StepSchedulerOutput]:
-        """The part of a step that each group runs."""
-        by_group: dict[int, list[str]] = {}
-        for key in step.request_ids:
-            by_group.setdefault(self._router.assign(key), []).append(key)
-        return [
-            dataclasses.replace(
-                step,
-                requests=[request for request in step.requests if request.request_id in keys],
-                cached_request_ids=[key for key in step.cached_request_ids if key in keys],
-                aborted_request_ids=[key for key in step.aborted_request_ids if key in keys],
-            )
-            for keys in by_group.values()
-        ]
 
     def _one_by_one(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
         return [DiffusionSchedulerOutput([request]) for request in batch.requests]
 
-    def _by_group(self, batch: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
-        """The part of a batch that each group runs."""
-        work: dict[int, DiffusionSchedulerOutput] = {}
-        for request in batch.requests:
-            group = self._router.assign(request.request_id)
-            work.setdefault(group, DiffusionSchedulerOutput([])).requests.append(request)
-        return list(work.values())
+    def _by_group(self, scheduled: DiffusionSchedulerOutput) -> list[DiffusionSchedulerOutput]:
+        """The part of a batch, or of a step, that each group runs."""
+        by_group: dict[int, list[str]] = {}
+        for key in scheduled.request_ids:
+            by_group.setdefault(self._router.assign(key), []).append(key)
+        return [_part(scheduled, keys) for keys in by_group.values()]
 
     def _begin(
         self, batch: DiffusionSchedulerOutput, work: Sequence[DiffusionSchedulerOutput]
     ) -> Callable[[], BatchRunnerOutput]:
         """Send the parts of a batch; the call that is returned waits for its outputs."""
-        try:
+        with ExitStack() as unless_sent:
+            unless_sent.callback(self._remove, batch)
             pending = self._send(work)
-        except BaseException:
-            self._remove(batch)
-            raise
-        return partial(self._outputs, batch, work, pending)
+            at_end = unless_sent.pop_all()
 
-    def _outputs(
-        self,
-        batch: DiffusionSchedulerOutput,
-        work: Sequence[DiffusionSchedulerOutput],
-        pending: Sequence[Answers],
-    ) -> BatchRunnerOutput:
-        """The outputs of all requests of a batch."""
-        try:
-            results = _united(self._collect(work, pending))
-            return BatchRunnerOutput.of(batch.request_ids, results)
-        finally:
-            self._remove(batch)
+        def outputs() -> BatchRunnerOutput:
+            with at_end:
+                return BatchRunnerOutput.of(batch.request_ids, _united(self._collect(pending)))
+
+        return outputs
 
     def _remove(self, batch: DiffusionSchedulerOutput) -> None:
         """Forget the groups of requests that have run; those with KV have theirs until it ends."""
@@ -259,13 +235,14 @@ class DistributedExecutor(Executor):
             if not request.need_kv_receive:
                 self._router.remove(request.request_id)
 
-    def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Answers]:
+    def _send(self, work: Sequence[DiffusionSchedulerOutput]) -> list[Pending]:
         """Send parts of a batch, each to one group; a group runs its parts one after the other."""
         self._check_alive()
-        pending: list[Answers] = []
+        pending: list[Pending] = []
         for part in work:
             (group,) = {self._router.assign(key) for key in part.request_ids}
-            pending.append([worker.run_model(part) for worker in self._workers_of(group)])
+            answers = [worker.call("run_model", [part]) for worker in self._workers_of(group)]
+            pending.append((part.request_ids, answers))
             if any(request.sampling_params.stream for request in part.requests):
                 self._take_events(group)
         for request in (request for part in work for request in part.requests):
@@ -273,14 +250,9 @@ class DistributedExecutor(Executor):
                 self.abort(request.request_id)
         return pending
 
-    def _collect(
-        self, work: Sequence[DiffusionSchedulerOutput], pending: Sequence[Answers]
-    ) -> list[ModelRunnerOutput]:
+    def _collect(self, pending: Sequence[Pending]) -> list[ModelRunnerOutput]:
         """Wait for the outputs of the parts."""
-        return [
-            self._output(part.request_ids, answers)
-            for part, answers in zip(work, pending, strict=True)
-        ]
+        return [self._output(request_ids, answers) for request_ids, answers in pending]
 
     def _take_events(self, group: int) -> None:
         """Take the events of a group's leader, again and again, unless that is done already."""
@@ -291,7 +263,7 @@ class DistributedExecutor(Executor):
         self._next_events(group)
 
     def _next_events(self, group: int) -> None:
-        coming = self._workers_of(group)[0].take_events()
+        coming = self._workers_of(group)[0].call("take_events")
         coming.add_done_callback(partial(self._on_events, group))
 
     def _on_events(self, group: int, coming: Future[list[Event]]) -> None:
@@ -354,13 +326,24 @@ class DistributedExecutor(Executor):
             raise EngineDeadError("the executor was shut down")
 
 
+def _part(scheduled: DiffusionSchedulerOutput, keys: Sequence[str]) -> DiffusionSchedulerOutput:
+    """The part of a batch, or of a step, with these requests."""
+    lists: dict[str, list[Any]] = {
+        "requests": [request for request in scheduled.requests if request.request_id in keys]
+    }
+    if isinstance(scheduled, StepSchedulerOutput):
+        for name in ("cached_request_ids", "aborted_request_ids"):
+            lists[name] = [key for key in getattr(scheduled, name) if key in keys]
+    return dataclasses.replace(scheduled, **lists)
+
+
 def _united(outputs: Sequence[ModelRunnerOutput]) -> dict[str, DiffusionOutput]:
     """The results of all groups, by request id."""
     return {key: result for output in outputs for key, result in output.results.items()}
 
 
 def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, DiffusionOutput]:
-    """The leader's results with the other ranks' errors, and the largest size of KV sent."""
+    """The leader's results with the other ranks' errors, and what all ranks sent of its KV."""
     merged = dict(by_rank[0])
     for key, result in merged.items():
         rank_results = [results[key] for results in by_rank]
@@ -368,6 +351,42 @@ def _merged(by_rank: Sequence[Mapping[str, DiffusionOutput]]) -> dict[str, Diffu
         if error is not None:
             merged[key] = DiffusionOutput(key, error=error, seconds=result.seconds)
         elif result.kv_sent is not None:
-            nbytes = max(r.kv_sent.nbytes for r in rank_results if r.kv_sent is not None)
-            result.kv_sent = dataclasses.replace(result.kv_sent, nbytes=nbytes)
+            sent = [r.kv_sent for r in rank_results if r.kv_sent is not None]
+            nbytes, urls = max(one.nbytes for one in sent), [one.kv_sender_info for one in sent]
+            result.kv_sent = dataclasses.replace(
+                result.kv_sent, nbytes=nbytes, kv_sender_info=tuple(chain(*urls))
+            )
     return merged
+
+
+class MultiprocExecutor(DistributedExecutor):
+    """Runs each rank of a stage, of either kind, in a process of its own.
+
+    Messages travel over socket pairs, large tensors in shared memory. The processes end with this
+    one, however it ends.
+    """
+
+    _rendezvous = ""
+
+    def _start_workers(self) -> None:
+        ranks = self.config.parallel_config.world_size
+        url = self.config.distributed_init_method
+        if ranks > 1 and not url:
+            self._rendezvous = tempfile.mkdtemp(prefix="kvl-ranks-")
+            url = f"file://{self._rendezvous}/rendezvous"
+        threads = self.config.num_threads
+        if ranks > 1 and not threads and self.config.device_of(0).type == "cpu":
+            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        config = dataclasses.replace(self.config, distributed_init_method=url, num_threads=threads)
+        service, directory = "worker.service:WorkerService", self._rendezvous
+        for rank in range(ranks):
+            name = f"rank {rank} of the {config.stage} stage"
+            self._add_worker(
+                ProcessHandle(service, config, [rank, rank], name=name, directory=directory)
+            )
+
+    def shutdown(self) -> None:
+        """Shut down the processes, and release their memory; a second call does nothing."""
+        super().shutdown()
+        if self._rendezvous:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)

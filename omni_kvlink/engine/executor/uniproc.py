@@ -7,10 +7,9 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.executor.base import Executor
 from omni_kvlink.engine.ipc.rpc import set_result_of
-from omni_kvlink.engine.outputs import StepSchedulerOutput
+from omni_kvlink.engine.outputs import ARSchedulerOutput, StepSchedulerOutput
 from omni_kvlink.engine.worker import WorkerBase, make_worker
 from omni_kvlink.errors import TransferTimeout, format_seconds
 

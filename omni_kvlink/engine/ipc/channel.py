@@ -34,7 +34,7 @@ _Frame: TypeAlias = tuple[bytes, list[Mapping]]
 
 
 class RpcChannel:
-    """Sends and receives maps of what `codec.pack` encodes, in order.
+    """Sends and receives what `codec.pack` encodes, in order.
 
     Any thread may send, one thread receives. A thread of this channel writes to the socket
     (blocking; owned), so that `send` does not block on a receiver that is frozen. Large tensors
@@ -51,7 +51,7 @@ class RpcChannel:
         self._writer = threading.Thread(target=self._write, name="channel-writer", daemon=True)
         self._writer.start()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         """Queue a message to be written; waits only for shared memory for its tensors.
 
         Raises EngineDeadError if the other process is known to be gone or this channel is closed,
@@ -68,7 +68,7 @@ class RpcChannel:
             self._tensors_out.free(blocks)
             raise
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Any:
         """Wait for the next message; PeerLostError once either side has closed the channel."""
         try:
             while (message := self._receive()) is None:
@@ -103,15 +103,13 @@ class RpcChannel:
         self._tensors_out.free([Block(*block) for block in freed])
         return message
 
-    def _decode(self, message: Any) -> dict[str, Any]:
+    def _decode(self, message: Any) -> Any:
         """Decode a message, and tell the sender which blocks of shared memory are free again."""
         freed: list[Block] = []
         decoded = unpack(message, partial(self._tensors_in.read, freed))
         if freed:
             with contextlib.suppress(ClosedError):  # a sender that is gone needs no memory
                 self._enqueue(None, [], freed)
-        if not isinstance(decoded, dict):
-            raise WireError(f"a message is a map, not {type(decoded).__name__}")
         return decoded
 
     def _enqueue(self, message: Any, blocks: list[Block], freed: list[Block]) -> None:

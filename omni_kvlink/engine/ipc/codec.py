@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,15 +15,15 @@ import torch
 from omni_kvlink import errors as library_errors
 from omni_kvlink.engine import errors as engine_errors
 from omni_kvlink.engine import outputs
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig, StageConfig
 from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
-from omni_kvlink.engine.kv_sent import KVSent
+from omni_kvlink.engine.ipc.rpc import Call, Reply, Start
 from omni_kvlink.engine.lora.request import LoRARequest
+from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
-from omni_kvlink.engine.tokens.outputs import KVConnectorOutput, LogprobsLists
+from omni_kvlink.engine.tokens.outputs import KVConnectorOutput, KVSent, LogprobsLists
 from omni_kvlink.errors import KVLinkError, SchemaError, WireError
 
 WriteTensor: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
@@ -35,8 +35,10 @@ _KIND = "~"
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
+        Reply,
         ARSchedulerOutput,
         outputs.BatchRunnerOutput,
+        Call,
         outputs.DiffusionOutput,
         outputs.DiffusionSchedulerOutput,
         EmbedsPrompt,
@@ -48,6 +50,7 @@ _CLASSES: dict[str, type[Any]] = {
         OmniDiffusionRequest,
         OmniDiffusionSamplingParams,
         outputs.RunnerOutput,
+        Start,
         StepEvent,
         TokenEvent,
         outputs.StepSchedulerOutput,
@@ -83,8 +86,14 @@ def pack(value: Any, write: WriteTensor | None = None) -> Any:
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value):
         raise SchemaError(f"{name} cannot be sent to another process: {value!r:.100}")
-    fields = [field.name for field in dataclasses.fields(value) if field.name not in _NOT_SENT]
+    fields = [name for name in _field_names(value) if name not in _NOT_SENT]
     return {_KIND: name, **{field: pack(getattr(value, field), write) for field in fields}}
+
+
+def _field_names(value: Any) -> Iterable[str]:
+    if isinstance(value, msgspec.Struct):
+        return value.__struct_fields__
+    return (field.name for field in dataclasses.fields(value))
 
 
 def _key(key: Any) -> str | int:
@@ -126,6 +135,8 @@ def _unpack(value: Any, read: ReadTensor) -> Any:
         return tuple(fields["items"]) if kind == "tuple" else set(fields["items"])
     if kind not in _CLASSES:
         raise WireError(f"objects of type {kind!r} are not sent between processes")
+    if issubclass(_CLASSES[kind], msgspec.Struct):
+        return msgspec.convert(fields, _CLASSES[kind])
     return _CLASSES[kind](**fields)
 
 

@@ -1,8 +1,7 @@
 """Remote procedure calls between the processes of an engine: `RpcClient` and `answer_call`.
 
-A call is the message {"number", "method", "args", "kwargs"}, its answer {"number", "value"} or
-{"number", "error"}. Answers may come in any order. How messages travel, and how the end of the
-other process is noticed, is the business of an `RpcTransport`.
+Answers may come in any order. How messages travel, and how the end of the other process is
+noticed, is the business of an `RpcTransport`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol, TypeAlias
+
+import msgspec
 
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
 from omni_kvlink.errors import (
@@ -31,12 +32,38 @@ _log = logging.getLogger(__name__)
 
 DeathCallback: TypeAlias = Callable[[EngineDeadError], None]
 Methods: TypeAlias = Mapping[str, Callable[..., Any]]
-Send: TypeAlias = Callable[[dict[str, Any]], None]
+Send: TypeAlias = "Callable[[Reply], None]"
 
 SHUTDOWN_TIMEOUT = 10.0
 """Seconds that a process may take to shut down before it is killed."""
 _EXIT_REPORT_SECONDS = 5.0
 """The time in which a transport reports the end of a process that has been killed."""
+
+
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first message to a process: the service that it makes, and where it imports from."""
+
+    service: str
+    config: dict[str, Any]
+    args: list[int]
+    path: list[str]
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a service's method."""
+
+    number: int
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The result or the error of a call; it has no number if the call could not be decoded."""
+
+    number: int | None
+    value: Any = None
+    error: Any = None
 
 
 class RpcTransport(Protocol):
@@ -49,14 +76,14 @@ class RpcTransport(Protocol):
     name: str
     pid: int
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Call) -> None:
         """Send a message; does not wait for the other process.
 
         Raises SchemaError or CapacityError if the message cannot be sent, and EngineDeadError if
         the process is unreachable and `receive` will not report it.
         """
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Reply:
         """Wait for the next message; PeerLostError if the process is gone, or after `close`."""
 
     def describe_exit(self, error: Exception) -> str:
@@ -120,11 +147,10 @@ class RpcClient:
         if error is not None:
             answer.set_exception(error)
             return answer
-        message = {"number": number, "method": method, "args": list(args), "kwargs": kwargs or {}}
         try:
-            self._transport.send(message)
+            self._transport.send(Call(number, method, list(args), dict(kwargs or {})))
         except KVLinkError as unsent:
-            self._on_answer({"number": number, "error": unsent})
+            self._on_answer(Reply(number, error=unsent))
         return answer
 
     def request(
@@ -182,32 +208,32 @@ class RpcClient:
         if not ended_by:
             self._on_death(death)
 
-    def _on_answer(self, message: Mapping[str, Any]) -> None:
+    def _on_answer(self, message: Reply) -> None:
         with self._lock:
-            answer = self._pending.pop(message["number"], None)
+            answer = None if message.number is None else self._pending.pop(message.number, None)
         if answer is None:
             return
-        if "error" in message:
-            answer.set_exception(message["error"])
+        if message.error is not None:
+            answer.set_exception(message.error)
         else:
-            answer.set_result(message["value"])
+            answer.set_result(message.value)
 
 
-def answer_call(methods: Methods, message: Mapping[str, Any], send: Send) -> None:
+def answer_call(methods: Methods, call: Call, send: Send) -> None:
     """Run the method that a call names in this thread, and `send` its answer.
 
     Where the method returns a Future, the answer is sent from the thread that sets its result.
     """
 
     def run() -> Any:
-        method = methods.get(message["method"])
+        method = methods.get(call.method)
         if method is None:
-            raise AttributeError(f"no method {message['method']!r} can be called here")
-        return method(*message["args"], **message["kwargs"])
+            raise AttributeError(f"no method {call.method!r} can be called here")
+        return method(*call.args, **call.kwargs)
 
     answer: Future[Any] = Future()
     set_result_of(answer, run)
-    answer.add_done_callback(partial(_send_answer, send, message.get("number")))
+    answer.add_done_callback(partial(_send_answer, send, call.number))
 
 
 def public_methods(service: object) -> dict[str, Callable[..., Any]]:
@@ -238,13 +264,13 @@ def _copy_result(future: Future[Any], source: Future[Any]) -> None:
         future.set_exception(error)
 
 
-def _send_answer(send: Send, number: int | None, answer: Future[Any]) -> None:
+def _send_answer(send: Send, number: int, answer: Future[Any]) -> None:
     error = answer.exception()
     with contextlib.suppress(EngineDeadError):  # the client is gone: nothing waits for the answer
         if error is None:
             try:
-                send({"number": number, "value": answer.result()})
+                send(Reply(number, answer.result()))
                 return
             except (SchemaError, CapacityError) as unsent:
                 error = unsent
-        send({"number": number, "error": error})
+        send(Reply(number, error=error))

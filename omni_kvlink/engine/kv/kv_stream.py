@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVPayload, PrefixOf, SameAs
-from omni_kvlink.engine.kv_sent import KVSent
+from omni_kvlink.engine.tokens.outputs import KVSent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +76,8 @@ class KVStream:
         whole = self._payload
         first = whole[next(iter(whole))] if isinstance(whole, KVCacheBundle) else whole
         nbytes, metadata = largest * self._parts_each, first.metadata
-        return KVSent(nbytes, metadata.image_shape, metadata.seq_len)
+        urls = (self._link.url,)
+        return KVSent(nbytes, metadata.image_shape, metadata.seq_len, kv_sender_info=urls)
 
     def fail(self, reason: str) -> None:
         """Fail what was begun, unless it is committed: its readers raise with this reason."""

@@ -27,7 +27,7 @@ from omni_kvlink.engine.ipc.codec import (
     unpack,
     unpack_config,
 )
-from omni_kvlink.engine.ipc.rpc import answer_call
+from omni_kvlink.engine.ipc.rpc import Call, Reply, answer_call
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.parallel.process_group import open_rendezvous
 from omni_kvlink.engine.ray.cluster import NODE, Cluster, library
@@ -75,12 +75,12 @@ class ActorHandle:
         exited: Future[Message] = self._actor.wait_forever.remote().future()
         exited.add_done_callback(partial(self._on_answer, None))
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Call) -> None:
         """Send a message; see `RpcTransport.send`."""
         # Ray's thread runs the callback, which must not block
-        self._call(message).add_done_callback(partial(self._on_answer, message.get("number")))
+        self._call(message).add_done_callback(partial(self._on_answer, message.number))
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Reply:
         """Wait for the next message; see `RpcTransport.receive`."""
         received = self._answers.get()
         if received is None:
@@ -89,9 +89,9 @@ class ActorHandle:
         error = answer.exception()
         if error is not None:
             raise PeerLostError(_shortened(str(error)))
-        message = decode(answer.result())
-        if message["number"] is None:  # the actor could not decode the call
-            message["number"] = number
+        message: Reply = decode(answer.result())
+        if message.number is None:  # the actor could not decode the call
+            message = msgspec.structs.replace(message, number=number)
         return message
 
     def describe_exit(self, error: Exception) -> str:
@@ -102,7 +102,7 @@ class ActorHandle:
     def shutdown(self) -> None:
         """Ask the actor to release everything; returns at once. `join` kills it then."""
         with contextlib.suppress(EngineDeadError):
-            self._closing = self._call({"method": "shutdown", "args": [], "kwargs": {}})
+            self._closing = self._call(Call(-1, "shutdown"))
 
     def kill(self) -> None:
         """Kill the actor's process; returns at once."""
@@ -122,7 +122,7 @@ class ActorHandle:
     def _on_answer(self, number: Any, answer: Future[Message]) -> None:
         self._answers.put((number, answer))
 
-    def _call(self, message: dict[str, Any]) -> Future[Message]:
+    def _call(self, message: Call) -> Future[Message]:
         encoded = encode(message)
         with self._sending:  # numbers must be sent in their order
             if not self._cluster.is_connected:
@@ -195,18 +195,18 @@ class ActorHost(ABC):
         while True:
             message, reply = self._calls.get()
 
-            def send(answer: dict[str, Any], reply: Future[Message] = reply) -> None:
+            def send(answer: Reply, reply: Future[Message] = reply) -> None:
                 reply.set_result(encode(answer))
 
             try:
                 call = decode(message)
             except Exception as error:
-                send({"number": None, "error": error})
+                send(Reply(None, error=error))
             else:
                 answer_call(self._methods, call, send)
 
 
-def encode(value: dict[str, Any]) -> Message:
+def encode(value: Call | Reply) -> Message:
     """Encode a message; SchemaError if the codec does not encode something in it."""
     large: list[Any] = []
 
@@ -222,7 +222,7 @@ def encode(value: dict[str, Any]) -> Message:
         raise SchemaError(f"a message cannot be encoded: {error}") from None
 
 
-def decode(message: Message) -> dict[str, Any]:
+def decode(message: Message) -> Any:
     """Decode a message; its tensors are copies, so that the object store can free its memory."""
     packed, large = message
 
@@ -235,8 +235,8 @@ def decode(message: Message) -> dict[str, Any]:
         return read_inline_tensor({**values, "bytes": large[index]})
 
     value = unpack(msgspec.msgpack.decode(packed), read)
-    if not isinstance(value, dict):
-        raise WireError(f"a message is a map, not {type(value).__name__}")
+    if not isinstance(value, (Call, Reply)):
+        raise WireError(f"a message is a Call or an Reply, not {type(value).__name__}")
     return value
 
 

@@ -9,8 +9,7 @@ from omni_kvlink.engine.ipc.codec import pack_config
 from omni_kvlink.engine.ipc.rpc import RpcClient
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, at_node
 from omni_kvlink.engine.ray.cluster import Cluster, Placement, library, rank_resources
-from omni_kvlink.engine.stage.remote_stage import RemoteStage
-from omni_kvlink.engine.stage.service import StageService
+from omni_kvlink.engine.stage.remote_stage import RemoteStage, StageService
 from omni_kvlink.errors import TransferTimeout
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.block_manager import BlockManager
+from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.engine.sched.prefix_cache import Prefix, PrefixCache
 from omni_kvlink.engine.sched.scheduler import RequestState
-from omni_kvlink.engine.sched.stepwise import StepwiseScheduler
+from omni_kvlink.engine.sched.step_scheduler import StepwiseScheduler
 from omni_kvlink.errors import CapacityError
 
 if TYPE_CHECKING:

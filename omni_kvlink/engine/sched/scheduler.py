@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.engine.config import OmniDiffusionConfig
-    from omni_kvlink.engine.kv.interface import KVManager
+    from omni_kvlink.engine.kv.kv_manager import KVManager
 
 
 _MAX_TRANSFERRED_REQUESTS = 1024  # remembered until someone asks which were sent
@@ -87,11 +87,6 @@ class Scheduler(ABC):
             ids = [request_id for request_id in ids if request_id in self._running]
             return self._finish([model_output.result_of(request_id) for request_id in ids])
 
-    def _fail_running(self, error: Exception) -> list[DiffusionOutput]:
-        """End all running requests with an error."""
-        with self._changed:
-            return self._finish([DiffusionOutput(key, error=error) for key in self._running])
-
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait to run."""
@@ -130,7 +125,9 @@ class Scheduler(ABC):
         with self._changed:
             for state in list(self._waiting.values()):
                 self._end(state, error)
-            return self.take_ended() + self._fail_running(error)
+            return self.take_ended() + self._finish(
+                [DiffusionOutput(key, error=error) for key in self._running]
+            )
 
     def take_ended(self) -> list[DiffusionOutput]:
         """The outputs of requests that ended without running, since the last call."""
@@ -259,7 +256,7 @@ class SyncScheduler(Scheduler):
     a KV manager no KV comes from another stage.
     """
 
-    def __init__(self, config: OmniDiffusionConfig, kv_manager: KVManager | None = None):
+    def __init__(self, config: OmniDiffusionConfig, kv_manager: KVManager[Any] | None = None):
         super().__init__(config.max_num_seqs)
         self.kv_manager = kv_manager
         self._prefetch = config.kv.prefetch
@@ -296,7 +293,7 @@ class SyncScheduler(Scheduler):
         if kv is not None:
             self._begin_receives(kv)
 
-    def _begin_receives(self, kv: KVManager) -> None:
+    def _begin_receives(self, kv: KVManager[Any]) -> None:
         def is_held(request_id: str) -> bool:
             return kv.state(request_id) is not KVState.ABSENT
 

@@ -6,11 +6,26 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from omni_kvlink.engine.outputs import StepSchedulerOutput
-from omni_kvlink.engine.sched.scheduler import RequestState, SyncScheduler
-from omni_kvlink.engine.sched.stepwise import StepwiseScheduler
+from omni_kvlink.engine.sched.scheduler import RequestState, Scheduler, SyncScheduler
 
 if TYPE_CHECKING:
+    from omni_kvlink.engine.outputs import DiffusionSchedulerOutput, ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
+
+
+class StepwiseScheduler(Scheduler):
+    """Requests run together, one step after the other; each ends with its own last step."""
+
+    def _can_start(self) -> bool:
+        return len(self._running) < self.max_num_seqs
+
+    def _has_work(self, *, start: bool) -> bool:
+        return bool(self._running) or super()._has_work(start=start)
+
+    def _ended_ids(
+        self, scheduler_output: DiffusionSchedulerOutput, model_output: ModelRunnerOutput
+    ) -> list[str]:
+        return model_output.req_ids
 
 
 class StepScheduler(StepwiseScheduler, SyncScheduler):

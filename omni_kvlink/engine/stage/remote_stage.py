@@ -8,23 +8,26 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omni_kvlink.engine.config import OmniARConfig
+from omni_kvlink.engine.core.ar_engine import AREngine
+from omni_kvlink.engine.core.stage_engine import DiffusionEngine, StageCalls
 from omni_kvlink.engine.errors import EngineDeadError, EngineError
-from omni_kvlink.engine.lora.calls import StageAdapters
+from omni_kvlink.engine.ipc.process import ProcessHandle
+from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.errors import ClosedError, KVLinkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from omni_kvlink.engine.config import OmniARConfig, OmniDiffusionConfig
-    from omni_kvlink.engine.ipc.rpc import RpcClient
+    from omni_kvlink.engine.config import OmniDiffusionConfig, StageConfig
     from omni_kvlink.engine.request import OmniDiffusionRequest
     from omni_kvlink.engine.tokens.events import Event
 
 S = TypeVar("S", bound="RemoteStage")
 
 
-class RemoteStage(StageAdapters):
+class RemoteStage(StageCalls):
     """The methods of `StageEngine`, executed in another process; thread-safe; a context manager.
 
     `on_death` is called once, from another thread, when the stage, or a worker of it, is gone. The
@@ -87,25 +90,6 @@ class RemoteStage(StageAdapters):
     def take_events(self) -> Future[list[Event]]:
         """A future of the next events of streamed requests; it fails if the stage is gone."""
         return self._client.call("take_events")
-
-    def sleep(self, level: int = 1, *, timeout: float = 60.0) -> bool:
-        """Between two batches, take the weights out of the stage's device memory."""
-        return bool(self._request("sleep", [level], timeout))
-
-    def wake_up(self, tags: Sequence[str] | None = None, *, timeout: float = 60.0) -> bool:
-        """Bring back what `sleep` took."""
-        return bool(self._request("wake_up", [tags], timeout))
-
-    def start_profile(self, directory: str = "", *, timeout: float = 60.0) -> None:
-        """Between two batches, begin to record what the stage's workers compute.
-
-        `directory` is `profiler_config`'s `torch_profiler_dir` if empty; EngineError without both.
-        """
-        self._request("start_profile", [directory], timeout)
-
-    def stop_profile(self, *, timeout: float = 60.0) -> list[str]:
-        """Between two batches, write the Chrome trace of each worker; their paths, by rank."""
-        return list(self._request("stop_profile", [], timeout))
 
     def stats(self, *, timeout: float = 10.0) -> dict[str, Any]:
         """Queues, steps and memory in use, as JSON values."""
@@ -176,3 +160,56 @@ class RemoteStage(StageAdapters):
             raise ClosedError("the stage is closed")
         if self._dead is not None:
             raise EngineDeadError(f"{self._dead}: restart() first")
+
+
+class StageProcess(RemoteStage):
+    """A stage in a process that ends with this one; see `RemoteStage`, which takes `options`.
+
+    The process has this one's environment variables, and those in `environment`.
+    """
+
+    def __init__(
+        self,
+        config: OmniARConfig | OmniDiffusionConfig,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        self._environment = dict(environment or {})
+        super().__init__(config, **options)
+
+    def _start_process(self) -> RpcClient:
+        config, name = self.config.served_at(self.sink_urls), f"the {self.config.stage} stage"
+        service, environment = "stage.remote_stage:StageService", self._environment
+        handle = ProcessHandle(service, config, name=name, environment=environment)
+        return RpcClient(handle, self._on_process_death)
+
+
+class StageService:
+    """A stage's engine; `methods` can be called remotely.
+
+    They are `start` and `watch`; after `start`, all public methods of the engine, too.
+    """
+
+    def __init__(self, config: StageConfig):
+        self._config = config
+        self._engine: AREngine | DiffusionEngine | None = None
+        self._death: Future[EngineError] = Future()
+        self.methods: dict[str, Callable[..., Any]] = {"start": self.start, "watch": self.watch}
+
+    def start(self) -> tuple[str, ...]:
+        """Load the model, open the links, and return the URLs that the next stage connects to."""
+        kind: Any = AREngine if isinstance(self._config, OmniARConfig) else DiffusionEngine
+        self._engine = engine = kind(self._config, on_death=self._death.set_result)
+        self.methods |= public_methods(engine) | self.methods  # own methods hide the engine's
+        return tuple(engine.sink_urls)
+
+    def watch(self) -> Future[EngineError]:
+        """A future whose result is why a worker of the stage is gone."""
+        return self._death
+
+    def close(self) -> bool:
+        """Close the engine; returns True."""
+        if self._engine is not None:
+            self._engine.close()
+        return True

@@ -1,4 +1,4 @@
-"""The tokens in the outputs of executors and requests, named as in vLLM v1."""
+"""Tokens, and what was sent, in the outputs of executors and requests, named as in vLLM v1."""
 
 from __future__ import annotations
 
@@ -61,3 +61,14 @@ class TextResult:
     finish_reason: str | None = None
     logprobs: LogprobsLists | None = None
     hidden_states: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KVSent:
+    """A request's KV that was sent: the largest size that a rank of the next stage receives."""
+
+    nbytes: int
+    image_shape: tuple[int, int] | None = None  # (height, width), in pixels
+    tokens: int = 0  # of its longest context
+    has_hidden_states: bool = False  # they were sent, too
+    kv_sender_info: tuple[str, ...] = ()  # the URLs at which it was sent, by tensor rank

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from omni_kvlink import KVPayload
-    from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
     from omni_kvlink.engine.config import OmniARConfig
     from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
     from omni_kvlink.engine.lora.adapter import ActiveLoRA
+    from omni_kvlink.engine.outputs import ARSchedulerOutput
 
 
 @dataclasses.dataclass(eq=False)

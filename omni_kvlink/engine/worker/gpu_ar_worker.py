@@ -11,9 +11,8 @@ from omni_kvlink.engine.worker.gpu_ar_model_runner import GPUARModelRunner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
     from omni_kvlink.engine.config import OmniARConfig
-    from omni_kvlink.engine.outputs import ModelRunnerOutput
+    from omni_kvlink.engine.outputs import ARSchedulerOutput, ModelRunnerOutput
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.engine.errors import EngineError, as_engine_error
-from omni_kvlink.engine.kv.hidden_states import receive_hidden
 from omni_kvlink.engine.kv.kv_manager import DiffusionKVManager
-from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.kv.kv_sink import KVSink, receive_hidden
 from omni_kvlink.engine.kv.partitioned_source import connect_source
 from omni_kvlink.engine.lora.manager import LoRAManager
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput

@@ -1,4 +1,4 @@
-"""`WorkerService`: a rank's worker that is called from another process, by a `WorkerClient`."""
+"""`WorkerService`: a rank's worker that is called from another process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.engine.ar_outputs import ARSchedulerOutput
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.ipc.rpc import RpcClient, public_methods, set_result_of
+from omni_kvlink.engine.ipc.rpc import public_methods, set_result_of
 from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import (
+    ARSchedulerOutput,
     BatchRunnerOutput,
     DiffusionOutput,
     DiffusionSchedulerOutput,
@@ -20,7 +20,7 @@ from omni_kvlink.engine.outputs import (
     StepSchedulerOutput,
 )
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
-from omni_kvlink.engine.tokens.event_buffer import EventBuffer
+from omni_kvlink.engine.tokens.events import EventBuffer
 from omni_kvlink.engine.worker import WorkerBase, make_worker
 from omni_kvlink.errors import ClosedError
 
@@ -38,44 +38,12 @@ _PENDING = (KVState.ALLOCATED, KVState.RECEIVING)
 CLOSE_TIMEOUT = 5.0  # seconds to release everything; the model may wait for a rank that is gone
 
 
-class WorkerClient(RpcClient):
-    """Calls a `WorkerService`; nothing here blocks. See there for what the methods do."""
-
-    def run_model(self, work: DiffusionSchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Run requests, after those of earlier calls."""
-        return self.call("run_model", [work])
-
-    def abort(self, request_id: str) -> Future[None]:
-        """Abort a request of a `run_model` that was called."""
-        return self.call("abort", [request_id])
-
-    def fail_kv(self, request_id: str, reason: str) -> Future[None]:
-        """Tell the next stage that this request's KV will not be sent."""
-        return self.call("fail_kv", [request_id, reason])
-
-    def receive_kv(self, request: OmniDiffusionRequest) -> Future[int]:
-        """Receive a request's KV; the result is its size in bytes."""
-        return self.call("receive_kv", [request])
-
-    def free_kv(self, request: OmniDiffusionRequest) -> Future[None]:
-        """Release a request's KV, or cancel receiving it."""
-        return self.call("free_kv", [request])
-
-    def kv_stats(self) -> Future[dict[str, Any]]:
-        """Statistics of the rank's KV manager."""
-        return self.call("kv_stats")
-
-    def take_events(self) -> Future[list[Event]]:
-        """The next events of streamed requests, as soon as there are any."""
-        return self.call("take_events")
-
-
 class WorkerService:
     """A worker whose methods can be called remotely, and some methods for its KV.
 
     A thread of its own loads the model and runs it. Meanwhile KV is received, and methods that do
-    not need the model run in the thread that calls them. `methods` has, by name, those of
-    `WorkerClient`, `start` and all public ones of the worker; a Future for the model's thread.
+    not need the model run in the thread that calls them. `methods` has, by name, the public ones of
+    this class and of the worker; of those for the model's thread a Future is the result.
     """
 
     def __init__(self, config: StageConfig, local_rank: int, rank: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,10 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.engine import DiffusionKVManager, EngineError, KVConfig, KVState
+from omni_kvlink.engine import DiffusionKVManager
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.kv.kv_manager import KVState
 from support.engine.fixtures import WAIT, allocate_copy, bundle, link, request
 
 if TYPE_CHECKING:
@@ -117,6 +121,31 @@ def test_kv_that_does_not_come_is_a_timeout_at_its_deadline(fixture: ManagerFixt
         fixture.manager.get_kv_cache("r")
     assert (caught.value.key, caught.value.waited) == ("r", 0.3)
     fixture.manager.free(request("r"))
+
+
+def test_a_receive_without_a_deadline_that_is_freed_is_aborted(
+    fixture: ManagerFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[tuple[str, str]] = []
+    monkeypatch.setattr(fixture.manager.connector, "abort", lambda *call: aborted.append(call))
+    fixture.begin("r", kv_timeout=math.inf)
+    fixture.manager.free(request("r"))
+    assert aborted == [("r", "the request has ended")]
+
+
+def test_kv_of_another_sender_is_an_error_at_once(fixture: ManagerFixture) -> None:
+    """A request names who sent its KV; a stage that does not receive from there does not wait."""
+    sources = (fixture.producer.url,)
+    manager = DiffusionKVManager(fixture.consumer, KVConfig(sources=sources, timeout=WAIT))
+    one = request("r", kv_sender_info=sources)
+    other = request("s", kv_sender_info=("shm://elsewhere",))
+    for each in (one, other):
+        manager.allocate(each)
+    manager.prefetch(one)
+    assert manager.state("r") is KVState.RECEIVING
+    with pytest.raises(EngineError, match="'s' was sent at shm://elsewhere"):
+        manager.prefetch(other)
+    manager.close()
 
 
 def test_kv_that_comes_too_late_is_not_received(fixture: ManagerFixture) -> None:

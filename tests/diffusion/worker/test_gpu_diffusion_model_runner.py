@@ -15,13 +15,8 @@ from omni_kvlink import (
     SchemaError,
     TransferFailed,
 )
-from omni_kvlink.engine import (
-    BatchRunnerOutput,
-    CacheBackend,
-    EngineError,
-    RequestFailed,
-    register_cache_backend,
-)
+from omni_kvlink.engine import BatchRunnerOutput, CacheBackend, register_cache_backend
+from omni_kvlink.engine.errors import EngineError, RequestFailed
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
 from omni_kvlink.models.bagel import BagelContexts
 from omni_kvlink.payload.views import same_bytes

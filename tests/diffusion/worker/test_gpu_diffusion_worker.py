@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    DiffusionParallelConfig,
-    EngineAsleepError,
-    EngineError,
-    OmniDiffusionConfig,
-)
+from omni_kvlink.engine import OmniDiffusionConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig
+from omni_kvlink.engine.errors import EngineAsleepError, EngineError
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner, GPUDiffusionWorker
 from omni_kvlink.models.bagel import BagelPipeline
 from support.engine.fixtures import WAIT, alone, checkpoint, config, request

@@ -9,13 +9,13 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVLink
 from omni_kvlink.engine import (
-    KVConfig,
     OmniARConfig,
     OmniDiffusion,
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
-    StageProcess,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.stage.remote_stage import StageProcess
 from omni_kvlink.models.bagel import DenoiseParams
 from omni_kvlink.payload.views import same_bytes
 from support.e2e.stages import picture

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from omni_kvlink.engine import AREngine, ModelUtility, OmniARConfig, RequestAborted
+from omni_kvlink.engine import AREngine, ModelUtility, OmniARConfig
+from omni_kvlink.engine.errors import RequestAborted
 from omni_kvlink.engine.models.bagel import BagelUtility
 from support.engine.ar_stage import (
     TOLERANCE,

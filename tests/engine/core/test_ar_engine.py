@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    AREngine,
-    ARSchedulerOutput,
-    DiffusionEngine,
-    EngineAsleepError,
-    KVConfig,
-    OmniDiffusionConfig,
-    OmniDiffusionRequest,
-    RequestAborted,
-)
+from omni_kvlink.engine import AREngine, DiffusionEngine, OmniDiffusionConfig, OmniDiffusionRequest
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineAsleepError, RequestAborted
+from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.testing.rig import until
 from support.engine.ar_stage import Passes, ar_engine, on_finish, prompt, runner_of
 from support.engine.fixtures import SHAPE, WAIT, alone, checkpoint, pipeline, request
@@ -27,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.engine.kv.kv_stream import KVStream
-    from omni_kvlink.engine.kv_sent import KVSent
+    from omni_kvlink.engine.tokens.outputs import KVSent
 
 PROMPTS = ("a fox", "two owls in the rain", "the sea")
 

@@ -11,14 +11,13 @@ import torch
 from omni_kvlink.engine import (
     AREngine,
     DiffusionEngine,
-    EngineError,
-    KVConfig,
     ModelRunnerOutput,
     OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
-    RequestAborted,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError, RequestAborted
 from support.engine.fixtures import SHAPE, WAIT, checkpoint, params, pipeline, until, url
 
 if TYPE_CHECKING:
@@ -193,6 +192,7 @@ def test_hidden_states_reach_the_next_stage(sockets: str) -> None:
             (output,) = ar.generate([one, prompt("b")], timeout=WAIT)[:1]
             assert output.kv_sent is not None
             assert (output.kv_sent.has_hidden_states, output.hidden_states) == (True, None)
+            assert output.kv_sent.kv_sender_info == ar.sink_urls
             for name, has in (("a", True), ("b", False)):
                 how = {"need_kv_receive": True, "need_hidden_receive": has}
                 dit.submit(prompt(name, **how)).result(WAIT).result()

@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionEngine,
-    KVTransferConfig,
-    LoRAConfig,
-    OmniARConfig,
-    OmniDiffusionConfig,
-)
+from omni_kvlink.engine import AREngine, DiffusionEngine, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import KVTransferConfig, LoRAConfig
 from support.engine.ar_stage import prompt
 from support.engine.fixtures import STEPS, WAIT, checkpoint, close_to, request
 from support.engine.lora_adapters import bagel_adapter

@@ -18,13 +18,8 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    DiffusionOutput,
-    EngineAsleepError,
-    OmniDiffusion,
-    RequestAborted,
-)
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
+from omni_kvlink.engine.errors import EngineAsleepError, RequestAborted
 from support.engine.fixtures import (
     WAIT,
     allocate_copy,
@@ -42,6 +37,8 @@ from support.engine.fixtures import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
+
+    from omni_kvlink.engine.outputs import DiffusionOutput
 
 CONNECTORS = {
     "shm": {"name": "SharedMemoryConnector"},

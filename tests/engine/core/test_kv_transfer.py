@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from omni_kvlink import KVConsumer, KVLink, SchemaError, TransferTimeout
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionParallelConfig,
-    EngineError,
-    KVConfig,
-    KVTransferConfig,
-    OmniARConfig,
-)
+from omni_kvlink.engine import AREngine, OmniARConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig, KVTransferConfig
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_transfer import PeerConnections
 from omni_kvlink.models.bagel import make_tiny_checkpoint
 from support.engine.ar_stage import (

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import KVLink, SchemaError
-from omni_kvlink.engine import (
-    DeployConfig,
+from omni_kvlink.engine import DeployConfig, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import (
     DiffusionParallelConfig,
+    KVTransferConfig,
     LoRAConfig,
-    LoRARequest,
-    OmniARConfig,
-    OmniDiffusionConfig,
     RayConfig,
 )
 from omni_kvlink.engine.entrypoints.stage_configs import rank_urls, stage_configs, with_sources
+from omni_kvlink.engine.lora.request import LoRARequest
 from support.connectors.keyless import is_let_in
 
 if TYPE_CHECKING:
@@ -173,7 +172,10 @@ def deployed(first: dict[str, Any], *others: dict[str, Any], **top: Any) -> Depl
             },
             "no connector 'x'",
         ),
-        ({"stages": [{"stage_id": 0}], "connectors": {"x": {"extra": {}}}}, "connector's name"),
+        (
+            {"stages": [{"stage_id": 0}], "connectors": {"x": {"extra": {}}}},
+            "connectors.x.name is missing",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(values: dict[str, Any], fields: str) -> None:
@@ -595,6 +597,28 @@ def test_what_a_stage_may_not_say_of_adapters(stage: dict[str, Any], word: str) 
         stage_configs(deployed({}, stage), "model")
 
 
+def test_a_stage_decodes_from_the_kv_of_another_deployment(tmp_path: Path) -> None:
+    """`kv_transfer_config` has vLLM's words, and the settings of a `KVTransferConfig`."""
+    text = """
+pipeline: bagel_think
+stages:
+  - stage_id: 0
+    kv_transfer_config:
+      kv_connector: OmniKVLinkConnector
+      kv_role: kv_consumer
+      kv_connector_extra_config: {url: "shm://b", peers: ["shm://a"], options: {directory: d}}
+  - {stage_id: 1, kv_transfer_config: }
+"""
+    ar, dit = stage_configs(DeployConfig.load(written(tmp_path, text)), "model")
+    assert isinstance(ar, OmniARConfig)
+    expected = KVTransferConfig("kv_consumer", "shm://b", ("shm://a",), {"directory": "d"})
+    assert ar.kv_transfer == expected
+    assert not hasattr(dit, "kv_transfer")
+    wrong = text.replace("kv_transfer_config: }", "kv_transfer_config: {kv_role: kv_producer}}")
+    with pytest.raises(SchemaError, match=r"^two.yaml: stage 1: kv_transfer_config: of an AR"):
+        DeployConfig.load(written(tmp_path, wrong, "two.yaml"))
+
+
 def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
     written(tmp_path, "base_config: two.yaml\n", "one.yaml")
     with pytest.raises(SchemaError, match="leads back"):
@@ -610,7 +634,25 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"hf_overrides": {"rope": 1}}, "hf_overrides"),
         ({"quantization": "fp8"}, "quantization='fp8'"),
         ({"model": "other"}, "model 'other'"),
-        ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "kv_transfer_config"),
+        ({"kv_transfer_config": {"kv_role": "kv_both"}}, "kv_transfer_config.kv_role='kv_both'"),
+        ({"kv_transfer_config": {}}, "kv_transfer_config.kv_role is missing"),
+        (
+            {"kv_transfer_config": {"kv_role": "kv_producer", "engine_id": "x"}},
+            "kv_transfer_config.engine_id: no such setting",
+        ),
+        (
+            {"kv_transfer_config": {"kv_role": "kv_producer"}},
+            "stage 0: kv_transfer_config.kv_connector_extra_config.url is missing",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_role": "kv_producer",
+                    "kv_connector_extra_config": {"urll": "shm://a"},
+                }
+            },
+            r"extra_config.urll: no such setting; did you mean url\?",
+        ),
         ({"parallel_config": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
         ({"load_format": "dummy"}, "load_format 'dummy'"),
         ({"vae_use_tiling": "some"}, "stage 0: vae_use_tiling='some': wanted true or false"),
@@ -674,7 +716,7 @@ def test_a_base_that_leads_back_is_an_error(tmp_path: Path) -> None:
         ({"default_sampling_params": {"top_k": "many"}}, "top_k='many': wanted a whole number"),
         ({"default_sampling_params": {"top_p": 1.5}}, "top_p 1.5"),
         ({"default_sampling_params": {"repetition_penalty": 0}}, "repetition_penalty 0"),
-        ({"default_sampling_params": [1]}, "default_sampling_params is a map"),
+        ({"default_sampling_params": [1]}, "default_sampling_params=.1.: wanted a dict"),
         ({"cache_backend": "tea_cache"}, "cache_backend 'tea_cache': only 'none'"),
         ({"devices": "0,0"}, "devices '0,0'"),
         ({"devices": "gpu"}, "devices 'gpu'"),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import EngineDeadError, OmniDiffusion
+from omni_kvlink.engine import OmniDiffusion
+from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.models.bagel import Tiling
 from support import FOLDER
 from support.engine.fixtures import SHAPE, STEPS, WAIT, alone, checkpoint, pipeline, until

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import EngineError, OmniDiffusion, RequestAborted
+from omni_kvlink.engine import OmniDiffusion
 from omni_kvlink.engine.entrypoints.streams import OutputEvent, RequestStream
+from omni_kvlink.engine.errors import EngineError, RequestAborted
 from omni_kvlink.engine.outputs import DiffusionOutput
-from omni_kvlink.engine.tokens.event_buffer import EventBuffer
-from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
+from omni_kvlink.engine.tokens.events import EventBuffer, StepEvent, TokenEvent
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import previews
 from support.engine.fixtures import WAIT, checkpoint, until

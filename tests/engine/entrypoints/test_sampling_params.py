@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import (
-    EmbedsPrompt,
-    OmniDiffusion,
-    OmniDiffusionRequest,
-    OmniDiffusionSamplingParams,
-)
+from omni_kvlink.engine import OmniDiffusion, OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from support.engine.fixtures import WAIT, checkpoint, pipeline
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import OmniDiffusion, RequestAborted
+from omni_kvlink.engine import OmniDiffusion
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
+from omni_kvlink.engine.errors import RequestAborted
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import DenoiseParams
 from support.engine.fixtures import WAIT, checkpoint, pipeline

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
+from omni_kvlink.engine import Executor, ModelRunnerOutput, OmniDiffusionConfig, SyncScheduler
+from omni_kvlink.engine.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineError,
-    Executor,
-    ModelRunnerOutput,
-    OmniDiffusionConfig,
     RequestAborted,
-    SyncScheduler,
 )
 from support.engine.fixtures import WAIT, alone, config, request, until
 from support.engine.multiproc import EngineUnderTest, engine_with_ranks
@@ -48,13 +45,14 @@ def submit(stage: EngineUnderTest, name: str, **fields: Any) -> Future[Any]:
 
 def answers_of(monkeypatch: pytest.MonkeyPatch, worker: Any) -> list[Future[Any]]:
     """The answers of a worker's batches, as they come from its process."""
-    found, run_model = list[Any](), worker.run_model
+    found, call = list[Any](), worker.call
 
-    def recorded(work: Any) -> Any:
-        found.append(run_model(work))
-        return found[-1]
+    def recorded(method: str, *args: Any) -> Any:
+        answer = call(method, *args)
+        found.extend([answer] if method == "run_model" else [])
+        return answer
 
-    monkeypatch.setattr(worker, "run_model", recorded)
+    monkeypatch.setattr(worker, "call", recorded)
     return found
 
 

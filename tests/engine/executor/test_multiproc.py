@@ -11,17 +11,10 @@ import pytest
 import torch
 
 from omni_kvlink import TransferFailed, TransferTimeout
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    DiffusionParallelConfig,
-    EngineDeadError,
-    Executor,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionConfig,
-    RequestAborted,
-)
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine import DiffusionEngine, Executor, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.errors import EngineDeadError, RequestAborted
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
@@ -73,7 +66,7 @@ def test_only_the_leader_of_a_group_answers_with_images(sockets: str) -> None:
         image = engine.submit(one).result(WAIT).result()
         assert torch.equal(image[0], alone(seed=4))
         work = DiffusionSchedulerOutput([request("s", seed=4, need_kv_receive=False)])
-        answers = [worker.run_model(work) for worker in engine.executor.workers]
+        answers = [worker.call("run_model", [work]) for worker in engine.executor.workers]
         leader, other = (answer.result(WAIT).results["s"] for answer in answers)
         assert torch.equal(leader.result()[0], alone(seed=4))
         assert (other.output, other.error) == (None, None)

@@ -15,15 +15,10 @@ import pytest
 import torch
 
 from omni_kvlink import TransferTimeout
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionOutput,
-    EngineDeadError,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusion,
-    RequestAborted,
-)
+from omni_kvlink.engine import AREngine, OmniARConfig, OmniDiffusion
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineDeadError, RequestAborted
+from omni_kvlink.engine.outputs import DiffusionOutput
 from support.engine.fixtures import WAIT, alone, checkpoint, request, until, url
 from support.engine.multiproc import BATCHES_OF_TWO, EngineUnderTest, engine_with_ranks
 from support.faults.frozen import freeze

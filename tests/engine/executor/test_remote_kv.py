@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_kvlink import CapacityError, TransferFailed, TransferTimeout
-from omni_kvlink.engine import EngineError, KVConfig, KVState
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.executor import remote_kv
-from omni_kvlink.engine.executor.dp_router import DPRouter
-from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
-from omni_kvlink.engine.worker.service import WorkerClient
+from omni_kvlink.engine.executor.remote_kv import DPRouter, RemoteKVManager
+from omni_kvlink.engine.ipc.rpc import RpcClient
+from omni_kvlink.engine.kv.kv_manager import KVState
 from support.engine.fixtures import WAIT, request, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class FakeWorker(WorkerClient):
+class FakeWorker(RpcClient):
     """Notes its calls; the test sets the result of a receive."""
 
     def __init__(self) -> None:

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    DiffusionParallelConfig,
-    EngineCore,
-    EngineDeadError,
-    KVConfig,
-    OmniDiffusionConfig,
-    RequestAborted,
-    RequestFailed,
-)
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusionConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.errors import EngineDeadError, RequestAborted, RequestFailed
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.outputs import DiffusionOutput, StepSchedulerOutput
 from support.engine.fixtures import WAIT, alone, bundle, checkpoint, close_to, request, until, url
@@ -28,6 +21,8 @@ from support.engine.parallel_ranks import RankProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from omni_kvlink.engine.core.engine_core import EngineCore
 
 
 LONG, SHORT = 12, 4

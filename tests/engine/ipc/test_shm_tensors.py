@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from omni_kvlink import CapacityError, PeerLostError, SchemaError, WireError
-from omni_kvlink.engine import EngineDeadError, KVState
+from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack
+from omni_kvlink.engine.ipc.rpc import Call
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES, ShmTensorReader
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, RunnerOutput
 
 if TYPE_CHECKING:
@@ -231,6 +233,12 @@ def test_values_that_pack_does_not_write_are_refused() -> None:
         unpack({"~": "Popen", "args": "ls"})
     with pytest.raises(WireError, match="load"):
         unpack({"~": "tensor", "shape": [1], "dtype": "load", "bytes": b"1"})
+    call = {"~": "Call", "number": 1, "method": "abort"}
+    assert unpack({**call}) == Call(1, "abort")
+    with pytest.raises(WireError, match="shell"):
+        unpack({**call, "shell": True})
+    with pytest.raises(WireError, match="int"):
+        unpack({**call, "number": "1"})
     with pytest.raises(WireError, match="3 bytes"):
         unpack({"~": "tensor", "shape": [1], "dtype": "float32", "bytes": b"123"})
 

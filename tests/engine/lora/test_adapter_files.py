@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import EngineError, LoRAConfig, LoRARequest, OmniDiffusionSamplingParams
+from omni_kvlink.engine import OmniDiffusionSamplingParams
+from omni_kvlink.engine.config import LoRAConfig
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.lora.adapter import LoRATarget, LoRATargets
 from omni_kvlink.engine.lora.adapter_files import read_adapter
 from omni_kvlink.engine.lora.manager import LoRAManager
+from omni_kvlink.engine.lora.request import LoRARequest
 from support.engine.lora_adapters import make_matrices, write_adapter
 
 SHAPES = {"layers.0.q_proj": (6, 8), "layers.10.q_proj": (6, 8), "layers.0.mlp.up": (5, 7)}

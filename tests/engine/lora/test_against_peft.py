@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import LoRARequest, OmniDiffusionConfig
+from omni_kvlink.engine import OmniDiffusionConfig
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.models.bagel import DenoiseParams

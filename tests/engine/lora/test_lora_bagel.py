@@ -13,16 +13,14 @@ import torch
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
     AREngine,
-    CompilationConfig,
     DiffusionEngine,
-    EngineError,
-    KVConfig,
-    LoRAConfig,
-    LoRARequest,
     OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
 )
+from omni_kvlink.engine.config import CompilationConfig, KVConfig, LoRAConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.models.bagel import DenoiseParams
 from support.engine.fixtures import (
     SHAPE,

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import EngineError, LoRARequest, OmniDiffusion
+from omni_kvlink.engine import OmniDiffusion
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.models.bagel import DenoiseParams
 from support.engine.fixtures import SHAPE, STEPS, WAIT, checkpoint
 from support.engine.lora_adapters import bagel_adapter, merged

@@ -17,15 +17,14 @@ from omni_kvlink.engine import (
     AREngine,
     DiffusionEngine,
     DiffusionRequestBatch,
-    EngineAsleepError,
-    KVConfig,
     OmniARConfig,
     OmniDiffusion,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
-    RequestAborted,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineAsleepError, RequestAborted
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.errors import KVLinkError, SchemaError
 from support.engine.fixtures import WAIT, close_to, link

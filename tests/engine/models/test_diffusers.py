@@ -34,15 +34,13 @@ pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diff
 from diffusers import DDIMScheduler, DiffusionPipeline, DiTPipeline, StableDiffusion3Pipeline
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    DiffusionParallelConfig,
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.errors import (
     EngineAsleepError,
     EngineDeadError,
     EngineError,
-    KVConfig,
     NoWorkersError,
-    OmniDiffusion,
     RequestAborted,
     RequestFailed,
 )

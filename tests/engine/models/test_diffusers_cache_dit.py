@@ -19,7 +19,8 @@ import cache_dit
 from diffusers import DiffusionPipeline
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import EngineError, OmniDiffusion
+from omni_kvlink.engine import OmniDiffusion
+from omni_kvlink.engine.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    EngineAsleepError,
-    EngineError,
-    LoRAConfig,
-    LoRARequest,
-)
+from omni_kvlink.engine import DiffusionEngine
+from omni_kvlink.engine.config import LoRAConfig
+from omni_kvlink.engine.errors import EngineAsleepError, EngineError
+from omni_kvlink.engine.lora.request import LoRARequest
 from support.engine.diffusers_requests import (
     EXAMPLE,
     WAIT,

@@ -33,7 +33,8 @@ pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diff
 from diffusers import DiffusionPipeline
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import DiffusionEngine, EngineError, RequestFailed
+from omni_kvlink.engine import DiffusionEngine
+from omni_kvlink.engine.errors import EngineError, RequestFailed
 from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecutor
 from omni_kvlink.engine.models.images import from_tensor
 

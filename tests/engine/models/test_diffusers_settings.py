@@ -19,8 +19,9 @@ from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, QwenImagePipeli
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 from omni_kvlink import UnavailableError
-from omni_kvlink.engine import DiffusionEngine, EngineError, Executor, OmniDiffusion
+from omni_kvlink.engine import DiffusionEngine, Executor, OmniDiffusion
 from omni_kvlink.engine import OmniDiffusionConfig as Config
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecutor
 
 if TYPE_CHECKING:

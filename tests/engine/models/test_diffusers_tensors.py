@@ -26,7 +26,9 @@ pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diff
 from diffusers import DiffusionPipeline
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import DiffusionEngine, EmbedsPrompt, OmniDiffusion, RequestFailed
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
+from omni_kvlink.engine.errors import RequestFailed
+from omni_kvlink.engine.inputs.prompt import EmbedsPrompt
 from omni_kvlink.engine.ipc.codec import pack, unpack
 from omni_kvlink.engine.models.qwen_image import QwenImageExecutor
 

@@ -10,22 +10,20 @@ import torch
 
 from omni_kvlink.engine import (
     DiffusionEngine,
-    DiffusionOutput,
-    DiffusionParallelConfig,
     DiffusionRequestBatch,
-    EngineError,
-    KVConfig,
     ModelUtility,
     OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
-    model_utility,
-    register_model,
 )
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.parallel.batch_sync import BatchSync
 from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.worker import model
+from omni_kvlink.engine.worker.model import model_utility, register_model
 from omni_kvlink.engine.worker.parallel_model_runner import share_passes
 from support.engine.fixtures import WAIT, request
 

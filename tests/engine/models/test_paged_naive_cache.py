@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from omni_kvlink import CapacityError, SchemaError
-from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionRequest
+from omni_kvlink.engine import OmniARConfig, OmniDiffusionRequest
+from omni_kvlink.engine.errors import EngineAsleepError
 from omni_kvlink.engine.kv.block_manager import BlockManager, KVPools
 from omni_kvlink.engine.kv.sequence_blocks import SequenceBlocks
 from omni_kvlink.engine.models.bagel import BagelUtility

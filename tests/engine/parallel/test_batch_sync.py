@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, RequestFailed
+from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.parallel import batch_sync
 from omni_kvlink.errors import SchemaError, TransferFailed
 from support.engine.parallel_ranks import (

@@ -14,13 +14,9 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
-from omni_kvlink.engine import (
-    DiffusionKVManager,
-    DiffusionParallelConfig,
-    KVConfig,
-    KVState,
-    OmniDiffusionRequest,
-)
+from omni_kvlink.engine import DiffusionKVManager, OmniDiffusionRequest
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.kv.partitioned_source import PartitionedKVSource
@@ -42,7 +38,7 @@ from support.engine.parallel_ranks import EDIT, digest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from omni_kvlink.engine.kv_sent import KVSent
+    from omni_kvlink.engine.tokens.outputs import KVSent
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import DiffusionParallelConfig, OmniDiffusionConfig
+from omni_kvlink.engine import OmniDiffusionConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from support.engine.fixtures import bundle, checkpoint
 from support.engine.parallel_ranks import (

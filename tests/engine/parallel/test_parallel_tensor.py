@@ -16,19 +16,13 @@ import pytest
 import torch
 
 from omni_kvlink import KVLink
-from omni_kvlink.engine import (
-    ARSchedulerOutput,
-    DiffusionParallelConfig,
-    KVConfig,
-    LoRARequest,
-    OmniARConfig,
-    OmniDiffusionConfig,
-    OmniDiffusionRequest,
-    RequestAborted,
-    RequestFailed,
-)
+from omni_kvlink.engine import OmniARConfig, OmniDiffusionConfig, OmniDiffusionRequest
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.errors import RequestAborted, RequestFailed
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.models.bagel_pipeline import denoise_params
 from omni_kvlink.engine.models.bagel_text import readable
+from omni_kvlink.engine.outputs import ARSchedulerOutput
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    DiffusionParallelConfig,
-    EngineDeadError,
-    OmniDiffusionConfig,
-    RequestAborted,
-    RequestFailed,
-)
+from omni_kvlink.engine import OmniDiffusionConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig
+from omni_kvlink.engine.errors import EngineDeadError, RequestAborted, RequestFailed
 from omni_kvlink.engine.models.bagel import BagelUtility
 from omni_kvlink.engine.outputs import DiffusionOutput, StepSchedulerOutput
 from omni_kvlink.engine.parallel import batch_sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omni_kvlink.engine import DiffusionParallelConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.parallel.rank_coords import RankCoords, group_ranks
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from omni_kvlink import SchemaError, WireError
-from omni_kvlink.engine import RayConfig, StageConfig
+from omni_kvlink.engine.config import RayConfig, StageConfig
 from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
+from omni_kvlink.engine.ipc.rpc import Call, Reply
 from omni_kvlink.engine.parallel.process_group import join_rendezvous, open_rendezvous
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, Message, Service, decode, encode
 from support.engine.fixtures import config
@@ -48,7 +49,7 @@ class Echo(ActorHost):
 
 
 def message(method: str, *args: Any) -> Message:
-    return encode({"number": 7, "method": method, "args": list(args), "kwargs": {}})
+    return encode(Call(7, method, list(args)))
 
 
 def test_calls_run_in_their_order_however_they_arrive() -> None:
@@ -56,7 +57,7 @@ def test_calls_run_in_their_order_however_they_arrive() -> None:
 
     async def call(numbers: list[int]) -> list[Any]:
         answers = [host.call(number, message("echo", number)) for number in numbers]
-        return [decode(answer)["value"] for answer in await asyncio.gather(*answers)]
+        return [decode(answer).value for answer in await asyncio.gather(*answers)]
 
     numbers = [3, 1, 4, 2, 0, 6, 5]
     assert asyncio.run(call(numbers)) == numbers
@@ -68,11 +69,11 @@ def test_the_caller_of_an_invalid_call_hears_of_it() -> None:
     handle = object.__new__(ActorHandle)  # without Ray
     handle._answers = queue.SimpleQueue()
     answer: Future[Message] = Future()
-    answer.set_result(encode({"number": None, "error": WireError("x")}))
+    answer.set_result(encode(Reply(None, error=WireError("x"))))
     handle._on_answer(7, answer)
     received = handle.receive()
-    assert received["number"] == 7
-    assert isinstance(received["error"], WireError)
+    assert received.number == 7
+    assert isinstance(received.error, WireError)
 
 
 def test_an_invalid_call_is_answered_with_an_error() -> None:
@@ -93,31 +94,31 @@ def test_an_invalid_call_is_answered_with_an_error() -> None:
             message("_echo", 1),
         )
     )
-    assert shutdown == {"number": 7, "value": None}
+    assert shutdown == Reply(7)
     assert host.called == ["close"]
-    kinds = [type(one["error"]) for one in wrong[1:]]
-    assert kinds == [WireError] * 3 + [SchemaError, KeyError, AttributeError]
-    assert isinstance(wrong[0]["error"], Exception)
+    kinds = [type(one.error) for one in wrong[1:]]
+    assert kinds == [WireError] * 3 + [SchemaError, WireError, AttributeError]
+    assert isinstance(wrong[0].error, Exception)
     host._methods.maps.pop()  # as before `open`
     early = asyncio.run(host.call(8, message("echo", 1)))
-    assert isinstance(decode(early)["error"], AttributeError)
+    assert isinstance(decode(early).error, AttributeError)
 
 
 def test_large_tensors_are_sent_beside_the_message() -> None:
     large = torch.arange(1 << 17, dtype=torch.int32).reshape(2, -1)
-    packed, large_arrays = encoded = encode({"a": large, "b": torch.ones(3)})
+    packed, large_arrays = encoded = encode(Reply(1, {"a": large, "b": torch.ones(3)}))
     assert len(packed) < 1000
     assert [one.nbytes for one in large_arrays] == [1 << 19]
     large_arrays[0].flags.writeable = False  # as arrays from the object store are
-    decoded = decode(encoded)
+    decoded = decode(encoded).value
     assert torch.equal(decoded["a"], large)
     assert torch.equal(decoded["b"], torch.ones(3))
     decoded["a"].zero_()
     assert large[1, -1] == (1 << 17) - 1
     with pytest.raises(SchemaError, match="object"):
-        encode({"a": object()})
+        encode(Reply(1, object()))
     with pytest.raises(SchemaError, match="encoded"):
-        encode({"a": 1 << 70})
+        encode(Reply(1, 1 << 70))
 
 
 def test_the_rendezvous_listens_at_one_address_only() -> None:

@@ -16,15 +16,10 @@ import pytest
 import torch
 
 from omni_kvlink import TransferTimeout
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    EngineDeadError,
-    EngineError,
-    OmniDiffusion,
-    RayConfig,
-    RequestAborted,
-    StageActor,
-)
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
+from omni_kvlink.engine.config import RayConfig
+from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestAborted
+from omni_kvlink.engine.ray.stage_actor import StageActor
 from support.engine.fixtures import WAIT, alone, bundle, checkpoint, config, link, request, until
 from support.engine.multiproc import EngineUnderTest, engine_with_ranks
 from support.engine.ray_cluster import NODES, Nodes, pids_alive, two_nodes
@@ -54,8 +49,11 @@ assert ray.is_initialized()
 """
 SHUT_DOWN = """
 import ray, sys
-from omni_kvlink.engine import EngineDeadError, OmniARConfig, OmniDiffusionRequest, StageActor
-from omni_kvlink.engine import KVConfig, OmniDiffusionSamplingParams
+from omni_kvlink.engine import OmniARConfig, OmniDiffusionRequest
+from omni_kvlink.engine.errors import EngineDeadError
+from omni_kvlink.engine.ray.stage_actor import StageActor
+from omni_kvlink.engine import OmniDiffusionSamplingParams
+from omni_kvlink.engine.config import KVConfig
 ray.init(sys.argv[1])
 kv = KVConfig(sinks=("zmq+tcp://{node}:0",))
 stage = StageActor(OmniARConfig(sys.argv[2], dtype="float32", kv=kv))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from omni_kvlink.engine import (
-    ARSchedulerOutput,
-    DiffusionOutput,
-    EngineError,
     ModelRunnerOutput,
     OmniARConfig,
     OmniARScheduler,
     OmniDiffusionRequest,
 )
+from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.block_manager import BlockManager
+from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput
 from omni_kvlink.engine.sched.prefix_cache import Prefix
 from support.engine.fixtures import params
 

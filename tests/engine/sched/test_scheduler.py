@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from omni_kvlink import CapacityError, TransferFailed
 from omni_kvlink.engine import (
-    ARSchedulerOutput,
-    DiffusionOutput,
-    EngineError,
-    KVConfig,
-    KVState,
-    LoRARequest,
     ModelRunnerOutput,
     OmniARConfig,
     OmniARScheduler,
     OmniDiffusionConfig,
-    RequestAborted,
     SyncScheduler,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError, RequestAborted
+from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.lora.request import LoRARequest
+from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput
 from omni_kvlink.engine.sched import scheduler as scheduler_module
 from support.engine.fixtures import request
 
@@ -73,7 +71,9 @@ class FakeKVManager:
 
 
 def scheduler(kv: FakeKVManager | None = None, seqs: int = 3, **fields: Any) -> SyncScheduler:
-    return SyncScheduler(OmniDiffusionConfig("nowhere", max_num_seqs=seqs, **fields), kv)
+    return SyncScheduler(
+        OmniDiffusionConfig("nowhere", max_num_seqs=seqs, **fields), cast("Any", kv)
+    )
 
 
 def plain(name: str, **fields: Any) -> Any:
@@ -198,7 +198,9 @@ def test_kv_that_never_fits_is_an_error() -> None:
 
 def test_without_prefetch_nothing_is_received_while_something_runs() -> None:
     kv = FakeKVManager()
-    made = SyncScheduler(OmniDiffusionConfig("nowhere", kv=KVConfig(prefetch=False)), kv)
+    made = SyncScheduler(
+        OmniDiffusionConfig("nowhere", kv=KVConfig(prefetch=False)), cast("Any", kv)
+    )
     for name in "ab":
         made.add_request(request(name, kv_nbytes=10))
     assert list(kv.states) == ["a"]

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    ModelRunnerOutput,
-    OmniDiffusionConfig,
-    RequestAborted,
-    StepScheduler,
-    StepSchedulerOutput,
-)
+from omni_kvlink.engine import ModelRunnerOutput, OmniDiffusionConfig
+from omni_kvlink.engine.errors import RequestAborted
+from omni_kvlink.engine.outputs import StepSchedulerOutput
+from omni_kvlink.engine.sched.step_scheduler import StepScheduler
 from support.engine.fixtures import request
 
 

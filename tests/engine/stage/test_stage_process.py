@@ -12,20 +12,17 @@ import torch
 
 from omni_kvlink import CapacityError, KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
-    EngineDeadError,
-    EngineError,
-    KVConfig,
     OmniARConfig,
     OmniDiffusion,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
-    RequestAborted,
-    RequestFailed,
-    StageProcess,
 )
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineDeadError, EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.ipc.codec import pack, unpack, unpack_error
-from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.outputs import DiffusionOutput
+from omni_kvlink.engine.stage.remote_stage import StageProcess
+from omni_kvlink.engine.tokens.outputs import KVSent
 from support.engine.fixtures import WAIT, alone, checkpoint, params, until, url
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}

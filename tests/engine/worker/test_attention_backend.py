@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from omni_kvlink import UnavailableError
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionEngine,
-    DiffusionParallelConfig,
-    KVConfig,
-    OmniARConfig,
-)
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine import AREngine, DiffusionEngine, OmniARConfig
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.models import bagel
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.models.bagel import pipeline

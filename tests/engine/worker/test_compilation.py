@@ -9,15 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from omni_kvlink import SchemaError
-from omni_kvlink.engine import (
-    AREngine,
-    CompilationConfig,
-    DiffusionEngine,
-    DiffusionParallelConfig,
-    KVConfig,
-    OmniARConfig,
-)
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine import AREngine, DiffusionEngine, OmniARConfig
+from omni_kvlink.engine.config import CompilationConfig, DiffusionParallelConfig, KVConfig
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from omni_kvlink.engine import DiffusionParallelConfig
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine.config import DiffusionParallelConfig
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.cpu_offload import CpuOffload

@@ -7,11 +7,11 @@ import torch
 
 from omni_kvlink.engine import (
     DiffusionEngine,
-    KVConfig,
     OmniARConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
 )
+from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 from omni_kvlink.models.bagel import DenoiseParams
 from support.engine.fixtures import (

@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    EngineError,
-    OmniDiffusion,
-    OmniDiffusionConfig,
-    ProfilerConfig,
-    StageEngine,
-)
+from omni_kvlink.engine import DiffusionEngine, OmniDiffusion, OmniDiffusionConfig
+from omni_kvlink.engine.config import ProfilerConfig
+from omni_kvlink.engine.errors import EngineError
 from support.engine.fixtures import WAIT, alone, checkpoint, request
 from support.engine.multiproc import engine_with_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from omni_kvlink.engine.core.stage_engine import StageEngine
 
 ATTENTION = "aten::scaled_dot_product_attention"
 

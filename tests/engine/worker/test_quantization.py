@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from omni_kvlink.engine import DiffusionEngine, DiffusionParallelConfig
-from omni_kvlink.engine.config import CompilationConfig
+from omni_kvlink.engine import DiffusionEngine
+from omni_kvlink.engine.config import CompilationConfig, DiffusionParallelConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes

@@ -16,7 +16,7 @@ import torch
 from omni_kvlink import KVCacheBundle, KVConsumer, KVLink, PeerLostError, TransferFailed
 from omni_kvlink.adapters import unpack_generator
 from omni_kvlink.copier import PinnedCopier
-from omni_kvlink.engine import EngineDeadError
+from omni_kvlink.engine.errors import EngineDeadError
 from omni_kvlink.engine.kv.kv_stream import KVStream
 from omni_kvlink.testing import faults
 from support.devices.fake_device import device as device
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.engine import AREngine
-    from omni_kvlink.engine.kv_sent import KVSent
+    from omni_kvlink.engine.tokens.outputs import KVSent
     from support.devices.fake_device import FakeDevice
 
 LAYERS = 3

@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionEngine,
-    EngineError,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionConfig,
-)
-from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
+from omni_kvlink.engine import AREngine, DiffusionEngine, OmniARConfig, OmniDiffusionConfig
+from omni_kvlink.engine.config import KVConfig
+from omni_kvlink.engine.errors import EngineError
+from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker, worker_class
 from support import FOLDER
 from support.engine.fixtures import WAIT, alone, checkpoint, config, request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,8 @@ from omni_kvlink.engine import (
     DiffusionRequestBatch,
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
-    RequestAborted,
-    RequestFailed,
 )
+from omni_kvlink.engine.errors import RequestAborted, RequestFailed
 from omni_kvlink.engine.models.bagel_pipeline import fill_params
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
@@ -90,8 +90,10 @@ def test_forward_is_generate(pipeline: OmniBagelPipeline, seeded: Seeded) -> Non
 
 def test_what_a_batch_says_of_its_requests() -> None:
     one = DiffusionRequestBatch([request("a")])
+    received = DiffusionRequestBatch([dataclasses.replace(request("a"), kv_sender_info=("u",))])
     several = DiffusionRequestBatch([request("a"), request("b", "two hats")])
     assert (one.request_id, one.request_ids, one.kv_sender_info) == ("a", ["a"], None)
+    assert received.kv_sender_info == ("u",)
     assert (several.request_ids, several.prompts[1]) == (["a", "b"], "two hats")
     with pytest.raises(ValueError, match="a, b> has several ids: request_ids"):
         _ = several.request_id

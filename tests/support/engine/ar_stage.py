@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink import KVCacheBundle
-from omni_kvlink.engine import (
-    AREngine,
-    DiffusionParallelConfig,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionRequest,
-)
+from omni_kvlink.engine import AREngine, OmniARConfig, OmniDiffusionRequest
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from support.engine.fixtures import SHAPE, checkpoint, params, pipeline, url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink.engine.kv.kv_stream import KVStream
-    from omni_kvlink.engine.kv_sent import KVSent
+    from omni_kvlink.engine.tokens.outputs import KVSent
     from omni_kvlink.engine.worker import GPUARModelRunner
     from omni_kvlink.models.bagel import BagelContexts
     from omni_kvlink.models.bagel.prefill_steps import TextPass

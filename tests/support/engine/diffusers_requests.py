@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from omni_kvlink.engine import (
-    DiffusionSchedulerOutput,
     Executor,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
 )
+from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "diffusers_executor.py"
 WAIT = 60.0

@@ -15,11 +15,11 @@ import torch
 from omni_kvlink import KVCacheBundle, KVLink, KVProducer
 from omni_kvlink.adapters import BagelAdapter, pack_generator
 from omni_kvlink.engine import (
-    KVConfig,
     OmniDiffusionConfig,
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
 )
+from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.models.bagel import DenoiseParams, make_tiny_checkpoint
 
@@ -67,7 +67,9 @@ def request(name: str, prompt: Any = "a fox", seed: int = 0, **fields: Any) -> O
     return OmniDiffusionRequest(prompt, params(seed, **fields), name, **own)
 
 
-REQUEST_FIELDS = {"need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeout"}
+REQUEST_FIELDS = {
+    *("need_kv_receive", "need_kv_transfer", "kv_nbytes", "kv_timeout", "kv_sender_info"),
+}
 
 
 def bundle(

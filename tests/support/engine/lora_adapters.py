@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from omni_kvlink.engine import LoRARequest
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.models.bagel.lora import lora_layers
 from support.engine.fixtures import checkpoint, pipeline

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    DiffusionOutput,
-    DiffusionParallelConfig,
-    EngineError,
-)
+from omni_kvlink.engine import DiffusionEngine
+from omni_kvlink.engine.config import DiffusionParallelConfig
 from omni_kvlink.engine.core import ar_engine, stage_engine
 from omni_kvlink.engine.executor import remote_kv
 from support.engine.fixtures import WAIT, bundle, config, link, request
@@ -24,7 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from omni_kvlink import KVProducer
+    from omni_kvlink.engine.errors import EngineError
     from omni_kvlink.engine.ipc.rpc import RpcClient
+    from omni_kvlink.engine.outputs import DiffusionOutput
 
 
 BATCHES_OF_TWO: dict[str, Any] = {"request_batch_max_wait_ms": 4 * WAIT * 1e3}

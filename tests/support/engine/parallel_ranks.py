@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine import (
-    DiffusionParallelConfig,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionConfig,
-    OmniDiffusionRequest,
-    StageConfig,
-)
+from omni_kvlink.engine import OmniARConfig, OmniDiffusionConfig, OmniDiffusionRequest
+from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig, StageConfig
 from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend

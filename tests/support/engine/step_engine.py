@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.engine import DiffusionEngine, KVState
+from omni_kvlink.engine import DiffusionEngine
+from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.models.bagel_pipeline import denoise_params, fill_params
 from omni_kvlink.engine.models.bagel_text import readable
 from support.engine.fixtures import SHAPE, WAIT, bundle, config, link, pipeline, request, until
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink import KVProducer
-    from omni_kvlink.engine import DiffusionOutput, OmniDiffusionRequest
+    from omni_kvlink.engine import OmniDiffusionRequest
+    from omni_kvlink.engine.outputs import DiffusionOutput
 
 LONG, SHORT = 12, 4
 """Points of a schedule: one more than the steps."""
