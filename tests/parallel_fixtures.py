@@ -262,7 +262,7 @@ def disable_cache(worker: Any) -> dict[str, int]:
     """Disable the cache backend; the passes that it saved, by branch."""
     runner = worker.runner
     saved = dict(runner.cache_backend.memory.reused)
-    setattr(runner.pipeline.hooks, runner.cache_backend.hook, None)
+    runner.pipeline.hooks.layers = None
     runner.cache_backend = None
     return saved
 

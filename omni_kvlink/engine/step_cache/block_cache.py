@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from omni_kvlink.engine.step_cache.cache_backend import check_ends
 from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
+
+    from omni_kvlink.models.bagel.hooks import RunLayers
 
 
 class BlockCache(StepCache):
@@ -28,7 +31,6 @@ class BlockCache(StepCache):
         "residual_diff_threshold": 0.08,
     }
     threshold = "residual_diff_threshold"
-    hook = "layers"
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
@@ -43,23 +45,11 @@ class BlockCache(StepCache):
 
     def enable(self, pipeline: Any) -> None:
         """Hook into the pipeline's layers; see `CacheBackend.enable`."""
-        layers = getattr(pipeline, "num_layers", 0)
-        if layers and self._first + self._last >= layers:
-            raise ValueError(
-                f"Fn_compute_blocks {self._first} and Bn_compute_blocks {self._last} leave none "
-                f"of the {layers} layers to be reused"
-            )
+        check_ends(self.config, pipeline)
         super().enable(pipeline)
 
-    def layers(
-        self,
-        branch: str,
-        step: int,
-        rows: Tensor,
-        run: Callable[[Tensor, int, int], Tensor],
-        count: int,
-    ) -> Tensor:
-        """A `LayersHook`."""
+    def layers(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+        """Run the first and the last layers, those between if needed; see `StepCache.layers`."""
         stop = count - self._last
         head = run(rows, 0, self._first)
         middle = partial(run, head, self._first, stop)

@@ -16,6 +16,8 @@ from omni_kvlink.engine.step_cache.cache_backend import CacheBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from omni_kvlink.models.bagel.hooks import RunLayers
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -71,8 +73,6 @@ class StepCache(CacheBackend):
     """All settings, with their defaults."""
     threshold: ClassVar[str]
     """The setting below which a drift lets values be reused; at 0 everything is computed."""
-    hook: ClassVar[str]
-    """The field of `DenoiseHooks` that the backend sets."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
@@ -90,17 +90,12 @@ class StepCache(CacheBackend):
         self._threshold = float(threshold)
 
     def enable(self, pipeline: Any) -> None:
-        """Set the hook; see `CacheBackend.enable`."""
-        hooks = getattr(pipeline, "hooks", None)
-        if not hasattr(hooks, self.hook):
-            raise ValueError(
-                f"{type(self).__name__} needs hooks.{self.hook}, which {type(pipeline).__name__} "
-                f'does not offer: use cache_backend "none"'
-            )
-        if getattr(hooks, self.hook) is not None:
-            raise ValueError(f"hooks.{self.hook} is taken: a pipeline has one cache backend")
-        setattr(hooks, self.hook, getattr(self, self.hook))
-        self.enabled = True
+        """Hook into the pipeline's layers; see `CacheBackend.enable`."""
+        self._hook_into(pipeline, self.layers)
+
+    @abstractmethod
+    def layers(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+        """Run the layers, or reuse what some computed: a `LayersHook`."""
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
         """Clear the memory; see `CacheBackend.refresh`."""

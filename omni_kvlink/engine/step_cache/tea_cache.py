@@ -1,8 +1,9 @@
-"""`TeaCache`: reuses the flow of an earlier step while the input changes little."""
+"""`TeaCache`: reuses the rows of an earlier step while the input changes little."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
+
+    from omni_kvlink.models.bagel.hooks import RunLayers
 
 
 class TeaCache(StepCache):
@@ -20,25 +23,23 @@ class TeaCache(StepCache):
 
     The input is that of the first layer: the latent rows with the time step's embedding. Its
     relative L1 changes are summed since the last computed pass. After Tong Liu et al., "Timestep
-    Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024, with the flow kept instead
-    of what the layers added. `coefficients` are their fitted polynomial, the highest power first as
-    `numpy.poly1d` has them: the size of its value is summed instead of the change itself.
+    Embedding Tells: It's Time to Cache for Video Diffusion Model", 2024, with the last layer's rows
+    kept instead of what the layers added. `coefficients` are their fitted polynomial, the highest
+    power first as `numpy.poly1d` has them: the size of its value is summed instead of the change.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"rel_l1_thresh": 0.2, "coefficients": None}
     threshold = "rel_l1_thresh"
-    hook = "velocity"
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         coefficients: Any = self.config["coefficients"]
         self._coefficients = None if coefficients is None else _numbers(coefficients)
 
-    def velocity(
-        self, branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]
-    ) -> Tensor:
-        """A `VelocityHook`."""
-        return self._reuse(branch, step, rows[1:-1], compute)  # the markers never change
+    def layers(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+        """Run all layers, or none; see `StepCache.layers`."""
+        probe = rows[1:-1]  # the markers never change
+        return self._reuse(branch, step, probe, partial(run, rows, 0, count))
 
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
         distance = change(probe, last.probe)

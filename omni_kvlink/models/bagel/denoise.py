@@ -136,16 +136,10 @@ def _flows(
             return block
         return block[:, indices[0]] if len(indices) == 1 else block[:, indices]
 
-    def whole_pass(branch: str) -> Tensor:
+    def compute(branch: str) -> Tensor:
         contexts = [getattr(states[i].contexts, branch) for i in readers[branch]]
         through = None if hooks.layers is None else partial(hooks.layers, branch, states[0].step)
         return model.velocity(contexts, rows_of(branch), through)
-
-    def compute(branch: str) -> Tensor:
-        if hooks.velocity is None:
-            return whole_pass(branch)
-        rows, step = rows_of(branch), states[0].step
-        return hooks.velocity(branch, step, rows, partial(whole_pass, branch))
 
     def empty(branch: str) -> Tensor:
         batch = rows_of(branch).shape[1:-1]

@@ -12,7 +12,7 @@ from tiny_qwen_image import make_tiny_qwen_image
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
-pytest.importorskip("cache_dit", reason="needs `pip install cache-dit`")
+pytest.importorskip("cache_dit", reason="needs `pip install 'omni-kvlink[cache-dit]'`")
 
 import cache_dit
 from diffusers import DiffusionPipeline
@@ -204,7 +204,7 @@ def test_two_transformers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("tea_cache", "hooks.velocity"), ("tea", "'tea'; there are")]
+    ("name", "word"), [("tea_cache", "hooks.layers"), ("tea", "'tea'; there are")]
 )
 def test_another_backend_is_refused(checkpoint: str, name: str, word: str) -> None:
     with pytest.raises(EngineError, match=f"cache_backend '{name}': .*{word}"):

@@ -147,7 +147,9 @@ def hook(threshold: float = 1.0, **settings: Any) -> tuple[TeaCache, Callable[..
 
     def run_step(step: int, size: float, flow: float, branch: str = "gen") -> float:
         rows = torch.full((4, 8), size)
-        return float(backend.velocity(branch, step, rows, lambda: torch.full((2, 3), flow))[0, 0])
+        return float(
+            backend.layers(branch, step, rows, lambda *_: torch.full((4, 8), flow), 3)[0, 0]
+        )
 
     return backend, run_step
 
@@ -275,7 +277,7 @@ def test_k_and_v_stay_as_they_are(name: str) -> None:
         ("block_cache", {"max_warmup_steps": 4}, "no setting max_warmup_steps"),
         ("block_cache", {"enable_taylorseer": True}, "no setting enable_taylorseer"),
         ("block_cache", {"scm_steps_mask_policy": "fast"}, "no setting scm_steps_mask_policy"),
-        ("cache_dit", {}, "one transformer, and OmniBagelPipeline has no"),
+        ("cache_dit", {"enable_separate_cfg": True}, "OmniBagelPipeline separates all branches"),
         ("block_cache", {"Fn_compute_blocks": 0}, "Fn_compute_blocks 0"),
         ("block_cache", {"Bn_compute_blocks": 0.5}, "Bn_compute_blocks 0.5"),
         ("block_cache", {"residual_diff_threshold": True}, "residual_diff_threshold True"),
