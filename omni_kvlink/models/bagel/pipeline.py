@@ -384,11 +384,7 @@ class BagelPipeline:
         """Read the next tokens of several texts in one pass; see `BagelModel.extend_each`."""
         contexts, lens = [text.context for text in texts], [text.num_tokens for text in texts]
         rows = self.model.embed([token for text in texts for token in text.token_ids])
-        if len(texts) == 1:
-            longer, hidden = self.model.extend(contexts[0], rows, mode="und", causal=True)
-            contexts = [longer]
-        else:
-            contexts, hidden = self.model.extend_each(contexts, rows, lens)
+        contexts, hidden = self.model.extend_each(contexts, rows, lens)
         answers = list(hidden.split(lens))
         written = [i for i, text in enumerate(texts) if isinstance(text, NextToken)]
         if written:
