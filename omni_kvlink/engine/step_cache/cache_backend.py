@@ -64,9 +64,9 @@ class CacheBackend(ABC):
         self.enabled = True
 
 
-def check_ends(config: Mapping[str, Any], pipeline: Any) -> None:
+def check_ends(settings: Any, pipeline: Any) -> None:
     """Raise ValueError unless a layer is between `Fn_compute_blocks` and `Bn_compute_blocks`."""
-    first, last = config["Fn_compute_blocks"], config["Bn_compute_blocks"]
+    first, last = settings.Fn_compute_blocks, settings.Bn_compute_blocks
     layers = getattr(pipeline, "num_layers", 0)
     if layers and first + last >= layers:
         raise ValueError(

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch import Tensor, nn
 
 from omni_kvlink.engine.step_cache.cache_backend import CacheBackend, check_ends
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.settings import Integer, Number, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from omni_kvlink.models.bagel.hooks import RunLayers
 
-_DEFAULTS: dict[str, Any] = {
-    "Fn_compute_blocks": 1,
-    "Bn_compute_blocks": 0,
-    "residual_diff_threshold": 0.24,
-    "max_warmup_steps": 4,
-    "max_cached_steps": -1,
-    "max_continuous_cached_steps": 3,
-    "enable_taylorseer": False,
-    "taylorseer_order": 1,
-    "scm_steps_mask_policy": None,
-    "scm_steps_policy": "dynamic",
-    "enable_separate_cfg": None,
-}
-"""All settings with vLLM-Omni's names and defaults; the last one is cache-dit's own."""
+_Count = Annotated[int, Integer(1)]
+_Limit = Annotated[int, Integer(-1)]  # -1 is no limit
 
-_LEAST = {
-    "Fn_compute_blocks": 1,
-    "Bn_compute_blocks": 0,
-    "max_warmup_steps": 0,
-    "max_cached_steps": -1,
-    "max_continuous_cached_steps": -1,
-    "taylorseer_order": 1,
-}
-"""Whole numbers, and the least of each; -1 is no limit."""
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "enable_taylorseer": (False, True),
-    "scm_steps_mask_policy": (None, "slow", "medium", "fast", "ultra"),
-    "scm_steps_policy": ("dynamic", "static"),
-    "enable_separate_cfg": (None, False, True),
-}
+@dataclasses.dataclass(frozen=True)
+class CacheDiTSettings(Settings):
+    """All settings, with vLLM-Omni's names and defaults; the last one is cache-dit's own."""
+
+    Fn_compute_blocks: _Count = 1
+    Bn_compute_blocks: Annotated[int, Integer(0)] = 0
+    residual_diff_threshold: Annotated[float, Number(0)] = 0.24  # 0 is off
+    max_warmup_steps: Annotated[int, Integer(0)] = 4
+    max_cached_steps: _Limit = -1
+    max_continuous_cached_steps: _Limit = 3
+    enable_taylorseer: bool = False
+    taylorseer_order: _Count = 1
+    scm_steps_mask_policy: Literal["slow", "medium", "fast", "ultra"] | None = None
+    scm_steps_policy: Literal["dynamic", "static"] = "dynamic"
+    enable_separate_cfg: bool | None = None
 
 
 class CacheDiT(CacheBackend):
@@ -62,13 +52,8 @@ class CacheDiT(CacheBackend):
     """
 
     def __init__(self, config: Mapping[str, Any]):
-        super().__init__({**_DEFAULTS, **config})
-        if unknown := sorted(config.keys() - _DEFAULTS.keys()):
-            raise ValueError(
-                f"cache_dit has no setting {', '.join(unknown)}; there are {', '.join(_DEFAULTS)}"
-            )
-        for name, value in self.config.items():
-            _check(name, value)
+        super().__init__(config)
+        self._settings = CacheDiTSettings.read(config)
         self._networks: dict[str, Any] = {}  # "transformer" of diffusers, or by branch
         self._changes: dict[str, Any] = {}
         self._steps: dict[str, int] = {}  # the last one of each branch
@@ -80,11 +65,11 @@ class CacheDiT(CacheBackend):
         Raises UnavailableError without the package.
         """
         if hasattr(getattr(pipeline, "hooks", None), "layers"):
-            if self.config["enable_separate_cfg"]:
+            if self._settings.enable_separate_cfg:
                 name = type(pipeline).__name__
                 raise ValueError(f"enable_separate_cfg True: {name} separates all branches")
             _package()
-            check_ends(self.config, pipeline)
+            check_ends(self._settings, pipeline)
             self._hook_into(pipeline, self.layers)
             return
         name, network = type(pipeline).__name__, getattr(pipeline, "transformer", None)
@@ -100,7 +85,7 @@ class CacheDiT(CacheBackend):
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
         """Begin a generation; SchemaError if SCM has no mask for so few steps."""
         self._changes = {"num_inference_steps": num_inference_steps}
-        policy = self.config["scm_steps_mask_policy"]
+        policy = self._settings.scm_steps_mask_policy
         if policy is not None:
             if num_inference_steps < 8 and num_inference_steps not in (4, 6):
                 raise SchemaError(
@@ -109,7 +94,7 @@ class CacheDiT(CacheBackend):
                 )
             mask = _package().steps_mask(mask_policy=policy, total_steps=num_inference_steps)
             self._changes["steps_computation_mask"] = mask
-            self._changes["steps_computation_policy"] = self.config["scm_steps_policy"]
+            self._changes["steps_computation_policy"] = self._settings.scm_steps_policy
         self._counted = 0
         self._begin()
 
@@ -119,7 +104,7 @@ class CacheDiT(CacheBackend):
         What cache-dit calls blocks are the first, the middle and the last layers: ranks that divide
         a pass exchange rows once for each.
         """
-        first, last = self.config["Fn_compute_blocks"], self.config["Bn_compute_blocks"]
+        first, last = self._settings.Fn_compute_blocks, self._settings.Bn_compute_blocks
         if branch not in self._networks:
             network = _BranchLayers(3 if last else 2)
             package, parts = _package(), {"Fn_compute_blocks": 1, "Bn_compute_blocks": min(1, last)}
@@ -154,15 +139,13 @@ class CacheDiT(CacheBackend):
 
     def _wrap(self, name: str, network: Any, adapted: Any, **fields: Any) -> None:
         """Let cache-dit run a network's blocks; `adapted` is what it knows them by."""
-        package, config = _package(), self.config
-        names = [*_LEAST.keys() - {"taylorseer_order"}, "residual_diff_threshold"]
-        settings = {key: config[key] for key in [*names, "enable_separate_cfg"]}
-        seer = None
-        if config["enable_taylorseer"]:
-            order = config["taylorseer_order"]
+        package, settings = _package(), dataclasses.asdict(self._settings)
+        seer, order = None, settings.pop("taylorseer_order")
+        if settings.pop("enable_taylorseer"):
             seer = package.TaylorSeerCalibratorConfig(taylorseer_order=order)
-        settings = package.DBCacheConfig(**{**settings, **fields})
-        package.enable_cache(adapted, cache_config=settings, calibrator_config=seer)
+        named = {key: value for key, value in settings.items() if not key.startswith("scm_")}
+        config = package.DBCacheConfig(**{**named, **fields})
+        package.enable_cache(adapted, cache_config=config, calibrator_config=seer)
         self._networks[name] = network
 
     def _begin(self) -> None:
@@ -194,19 +177,6 @@ class _BranchLayers(nn.Module):
         for block in self.blocks:
             hidden_states = block(hidden_states)
         return hidden_states
-
-
-def _check(name: str, value: Any) -> None:
-    """Raises ValueError if a setting does not have such a value."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if name in _LEAST:
-        if not is_int or value < _LEAST[name]:
-            raise ValueError(f"{name} {value!r}: a whole number, {_LEAST[name]} or more")
-    elif name in _CHOICES:
-        if not any(value is choice or value == choice for choice in _CHOICES[name]) or is_int:
-            raise ValueError(f"{name} {value!r}: {' or '.join(map(repr, _CHOICES[name]))}")
-    elif not (is_int or isinstance(value, float)) or not value >= 0:
-        raise ValueError(f"{name} {value!r}: a number, 0 (off) or more")
 
 
 def _package() -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
 from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.settings import Number, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from omni_kvlink.models.bagel.hooks import RunLayers
+
+
+@dataclasses.dataclass(frozen=True)
+class TeaCacheSettings(Settings):
+    """All settings."""
+
+    rel_l1_thresh: Annotated[float, Number(0)] = 0.2
+    coefficients: tuple[float, ...] | None = None  # the highest power first
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.coefficients == ():
+            raise SchemaError("coefficients=[]: wanted a list of numbers, the highest power first")
 
 
 class TeaCache(StepCache):
@@ -28,13 +43,10 @@ class TeaCache(StepCache):
     power first as `numpy.poly1d` has them: the size of its value is summed instead of the change.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"rel_l1_thresh": 0.2, "coefficients": None}
-    threshold = "rel_l1_thresh"
-
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        coefficients: Any = self.config["coefficients"]
-        self._coefficients = None if coefficients is None else _numbers(coefficients)
+        settings = TeaCacheSettings.read(config)
+        self.threshold, self._coefficients = settings.rel_l1_thresh, settings.coefficients
 
     def layers(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
         """Run all layers, or none; see `StepCache.layers`."""
@@ -52,14 +64,3 @@ class TeaCache(StepCache):
 
     def _anchor(self, last: Kept, probe: Tensor, mask: Tensor) -> Tensor:
         return probe
-
-
-def _numbers(coefficients: Any) -> list[float]:
-    """The coefficients; raises ValueError unless they are finite numbers, at least one."""
-    numbers = list(coefficients) if isinstance(coefficients, (list, tuple)) else []
-    are_numbers = [isinstance(n, int | float) and not isinstance(n, bool) for n in numbers]
-    if not numbers or not all(are_numbers) or not all(map(math.isfinite, numbers)):
-        raise ValueError(
-            f"coefficients {coefficients!r:.60}: a list of numbers, the highest power first"
-        )
-    return [float(number) for number in numbers]
