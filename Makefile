@@ -140,7 +140,7 @@ test-diffusers: .venv-diffusers/.ready
 
 .venv-diffusers/.ready: $(VENV)/.ready
 	$(sharing_torch)
-	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.40.0 transformers==5.24.0 \
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q diffusers==0.42.1 transformers==5.24.0 \
 		cache-dit==1.5.3
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps peft==0.21.2 accelerate==1.15.0
 	touch $@

@@ -48,13 +48,10 @@ def tests_of(changed: list[str]) -> list[str]:
         if path.suffix == ".md":
             chosen.update(dict.fromkeys(page for page in PAGES if page in sources))
         elif path.suffix == ".py" and name not in sources:
-            module = rf"\b{re.escape('.'.join(path.with_suffix('').parts))}\b"
-            alone = rf"^(from|import) {re.escape(path.stem)}\b"  # a helper of the tests
-            pattern = alone if path.parts[0] == "tests" else module
+            package = re.escape(".".join(path.parent.parts).removeprefix("tests."))
+            pattern = rf"\b{package}(\.| import .*\b){re.escape(path.stem)}\b"
             named = [test for test in sources if Path(test).stem == f"test_{path.stem}"]
-            using = [
-                test for test, text in sources.items() if re.search(pattern, text, re.MULTILINE)
-            ]
+            using = [test for test, text in sources.items() if re.search(pattern, text)]
             chosen.update(dict.fromkeys(named + using))
     return [*chosen, *(name for name in ["tests/test_layout.py"] if name in sources)]
 

@@ -27,16 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-sys.path[:0] = [str(TESTS / "network"), str(TESTS)]
-
-from campaign import PRODUCER, READERS, Campaign, Fault, Forker, address  # noqa: E402
+sys.path.insert(0, str(TESTS))
 
 from omni_kvlink.bench import machine, report  # noqa: E402
+from support.network.campaign import PRODUCER, READERS, Campaign, Fault, Forker, address  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from evidence import Record
+    from support.network.evidence import Record
 
 OURS = {"omni_kvlink shm": "shm", "omni_kvlink zmq": "zmq+ipc"}
 THEIRS = ("vllm-omni shm", "bare zmq")

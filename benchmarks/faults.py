@@ -10,10 +10,10 @@ use every feature of the library, and leave on their own, too: a reader by an ex
 `break`, `release_unread` or its death at any chunk, a producer by an exception in its block.
 
 Every reader compares the SHA-256 of the bytes that it got with that of the bytes that were put, and
-writes down what it has seen before it leaves. The judge, in `tests/network/evidence.py`, reads the
-logs of all processes, also of those that were killed: what a receipt says was released, was read by
-so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung; no
-memory stayed in use; no descriptor, mapping or socket's file was left. Exit status 1 if not.
+writes down what it has seen before it leaves. The judge, `tests/support/network/evidence.py`, reads
+the logs of all processes, also of those that were killed: what a receipt says was released, was
+read by so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung;
+no memory stayed in use; no descriptor, mapping or socket's file was left. Exit status 1 if not.
 
 Each problem is printed with its seed; `--run SEED --connector NAME` repeats that campaign. No disk
 is filled: payloads are in memory that no disk holds. `inproc` has one process: a fault of it is one
@@ -33,9 +33,12 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "network"), str(TESTS)]
+sys.path.insert(0, str(TESTS))
 
-from campaign import (  # noqa: E402
+from omni_kvlink import UnavailableError  # noqa: E402
+from omni_kvlink.bench import machine, report  # noqa: E402
+from omni_kvlink.connectors.registry import backend  # noqa: E402
+from support.network.campaign import (  # noqa: E402
     KINDS,
     PRODUCER,
     READERS,
@@ -46,12 +49,8 @@ from campaign import (  # noqa: E402
     lookup_addresses,
     memory_controller,
 )
-from evidence import contradictions  # noqa: E402
-from features import FEATURES, PLAIN, feature_of, runs_over  # noqa: E402
-
-from omni_kvlink import UnavailableError  # noqa: E402
-from omni_kvlink.bench import machine, report  # noqa: E402
-from omni_kvlink.connectors.registry import backend  # noqa: E402
+from support.network.evidence import contradictions  # noqa: E402
+from support.network.features import FEATURES, PLAIN, feature_of, runs_over  # noqa: E402
 
 CONNECTORS = ("shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "ucx", "auto")
 NOT_RUN = {("zmq+ipc", "descriptors"), ("ucx", "descriptors")}

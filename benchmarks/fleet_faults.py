@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "integrations" / "vllm"), str(ROOT / "tests")]
-
-from vllm_fixtures import PATIENCE, EngineProcess, prompt  # noqa: E402
-from vllm_fleet import DECODE, PREFILL, ROUTER, Completion, Fleet, complete, stream  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests"))
 
 from omni_kvlink.testing.rig import until  # noqa: E402
+from support.vllm.engine_process import PATIENCE, EngineProcess, prompt  # noqa: E402
+from support.vllm.fleet import DECODE, PREFILL, ROUTER, Completion, Fleet, complete, stream  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

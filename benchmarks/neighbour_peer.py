@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import zmq
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "network"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from features import number_of, recipe
-from peer_process import Incarnation, Log, main, wait_for_term
+from support.network.features import number_of, recipe
+from support.network.peer_process import Incarnation, Log, main, wait_for_term
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 # Before torch is imported: its threads spin while they wait, and starve other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import fork_server
 import pytest
 import torch
-from aio_fixtures import run as run
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
+from support import FOLDER
+from support.link.aio_ends import run as run
+from support.processes import fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,8 @@ _failed = pytest.StashKey[bool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     # Another run's links may have the same names: sockets of default directories are apart.
+    paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for programs of tests
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="kvl-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()  # not in the process that only distributes tests

@@ -363,6 +363,16 @@ def vocabulary_errors(root: Path = ROOT) -> Iterator[str]:
             yield f"{path.relative_to(root)}:{line} uses {word}"
 
 
+def support_errors(root: Path = ROOT) -> Iterator[str]:
+    """Modules among the tests that are no tests: `from support…` imports them at any place."""
+    programs = {"tests/layout.py", "tests/vocabulary.py", "tests/payload/golden/make.py"}
+    for path in sorted((root / "tests").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        is_test = path.name in ("conftest.py", "__init__.py") or path.name.startswith("test_")
+        if not is_test and name not in programs and not name.startswith("tests/support/"):
+            yield f"{name} belongs in tests/support"
+
+
 def _of_files(errors: Callable[[list[Module]], Iterable[str]]) -> Callable[[], list[str]]:
     return lambda: list(errors(modules()))
 
@@ -402,6 +412,7 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "no forbidden call": _of_files(_sources_of_files),
     "no loop variable after its loop": _of_files(_loops_of_files),
     "no retired name": lambda: list(vocabulary_errors()),
+    "modules that tests share are in tests/support": lambda: list(support_errors()),
     "few names are pronouns or adverbs": _of_files(_names_of_files),
     "no docstring begins as a fragment": _of_files(_docstrings_of_files),
 }

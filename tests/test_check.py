@@ -31,7 +31,7 @@ def check() -> Any:
         ),
         ("omni_kvlink/engine/ray/actor.py", "tests/engine/ray/test_actor.py"),
         ("tests/link/test_path.py", "tests/link/test_path.py"),
-        ("tests/zmq_fixtures.py", "tests/e2e/test_any_engine.py"),
+        ("tests/support/connectors/zmq_addresses.py", "tests/e2e/test_any_engine.py"),
         ("docs/sending.md", "tests/test_doc_blocks.py"),
     ],
 )

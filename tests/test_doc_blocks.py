@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
-from doc_blocks import DOCS, ROOT, Block, blocks, directory, execute, pages
-from lora_fixtures import bagel_adapter
-from zmq_fixtures import free_port
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, TensorTransferData, errors
 from omni_kvlink.adapters import PagedCache
@@ -34,6 +31,9 @@ from omni_kvlink.connectors import registry
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
 from omni_kvlink.models.bagel import make_tiny_checkpoint
 from omni_kvlink.payload.views import dense
+from support.connectors.zmq_addresses import free_port
+from support.doc_blocks import DOCS, ROOT, Block, blocks, directory, execute, pages
+from support.engine.lora_adapters import bagel_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +47,9 @@ ELSEWHERE = {
     ("docs/transformers.md", "import torch"): "transformers: tests/adapters/test_hf.py",
     ("docs/transformers.md", "5 (1, 1, 128)"): "transformers: tests/adapters/test_hf.py",
     ("docs/vllm_omni.md", "connectors:"): (
+        "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
+    ),
+    ("docs/guides/bagel_in_vllm_omni.md", " connectors:"): (
         "vLLM-Omni: tests/integrations/vllm_omni/test_vllm_omni_connector.py"
     ),
     ("docs/vllm.md", "vllm serve MODEL "): ("vLLM: tests/integrations/vllm/test_vllm_page.py"),
@@ -235,7 +238,9 @@ def test_the_scripts_of_the_start_run_in_two_processes(section: str, here: Path)
 
 def test_every_block_has_a_language_that_is_checked() -> None:
     found = {block.language for page in ALL.values() for block in page}
-    assert found == {"python", "output", "sh", "yaml", "toml", "text"}
+    assert found == {"python", "output", "sh", "yaml", "toml", "text", "diff"}
+    patches = [block for page in ALL.values() for block in page if block.language == "diff"]
+    assert all(is_in(ELSEWHERE, block) for block in patches)
 
 
 @pytest.mark.parametrize("table", [ELSEWHERE, NOT_RUN], ids=["elsewhere", "not run"])

@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from doc_blocks import DOCS, FENCE, ROOT, pages
+
+from support.doc_blocks import DOCS, FENCE, ROOT, pages
 
 if not DOCS.exists():
     pytest.skip("installed without the sources", allow_module_level=True)

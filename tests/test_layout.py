@@ -170,6 +170,13 @@ def test_retired_words_in_prose_are_allowed(tmp_path: Path) -> None:
     assert [word for word, _ in layout.retired_in_text(page)] == ["door", "say"]
 
 
+def test_a_shared_module_among_the_tests_is_found(tmp_path: Path) -> None:
+    for name in ("support/peers.py", "link/test_link.py", "link/peers.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    assert list(layout.support_errors(tmp_path)) == ["tests/link/peers.py belongs in tests/support"]
+
+
 def test_names_that_say_nothing_are_found() -> None:
     files = [Module("omni_kvlink.x", "def f(one):\n    found = self.left = one\n    lease = found")]
     assert "found" in next(layout._names_of_files(files))

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from absent import run
-from fork_server import new_interpreters
 
 import omni_kvlink
 from omni_kvlink import KVConsumer, KVLink, KVProducer, PendingBatch, errors
+from support.processes.absent import run
+from support.processes.fork_server import new_interpreters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

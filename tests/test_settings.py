@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
-from keyless import is_let_in
 
 from omni_kvlink import KVLink, KVLinkError, SchemaError, TensorTransferData, UnavailableError
 from omni_kvlink.connectors.base import Options
@@ -22,6 +21,7 @@ from omni_kvlink.settings import (
     Text,
     from_environment,
 )
+from support.connectors.keyless import is_let_in
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,11 +24,11 @@ import msgspec
 import pytest
 import torch
 import zmq
-from payloads import bits
 
 from omni_kvlink import KVCacheTransferData, KVLink, TensorTransferData
 from omni_kvlink.connectors.protocol import messages
 from omni_kvlink.payload.manifest import Manifest
+from support.payloads.random_caches import bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

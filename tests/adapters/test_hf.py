@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from doc_blocks import blocks, execute
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PagedTensor, SchemaError
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
 from omni_kvlink.payload.views import dense, same_bytes
 from omni_kvlink.testing import check_adapter
+from support.doc_blocks import blocks, execute
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: make test-hf"

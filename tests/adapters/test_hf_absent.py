@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from absent import check_untouched, cure
+from support.processes.absent import check_untouched, cure
 
 USE = """
 from omni_kvlink.adapters import make_cache

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from payloads import DTYPES, bits, cache, empty, noise
 
 from omni_kvlink import (
     KVCacheTransferData,
@@ -23,6 +22,7 @@ from omni_kvlink import (
 from omni_kvlink._native import host
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
 from omni_kvlink.payload.views import dense
+from support.payloads.random_caches import DTYPES, bits, cache, empty, noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

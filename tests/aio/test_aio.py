@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from aio_fixtures import THREE, Test, waiting
 
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
 from omni_kvlink.testing.caches import Recipe, fingerprint
+from support.link.aio_ends import THREE, Test, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

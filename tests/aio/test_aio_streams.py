@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from aio_fixtures import THREE, BlockingCopier, Test, entered, freed, waiting
 
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
+from support.link.aio_ends import THREE, BlockingCopier, Test, entered, freed, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable

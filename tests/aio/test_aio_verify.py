@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from aio_fixtures import THREE, BlockingCopier, Test, entered, freed
 
 from omni_kvlink import IntegrityError, TransferFailed
 from omni_kvlink.aio import consumer as aio_consumer
@@ -16,6 +15,7 @@ from omni_kvlink.aio.consumer import _Verification
 from omni_kvlink.aio.end import run_in_thread
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
+from support.link.aio_ends import THREE, BlockingCopier, Test, entered, freed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +11,7 @@ from omni_kvlink.bench.chunks import ChunkBytes
 from omni_kvlink.bench.commands import run as bench
 from omni_kvlink.bench.payloads import bytes_of
 from omni_kvlink.bench.setups import Paced
+from support.bench_document import bench_document
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +29,7 @@ CASES = {
 
 
 def run(path: Path, *arguments: str) -> dict[str, Any]:
-    assert bench([*SMALL, *arguments, "--json", str(path)]) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return bench_document(path, *SMALL, *arguments)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from omni_kvlink.bench.membench import CopyMethod, FirstTouchMethod, make_copy_m
 from omni_kvlink.bench.setups import CopySetup, Shape
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.memory.region import Mapping
+from support.bench_document import bench_document
 
 SHAPE = Shape(2, 300, 4, 128)
 SMALL = ["copy", "--preset", "small", "--layers", "2", "--tokens", "300", "--rounds", "3"]
@@ -35,10 +35,8 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path: Path = tmp_path_factory.mktemp("copy") / "result.json"
-    assert run([*SMALL, "--json", str(path)]) == 0
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document
+    path = tmp_path_factory.mktemp("copy") / "result.json"
+    return bench_document(path, *SMALL)
 
 
 def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import ManySetup, Paced
 from omni_kvlink.bench.stats import Run, Runs
 from omni_kvlink.connectors.base import Options
+from support.bench_document import bench_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +41,7 @@ CASES = {
 
 
 def run(path: Path, *arguments: str) -> dict[str, Any]:
-    assert bench([*SMALL, *arguments, "--json", str(path)]) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return bench_document(path, *SMALL, *arguments)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.streaming import MEASUREMENTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support.bench_document import bench_document
 
 SMALL = ["stream", "--layers", "3", "--tokens", "300", "--rounds", "4", "--warmup", "1"]
 
@@ -20,10 +17,8 @@ SMALL = ["stream", "--layers", "3", "--tokens", "300", "--rounds", "4", "--warmu
 def document(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    path: Path = tmp_path_factory.mktemp("stream") / "result.json"
-    assert run([*SMALL, "--connector", request.param, "--json", str(path)]) == 0
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document
+    path = tmp_path_factory.mktemp("stream") / "result.json"
+    return bench_document(path, *SMALL, "--connector", request.param)
 
 
 def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "fault_comparison.py"
-sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[1] / "tests" / "network")]
+sys.path.insert(0, str(SCRIPT.parent))
 
-from evidence import Entry, Record  # noqa: E402
 from fault_comparison import outcome  # noqa: E402
+
+from support.network.evidence import Entry, Record  # noqa: E402
 
 
 def reader(peer: str, *entries: Entry, killed: bool = False) -> Record:

@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from fork_server import new_interpreters
 
 from omni_kvlink import __version__
 from omni_kvlink.bench import commands as bench
@@ -20,6 +19,7 @@ from omni_kvlink.bench.pace import RECEIVE
 from omni_kvlink.cli import commands as kvlink
 from omni_kvlink.cli.arguments import STATUS, NumberArgument, Parser
 from omni_kvlink.copier import Copier, named_copier
+from support.processes.fork_server import new_interpreters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

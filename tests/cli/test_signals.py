@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from command_process import Terminal
-from fork_server import new_interpreters
+
+from support.processes.command_process import Terminal
+from support.processes.fork_server import new_interpreters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

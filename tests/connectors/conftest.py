@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field
-from leak_checks import impatient as impatient
-from leak_checks import socket_dir as socket_dir
-from leak_checks import start as start
-from leak_checks import zmq_started as zmq_started
+
+from support.faults.harness import Field
+from support.faults.leak_checks import impatient as impatient
+from support.faults.leak_checks import socket_dir as socket_dir
+from support.faults.leak_checks import start as start
+from support.faults.leak_checks import zmq_started as zmq_started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

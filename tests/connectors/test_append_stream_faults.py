@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, kill
-from frozen_processes import freeze
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import (
     CapacityError,
@@ -30,28 +25,13 @@ from omni_kvlink.testing.append_stream_checks import (
 from omni_kvlink.testing.caches import chunk, hash_chunk
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from support.faults.every_connector import field as field
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, kill
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
-UCX = pytest.param(
-    "ucx",
-    marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing"),
-)
 CHUNKS = [chunk(number) for number in range(6)]
-
-
-@pytest.fixture(params=["pooled", "sealed", "inline", "tcp", "ipc", UCX])
-def field(request: pytest.FixtureRequest, socket_dir: str) -> Iterator[Field]:
-    name = request.param
-    if name in ("tcp", "ipc", "ucx"):
-        field = Field(socket_dir, url=fresh_url(name, socket_dir))
-    else:
-        field = Field(socket_dir, name)
-    yield field
-    field.close()
 
 
 def test_the_producer_is_killed_between_chunks(field: Field, start: Start) -> None:

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
-from link_checks import ALL_CHECKS
-from peer_commands import start_peer
-from zmq_fixtures import free_port, secure_as_user
 
 from omni_kvlink import (
     ClosedError,
@@ -38,6 +35,9 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import Rig, expect, until
+from support.connectors.zmq_addresses import free_port, secure_as_user
+from support.faults.peer_commands import start_peer
+from support.link.link_checks import ALL_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import TYPE_CHECKING
-
 import pytest
-from fault_harness import Field, Start, kill
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import PeerLostError
 from omni_kvlink.testing.batch_checks import KEYS, RECIPES, make_all
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested, wait_all
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from support.faults.every_connector import field as field
+from support.faults.harness import Field, Start, kill
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
-UCX = pytest.param(
-    "ucx",
-    marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing"),
-)
 EXPECTED = list(map(fingerprint, make_all()))
-
-
-@pytest.fixture(params=["pooled", "sealed", "inline", "tcp", "ipc", UCX])
-def field(request: pytest.FixtureRequest, socket_dir: str) -> Iterator[Field]:
-    name = request.param
-    if name in ("tcp", "ipc", "ucx"):
-        field = Field(socket_dir, url=fresh_url(name, socket_dir))
-    else:
-        field = Field(socket_dir, name)
-    yield field
-    field.close()
 
 
 @pytest.mark.parametrize("point", ["get.offered", "get.mapped"])

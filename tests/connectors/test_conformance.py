@@ -6,13 +6,13 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from link_checks import ALL_CHECKS
 
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import Peer, ProcessPeer, ThreadPeer
 from omni_kvlink.testing.rig import Rig
+from support.link.link_checks import ALL_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from leak_checks import left_over, shm_files
+from support.faults.leak_checks import left_over, shm_files
 
 UNRELATED = """
 import mmap, os, sys, time

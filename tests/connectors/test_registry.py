@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from absent import cure
 
 from omni_kvlink import KVCacheTransferData, KVLink, UnavailableError
 from omni_kvlink.connectors import registry
 from omni_kvlink.connectors.base import Backend, Options
 from omni_kvlink.testing.rig import until
+from support.processes.absent import cure
 
 
 @pytest.fixture

@@ -9,12 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_device import ENGINES, KERNEL, FakeDevice
-from fake_device import device as device
-from fake_device import directory as directory
-from native_fixtures import NEEDS_LIBRARY, plan_of, tensor_of
-from paged_fixtures import LAYOUTS, SIZE, about, expected_bytes, table
-from payloads import DTYPES, bits, noise
 
 from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import cuda
@@ -25,6 +19,12 @@ from omni_kvlink.errors import ClosedError, IntegrityError, NativeError, SchemaE
 from omni_kvlink.memory.region import Lease, Region
 from omni_kvlink.payload.manifest import Manifest, header_bytes
 from omni_kvlink.testing.rig import until
+from support.devices.fake_device import ENGINES, KERNEL, FakeDevice
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.devices.native_plans import NEEDS_LIBRARY, plan_of, tensor_of
+from support.payloads.paged import LAYOUTS, SIZE, about, expected_bytes, table
+from support.payloads.random_caches import DTYPES, bits, noise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

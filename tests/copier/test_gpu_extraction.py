@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_device import device as device
-from fake_device import directory as directory
-from native_fixtures import NEEDS_LIBRARY
 
 from omni_kvlink._native import cuda
 from omni_kvlink.bench.stats import Summary
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.devices.native_plans import NEEDS_LIBRARY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_extraction.py"
 sys.path[:0] = [str(SCRIPT.parent)]
@@ -25,7 +25,7 @@ import gpu_extraction  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fake_device import FakeDevice
+    from support.devices.fake_device import FakeDevice
 
 pytestmark = NEEDS_LIBRARY
 HAS_DEVICE = not cuda.missing() and not cuda.no_device()

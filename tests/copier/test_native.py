@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_fixtures import DTYPES, FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
-from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import host
@@ -22,6 +20,16 @@ from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing import COPIER_CHECKS
+from support.devices.native_plans import (
+    DTYPES,
+    FEATURES,
+    NEEDS_LIBRARY,
+    as_bytes,
+    plan_of,
+    tensor_of,
+    using,
+)
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_fixtures import FEATURES, NEEDS_LIBRARY, Locked, noise, using
-from strategies import EXAMPLES
 
 from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import host
 from omni_kvlink._native.crc32c import numpy_crc32c
+from support.devices.native_plans import FEATURES, NEEDS_LIBRARY, Locked, noise, using
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

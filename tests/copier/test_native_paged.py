@@ -9,13 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_fixtures import FEATURES, NEEDS_LIBRARY, as_bytes, plan_of, tensor_of, using
-from strategies import EXAMPLES
 
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from support.devices.native_plans import (
+    FEATURES,
+    NEEDS_LIBRARY,
+    as_bytes,
+    plan_of,
+    tensor_of,
+    using,
+)
+from support.payloads.strategies import EXAMPLES
 
 Pool = Callable[[int, int, int, int, torch.dtype, int], torch.Tensor]
 

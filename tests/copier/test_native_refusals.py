@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pytest
-from native_fixtures import FEATURES, NEEDS_LIBRARY, noise, using
 
 from omni_kvlink._native import host
+from support.devices.native_plans import FEATURES, NEEDS_LIBRARY, noise, using
 
 if TYPE_CHECKING:
     from collections.abc import Callable

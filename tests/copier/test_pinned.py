@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_device import ENGINES, KERNEL, MIXED, FakeDevice, address
-from fake_device import device as device
-from fake_device import directory as directory
-from native_fixtures import NEEDS_LIBRARY, Locked, plan_of, tensor_of
-from paged_fixtures import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
@@ -25,6 +20,11 @@ from omni_kvlink.copier.pinned import _parts
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
 from omni_kvlink.memory.region import MappedPages, Mapping, Region
 from omni_kvlink.testing import check_copier
+from support.devices.fake_device import ENGINES, KERNEL, MIXED, FakeDevice, address
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.devices.native_plans import NEEDS_LIBRARY, Locked, plan_of, tensor_of
+from support.payloads.paged import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

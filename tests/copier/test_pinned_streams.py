@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_device import ENGINES, KERNEL, FakeDevice, address
-from fake_device import device as device
-from fake_device import directory as directory
-from native_fixtures import NEEDS_LIBRARY, plan_of, tensor_of
 
 from omni_kvlink import KVCacheTransferData, KVConsumer, KVLink, KVProducer
 from omni_kvlink._native import cuda
@@ -22,6 +18,10 @@ from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import CurrentStreams, PinnedCopier, StreamEvents, TorchCopier, streams
 from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed
 from omni_kvlink.memory.region import Mapping, Region
+from support.devices.fake_device import ENGINES, KERNEL, FakeDevice, address
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.devices.native_plans import NEEDS_LIBRARY, plan_of, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -305,6 +305,7 @@ def torch_streams(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDe
         torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=device.stream)
     )
     monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(streams, "_raw_stream", None)  # builds of torch with CUDA have one
     return device
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from native_fixtures import NEEDS_LIBRARY
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import dlpack, host
@@ -23,6 +22,7 @@ from omni_kvlink.payload import views
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe
+from support.devices.native_plans import NEEDS_LIBRARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

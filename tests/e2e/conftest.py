@@ -1,6 +1,6 @@
 """What the stages of the examples with transformers import is imported once."""
 
-import fork_server
+from support.processes import fork_server
 
 fork_server.preload(
     "transformers.models.qwen2.modeling_qwen2",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zmq_fixtures import free_port
+
+from support.connectors.zmq_addresses import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "any_engine.py"
 spawn = multiprocessing.get_context("spawn")

@@ -9,8 +9,14 @@ import pytest
 
 from omni_kvlink import UnavailableError
 from omni_kvlink.connectors.registry import backend, split_url
-
-from .stages import REQUESTS, Stages, assert_equals_one_process, in_place, prefill, two_stages
+from support.e2e.stages import (
+    REQUESTS,
+    Stages,
+    assert_equals_one_process,
+    in_place,
+    prefill,
+    two_stages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

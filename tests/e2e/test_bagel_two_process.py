@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from engine_fixtures import until
 
 from omni_kvlink import PrefixOf, SameAs
 from omni_kvlink.adapters import BagelAdapter
-
-from .stages import (
+from support.e2e.stages import (
     EDIT,
     REQUESTS,
     TEXT,
@@ -21,6 +19,7 @@ from .stages import (
     prefill,
     two_stages,
 )
+from support.engine.fixtures import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_fixtures import WAIT
-from fork_server import NESTED
 from PIL import Image
+
+from support.engine.fixtures import WAIT
+from support.processes.fork_server import NESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "bagel_two_stage.py"

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fork_server import NESTED
 
 from omni_kvlink import UnavailableError
 from omni_kvlink.connectors.registry import backend, split_url
+from support.processes.fork_server import NESTED
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: make test-hf"

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import until
 from safetensors.torch import load_file
 
 from omni_kvlink import KVCacheBundle, KVLink, KVProducer
 from omni_kvlink.adapters import DynamicCacheAdapter, make_cache
 from omni_kvlink.payload.views import same_bytes
+from support import FOLDER
+from support.engine.fixtures import until
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
-from .hf_models import KINDS, WINDOW, Case, decode, forward
+from support.e2e.hf_models import KINDS, WINDOW, Case, decode, forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +61,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("hf")
-    script, sockets = str(Path(__file__).with_name("decode_process.py")), str(root / "sockets")
+    script, sockets = str(FOLDER / "e2e" / "decode_process.py"), str(root / "sockets")
     with KVLink.serve("shm://hf", directory=sockets) as link:
         command = [sys.executable, script, link.url, sockets]
         pipe = subprocess.PIPE

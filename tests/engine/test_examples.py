@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine_fixtures import WAIT
-from fork_server import NESTED
+from support.engine.fixtures import WAIT
+from support.processes.fork_server import NESTED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,10 +11,9 @@ import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_fixtures import WAIT, alone, bundle, config, link, request
-
 import omni_kvlink.engine
 from omni_kvlink.engine import DiffusionEngine
+from support.engine.fixtures import WAIT, alone, bundle, config, link, request
 
 if TYPE_CHECKING:
     from types import FrameType

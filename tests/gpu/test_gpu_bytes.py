@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, Moved, ThroughDevice
-from gpu_fixtures import collected as collected
-from gpu_fixtures import loaded as loaded
-from paged_fixtures import LAYOUTS, SIZE, about, expected_bytes, table
-from payloads import DTYPES, noise
 
 from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.testing import check_copier
+from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, Moved, ThroughDevice
+from support.devices.gpu import collected as collected
+from support.devices.gpu import loaded as loaded
+from support.payloads.paged import LAYOUTS, SIZE, about, expected_bytes, table
+from support.payloads.random_caches import DTYPES, noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

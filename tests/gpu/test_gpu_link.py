@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from gpu_fixtures import DEVICE, GPU
-from gpu_fixtures import collected as collected
-from gpu_fixtures import loaded as loaded
-from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink
+from support import FOLDER
+from support.devices.gpu import DEVICE, GPU
+from support.devices.gpu import collected as collected
+from support.devices.gpu import loaded as loaded
+from support.payloads.random_caches import bits, noise
 
 pytestmark = GPU
-READER = Path(__file__).with_name("reader.py")
+READER = FOLDER / "devices" / "gpu_reader.py"
 
 
 @pytest.mark.parametrize("mode", ["pooled", "sealed"])

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL
-from gpu_fixtures import collected as collected
-from gpu_fixtures import loaded as loaded
-from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.memory.region import Mapping, Region
+from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL
+from support.devices.gpu import collected as collected
+from support.devices.gpu import loaded as loaded
+from support.payloads.random_caches import bits, noise
 
 if TYPE_CHECKING:
     from omni_kvlink.payload.manifest import Manifest

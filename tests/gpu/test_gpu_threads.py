@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from gpu_fixtures import DEVICE, ENGINES, GPU, KERNEL, MEASURED
-from gpu_fixtures import collected as collected
-from gpu_fixtures import loaded as loaded
-from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink
 from omni_kvlink._native import cuda
@@ -19,6 +15,10 @@ from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.memory.region import Mapping, Region
+from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, MEASURED
+from support.devices.gpu import collected as collected
+from support.devices.gpu import loaded as loaded
+from support.payloads.random_caches import bits, noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

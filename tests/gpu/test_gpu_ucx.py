@@ -7,12 +7,12 @@ import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gpu_fixtures import DEVICE, GPU
-from gpu_fixtures import collected as collected
-from gpu_fixtures import loaded as loaded
-from payloads import bits, noise
 
 from omni_kvlink import KVCacheTransferData, KVLink
+from support.devices.gpu import DEVICE, GPU
+from support.devices.gpu import collected as collected
+from support.devices.gpu import loaded as loaded
+from support.payloads.random_caches import bits, noise
 
 missing = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is missing")
 pytestmark = [*GPU, missing]

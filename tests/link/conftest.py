@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from leak_checks import zmq_started as zmq_started
+from support.faults.leak_checks import zmq_started as zmq_started

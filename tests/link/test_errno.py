@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from support import FOLDER
+
+HERE = FOLDER / "link"
 
 
 @pytest.fixture(scope="module")

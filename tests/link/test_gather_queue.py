@@ -10,13 +10,13 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from locks import held, locks_of
 
 from omni_kvlink import KVConsumer, KVProducer, SchemaError, TransferFailed, TransferTimeout
 from omni_kvlink.copier import GatherHandle, StreamEvents, TorchCopier
 from omni_kvlink.link import PutStream, put_operation
 from omni_kvlink.testing.caches import Recipe, fingerprint, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
+from support.processes.locks import held, locks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from line_interrupts import LOCKING, TRACED, interrupted
 
 from omni_kvlink import (
     ClosedError,
@@ -35,6 +34,7 @@ from omni_kvlink.testing.caches import (
     layers_of,
 )
 from omni_kvlink.testing.rig import until, until_freed, until_requested
+from support.processes.line_interrupts import LOCKING, TRACED, interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,7 +10,6 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from locks import held, locks_of
 
 from omni_kvlink import KVLink, UnavailableError
 from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
@@ -20,6 +19,7 @@ from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 from omni_kvlink.lowlevel import begin_get, can_retry, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until
+from support.processes.locks import held, locks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

@@ -10,11 +10,9 @@ import sys
 import threading
 from typing import Any
 
-import footprint
 import psutil
 import pytest
 import torch
-from fault_harness import until_loops_sleep
 
 from omni_kvlink import (
     CapacityError,
@@ -27,6 +25,8 @@ from omni_kvlink import (
 )
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.faults.harness import until_loops_sleep
+from support.link import footprint
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

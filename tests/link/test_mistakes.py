@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from payloads import bits
 
 from omni_kvlink import (
     CapacityError,
@@ -32,6 +31,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import DynamicCacheAdapter, PagedAdapter
 from omni_kvlink.errors import BusyError, FileError
+from support.payloads.random_caches import bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

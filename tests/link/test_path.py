@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fault_harness import until_loops_sleep
 
 import omni_kvlink
 from omni_kvlink import (
@@ -22,6 +21,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+from support.faults.harness import until_loops_sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, TensorTransferData, TransferFailed, TransferTimeout
 from omni_kvlink.copier import NativeCopier, TorchCopier
@@ -16,6 +15,7 @@ from omni_kvlink.memory.region import Mapping, Region
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_requested
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

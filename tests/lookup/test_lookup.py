@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from killed_producer import TOKENS
-from prompts import ROW, assert_right, insert
 
 from omni_kvlink import (
     CapacityError,
@@ -46,6 +44,9 @@ from omni_kvlink.lookup.messages import (
 )
 from omni_kvlink.lookup.tokens import encode
 from omni_kvlink.testing.rig import until
+from support import FOLDER
+from support.lookup.killed_producer import TOKENS
+from support.lookup.prompts import ROW, assert_right, insert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -525,7 +526,7 @@ def test_a_question_with_a_wrong_namespace_is_refused(name: str) -> None:
 def lookup_process(
     side: str, mine: str, theirs: str, sockets: str
 ) -> Iterator[subprocess.Popen[str]]:
-    script = str(Path(__file__).with_name("killed_producer.py"))
+    script = str(FOLDER / "lookup" / "killed_producer.py")
     command = [sys.executable, script, side, mine, theirs, sockets]
     pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:

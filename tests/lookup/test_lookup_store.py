@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from line_interrupts import LOCKING, interrupted
-from prompts import LAYERS, ROW, assert_right, hidden, insert, kv
 
 from omni_kvlink import (
     BlockTable,
@@ -36,6 +34,8 @@ from omni_kvlink.lookup.tokens import (
     encode,
 )
 from omni_kvlink.testing.rig import until
+from support.lookup.prompts import LAYERS, ROW, assert_right, hidden, insert, kv
+from support.processes.line_interrupts import LOCKING, interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

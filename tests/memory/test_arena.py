@@ -10,13 +10,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from strategies import EXAMPLES
 
 import omni_kvlink.memory.arena
 from omni_kvlink import CapacityError, ClosedError
 from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block, Holder
 from omni_kvlink.memory.region import STEP, Mapping
 from omni_kvlink.testing.rig import until
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from payloads import cache, written
 
 from omni_kvlink import CapacityError, ClosedError, KVCacheTransferData
 from omni_kvlink.memory import region as memory_region
@@ -34,6 +33,7 @@ from omni_kvlink.memory.region import (
 )
 from omni_kvlink.payload.views import tensor_view
 from omni_kvlink.testing.rig import until
+from support.payloads.random_caches import cache, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from cable import missing
-from hosts import Hosts
-from key_fixtures import KeyFiles
-from leak_checks import socket_dir as socket_dir
-from leak_checks import start as start
-from leak_checks import zmq_started as zmq_started
+
+from support.connectors.key_files import KeyFiles
+from support.faults.leak_checks import socket_dir as socket_dir
+from support.faults.leak_checks import start as start
+from support.faults.leak_checks import zmq_started as zmq_started
+from support.network.cable import missing
+from support.network.hosts import Hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import zmq.utils.z85
-from hosts import HAS_UCX, Hosts
 
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import sized
+from support.network.hosts import HAS_UCX, Hosts
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-    from cable import Cable
-    from key_fixtures import KeyFiles
+    from support.connectors.key_files import KeyFiles
+    from support.network.cable import Cable
 
 REQUEST = "request-of-somebody"
 PAYLOAD = sized(REQUEST, 2 << 20, seed=77)

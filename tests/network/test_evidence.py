@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from evidence import Entry, Record, contradictions
+
+from support.network.evidence import Entry, Record, contradictions
 
 ORDERS = {"k": ["A", "B"]}
 

@@ -6,9 +6,6 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from key_fixtures import KeyFiles
-from proxy import FALSE, Proxy
-from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
@@ -16,11 +13,14 @@ from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.caches import sized
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until
+from support.connectors.key_files import KeyFiles
+from support.connectors.zmq_addresses import free_port
+from support.network.proxy import FALSE, Proxy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fault_harness import Start
+    from support.faults.harness import Start
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 HEARTBEATS = 2.5 * zmq_sockets.HEARTBEAT_MS / 1000

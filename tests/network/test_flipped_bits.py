@@ -6,13 +6,13 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from proxy import Proxy
-from zmq_fixtures import free_port
 
 from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVLinkError, KVProducer, TransferFailed
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import expect
+from support.connectors.zmq_addresses import free_port
+from support.network.proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from campaign import ROUNDS
-from gets import Get, insist
-from hosts import HAS_UCX
-from key_fixtures import KeyFiles
-from proxy import ENDING, FALSE, HARMLESS, Proxy
-from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, Receipt, WireError
 from omni_kvlink.connectors.control import monitored_socket as zmq_sockets
@@ -19,6 +13,12 @@ from omni_kvlink.testing.caches import sized
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.key_files import KeyFiles
+from support.connectors.zmq_addresses import free_port
+from support.network.campaign import ROUNDS
+from support.network.gets import Get, insist
+from support.network.hosts import HAS_UCX
+from support.network.proxy import ENDING, FALSE, HARMLESS, Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,9 +7,18 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from campaign import PRODUCER, READERS, ROUNDS, Campaign, Forker, address, lookup_addresses
-from evidence import contradictions
-from features import FEATURES, runs_over
+
+from support.network.campaign import (
+    PRODUCER,
+    READERS,
+    ROUNDS,
+    Campaign,
+    Forker,
+    address,
+    lookup_addresses,
+)
+from support.network.evidence import contradictions
+from support.network.features import FEATURES, runs_over
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

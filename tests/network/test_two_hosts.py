@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from fault_harness import kill
-from hosts import HAS_UCX, SCHEMES, Hosts, Pair
 
 from omni_kvlink import PeerLostError, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
 from omni_kvlink.testing.rig import until
+from support.faults.harness import kill
+from support.network.hosts import HAS_UCX, SCHEMES, Hosts, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

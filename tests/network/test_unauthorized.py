@@ -7,11 +7,11 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
-from key_fixtures import KeyFiles
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.key_files import KeyFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,11 +3,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
-from payloads import bits, cache, empty, written
-from strategies import EXAMPLES
 
 from omni_kvlink import (
     ClosedError,
@@ -20,6 +17,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.format import MAX_BRANCHES
 from omni_kvlink.payload.views import dense
+from support.payloads import strategies
+from support.payloads.random_caches import bits, cache, empty, written
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

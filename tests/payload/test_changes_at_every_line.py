@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tensor_ways import ANY, OF_CACHES, Links, links
 
 import omni_kvlink
 from omni_kvlink import SchemaError
 from omni_kvlink.payload import tensor_memory
 from omni_kvlink.payload.views import same_bytes
+from support.payloads.storage_changes import cut, free, replace_by_a_short_one
+from support.payloads.tensor_ways import ANY, OF_CACHES, Links, links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
 
-    from tensor_ways import Way
+    from support.payloads.tensor_ways import Way
 
 LIBRARY = str(Path(omni_kvlink.__file__).parent)
 TAKING = {tensor_memory.address_of.__code__, tensor_memory.are_whole.__code__}
@@ -91,21 +92,6 @@ class Lines:
 def _storage(tensor: torch.Tensor) -> int:
     identity: int = tensor.untyped_storage()._cdata
     return identity
-
-
-def cut(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    storage.resize_(storage.nbytes() // 2)
-
-
-def free(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
-def replace_by_a_short_one(tensor: torch.Tensor) -> None:
-    other = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    tensor.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
-    cut(tensor)
 
 
 def give_other_data(tensor: torch.Tensor) -> None:

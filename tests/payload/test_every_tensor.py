@@ -11,8 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import EXAMPLES
-from tensor_ways import (
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from omni_kvlink import SchemaError
+from omni_kvlink.payload.views import same_bytes
+from support.payloads.strategies import EXAMPLES
+from support.payloads.tensor_ways import (
     ANY,
     FLOATS,
     MAYBE,
@@ -26,17 +32,11 @@ from tensor_ways import (
     values,
     ways_of,
 )
-from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-
-from omni_kvlink import SchemaError
-from omni_kvlink.payload.views import same_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tensor_ways import Way
+    from support.payloads.tensor_ways import Way
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
 KINDS = {"native, inline": ("native", 1 << 15), "native": ("native", 0), "torch": ("torch", 0)}

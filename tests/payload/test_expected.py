@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from payloads import cache, noise, written
 
 from omni_kvlink import KVCacheBundle, PrefixOf, TensorTransferData
 from omni_kvlink._native import host
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.manifest import Layout, Manifest
+from support.payloads.random_caches import cache, noise, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-import strategies
 from hypothesis import HealthCheck, given, settings
-from payloads import DTYPES, bits, cache, empty, written
-from strategies import EXAMPLES
 
 from omni_kvlink import (
     CapacityError,
@@ -27,6 +24,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.views import dense
+from support.payloads import strategies
+from support.payloads.random_caches import DTYPES, bits, cache, empty, written
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from payloads import cache
 from torch._subclasses import FakeTensorMode
 
 from omni_kvlink import (
@@ -20,6 +19,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.branches import Shard
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from support.payloads.random_caches import cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

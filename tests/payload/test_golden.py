@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
-from payloads import bits
 
 from omni_kvlink.payload.format import KV_VERSION, VERSION
 from omni_kvlink.payload.manifest import Manifest
+from support.payloads.random_caches import bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import strategies
 import torch
-from headers import sealed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from payloads import cache, empty
-from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, SchemaError, TensorTransferData
 from omni_kvlink._native import host
@@ -24,6 +20,10 @@ from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
 from omni_kvlink.payload.manifest import MAX_SMALL, Layout, LayoutCache, Manifest
+from support.payloads import strategies
+from support.payloads.headers import sealed
+from support.payloads.random_caches import cache, empty
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,20 +10,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import broken_headers
-import headers
 import msgspec
 import pytest
-import strategies
-from broken_headers import CASES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from payloads import written
-from strategies import EXAMPLES
 
 from omni_kvlink import KVCacheBundle, VersionError, WireError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import Manifest
+from support.payloads import broken_headers, headers, strategies
+from support.payloads.broken_headers import CASES
+from support.payloads.random_caches import written
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,16 +5,12 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import headers
 import msgspec
 import pytest
 import safetensors
 import safetensors.torch
-import strategies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from payloads import bits, cache, empty, written
-from strategies import EXAMPLES
 
 from omni_kvlink import (
     IntegrityError,
@@ -28,6 +24,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_TENSORS
 from omni_kvlink.payload.manifest import Manifest
+from support.payloads import headers, strategies
+from support.payloads.random_caches import bits, cache, empty, written
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 
 import pytest
-from headers import sealed, text
 
 from omni_kvlink.errors import SchemaError, WireError
 from omni_kvlink.payload.manifest import Manifest
+from support.payloads.headers import sealed, text
 
 
 def test_the_data_begins_on_a_multiple_of_256() -> None:

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-import strategies
 from hypothesis import given
 
 from omni_kvlink import KVMetadata, SchemaError, Shard
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_LAYERS
+from support.payloads import strategies
 
 
 def make(**other: Any) -> KVMetadata:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import EXAMPLES
 
 from omni_kvlink import SchemaError
 from omni_kvlink.payload.overlap import check_distinct, find_overlap
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from omni_kvlink.payload.views import TensorView

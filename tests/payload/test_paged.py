@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from paged_fixtures import (
+
+from omni_kvlink import BlockTable, KVCacheTransferData, KVLink, PagedTensor
+from omni_kvlink.copier import TorchCopier
+from omni_kvlink.memory.region import Mapping
+from omni_kvlink.payload.manifest import Manifest
+from support.payloads.paged import (
     BLOCKS,
     COPIERS,
     LAYERS,
@@ -31,12 +36,7 @@ from paged_fixtures import (
     slots_of,
     table,
 )
-from payloads import DTYPES, bits, noise
-
-from omni_kvlink import BlockTable, KVCacheTransferData, KVLink, PagedTensor
-from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
-from omni_kvlink.payload.manifest import Manifest
+from support.payloads.random_caches import DTYPES, bits, noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -143,7 +143,7 @@ import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.memory.region import Mapping
-from watermark import taken
+from support.processes.watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
 pools = [torch.ones(2304, 16, 8, 32) for part in range(2)]  # 36 MiB each

@@ -6,20 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from paged_fixtures import (
-    BLOCKS,
-    DIM,
-    HEADS,
-    LAYERS,
-    SIZE,
-    Pools,
-    about,
-    dense_copy,
-    paged,
-    separate,
-    table,
-)
-from payloads import bits, noise
 
 from omni_kvlink import (
     BlockTable,
@@ -35,6 +21,20 @@ from omni_kvlink import (
 )
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.memory.region import Mapping
+from support.payloads.paged import (
+    BLOCKS,
+    DIM,
+    HEADS,
+    LAYERS,
+    SIZE,
+    Pools,
+    about,
+    dense_copy,
+    paged,
+    separate,
+    table,
+)
+from support.payloads.random_caches import bits, noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
-from payloads import DTYPES, bits, cache, empty, noise, written
-from strategies import EXAMPLES
 
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.payload.views import dense, tensor_view
+from support.payloads import strategies
+from support.payloads.random_caches import DTYPES, bits, cache, empty, noise, written
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
-import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from payloads import bits, cache, noise, written
-from strategies import EXAMPLES
 
 from omni_kvlink import ClosedError, IntegrityError, PrefixOf, SameAs, SchemaError
 from omni_kvlink.payload.bundle import KVCacheBundle, open_payload
@@ -22,6 +19,9 @@ from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
+from support.payloads import strategies
+from support.payloads.random_caches import bits, cache, noise, written
+from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tensor_ways import ANY, OF_CACHES, Links, links
 
 from omni_kvlink import KVCacheTransferData, SchemaError, TensorTransferData
 from omni_kvlink.adapters import PagedAdapter
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import same_bytes
+from support.payloads.storage_changes import cut, free, replace_by_a_short_one
+from support.payloads.tensor_ways import ANY, OF_CACHES, Links, links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tensor_ways import Way
+    from support.payloads.tensor_ways import Way
 
 SIZES = {"small": 4, "large": 20_000}
 """Tokens of 32 floats."""
@@ -41,22 +42,6 @@ def to(request: pytest.FixtureRequest) -> Iterator[Links]:
         path = Path(directory)
         with links(path, f"changes-{request.param}", request.param, 1 << 15) as opened:
             yield opened
-
-
-def cut(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    storage.resize_(storage.nbytes() // 2)
-
-
-def free(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
-def replace_by_a_short_one(tensor: torch.Tensor) -> None:
-    """Shape and strides stay, the storage is another one, which is then cut."""
-    other = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    tensor.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
-    cut(tensor)
 
 
 CHANGES = (cut, free, replace_by_a_short_one)

@@ -12,11 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
-from far import FarConsumer, FarProducer
-from far_growing import FarGrowingReader
-from growing_parties import GrowingReader, GrowingWriter
-from parties import Producer, SimConsumer
-from world import Clock
+
+from support.simulation.far import FarConsumer, FarProducer
+from support.simulation.far_growing import FarGrowingReader
+from support.simulation.growing_parties import GrowingReader, GrowingWriter
+from support.simulation.parties import Producer, SimConsumer
+from support.simulation.world import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_fixtures import LAYOUTS, Layout, paged
-from payloads import bits, cache, empty
 
 from omni_kvlink import (
     KVCacheBundle,
@@ -26,6 +24,9 @@ from omni_kvlink import (
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import Topology, head_targets, merge_heads, shard_of, slice_heads
+from support.payloads.paged import LAYOUTS, Layout, paged
+from support.payloads.random_caches import bits, cache, empty
+from support.payloads.sharded import blank_like, contents, shard_of_cache, shard_of_latent, whole
 
 _numbers = itertools.count()
 
@@ -33,39 +34,6 @@ WORLDS = st.sampled_from([1, 2, 4])
 DEGREES = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)]
 HEADS = [1, 2, 4, 8]
 """With two and four ranks: fewer heads than ranks, as many, more."""
-
-
-def whole(request_id: str = "r", *, heads: int = 4, **fields: Any) -> KVCacheTransferData:
-    return cache(request_id, shape=(5, heads, 3), dtype="bfloat16", **fields)
-
-
-def shard_of_cache(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
-    """What one rank has of a model's cache: tensors of its own, as its engine has them."""
-    blocks = {
-        name: [
-            dense(layer)[:, slice(*shard.heads)].clone() for layer in layers if layer is not None
-        ]
-        for name, layers in data.layer_blocks.items()
-    }
-    metadata = dataclasses.replace(data.metadata, shard=shard)
-    return KVCacheTransferData(data.request_id, blocks, (), metadata)
-
-
-def shard_of_latent(data: KVCacheTransferData, shard: Shard) -> KVCacheTransferData:
-    metadata = dataclasses.replace(data.metadata, shard=shard)
-    return KVCacheTransferData(data.request_id, data.layer_blocks, (), metadata)
-
-
-def blank_like(data: KVCacheTransferData) -> KVCacheTransferData:
-    blocks = {
-        name: [torch.zeros(layer.shape, dtype=layer.dtype) for layer in layers if layer is not None]
-        for name, layers in data.layer_blocks.items()
-    }
-    return KVCacheTransferData(data.request_id, blocks, (), data.metadata)
-
-
-def contents(data: KVCacheTransferData | KVCacheBundle) -> list[bytes]:
-    return [bits(dense(view)) for view in data.tensors()]
 
 
 def sent(data: KVCacheTransferData, topology: Topology, rank: int) -> list[KVCacheTransferData]:

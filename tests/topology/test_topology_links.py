@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from paged_fixtures import COPIERS
-from test_topology import blank_like, contents, shard_of_cache, shard_of_latent, whole
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, Received, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import Topology, blank_heads, head_targets, merge_heads, slice_heads
+from support.payloads.paged import COPIERS
+from support.payloads.sharded import blank_like, contents, shard_of_cache, shard_of_latent, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,7 +264,7 @@ from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.memory.region import Mapping
 from omni_kvlink.topology import slice_heads
-from watermark import taken
+from support.processes.watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()
 blocks = {name: [torch.ones(16384, 8, 64)] for name in ("key_cache", "value_cache")}

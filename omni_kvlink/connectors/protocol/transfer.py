@@ -60,6 +60,7 @@ class Transfer:
     expires: float = float("inf")  # unless every reader has it (`time.monotonic`)
     is_scheduled: bool = False  # whether `TransferTable.tick` will look at it then
     unclaimed: int = 0  # readers that were declared and have no lease
+    lost_readers: int = 0  # readers that had a lease and left it unread
     is_committed: bool = False  # whether the payload is complete
     leases: frozenset[Claim] = frozenset()
     pins: frozenset[Claim] = frozenset()  # of disconnected peers that may still read it
@@ -117,7 +118,7 @@ class Transfer:
         """Block until `is_sent` may be true or the transfer ended; else TransferTimeout."""
         left, direct = max(0.0, deadline - time.monotonic()), self.direct
         if direct is not None and not direct.all_sent.wait(left):
-            phase = f"{self.unclaimed} readers missing, {len(self.leases)} reading"
+            phase = f"{self.missing_readers}, {len(self.leases)} reading"
             raise TransferTimeout(
                 f"payload {self.key!r} was aborted: it is sent from its caller's tensors, and "
                 f"not every reader received it in time ({phase})",
@@ -142,6 +143,12 @@ class Transfer:
             except IndexError:  # all were called, perhaps by another thread
                 return
             callback()
+
+    @property
+    def missing_readers(self) -> str:
+        """The readers that it still needs, in words, and those that came and left."""
+        left = f" ({self.lost_readers} came and left it unread)" if self.lost_readers else ""
+        return f"{self.unclaimed} readers missing{left}"
 
     @property
     def is_offerable(self) -> bool:
@@ -227,6 +234,14 @@ class Receipt:
         return self._transfer.expires
 
     @property
+    def lost_readers(self) -> int:
+        """Readers so far that had the payload and left before they released it as read.
+
+        They died, lost their connection, or gave it back; another reader receives it.
+        """
+        return self._transfer.lost_readers
+
+    @property
     def done(self) -> bool:
         """Whether the state is final; never blocks."""
         return self._transfer.done.is_set()
@@ -250,7 +265,7 @@ class Receipt:
         if not transfer.done.is_set():
             raise TransferTimeout(
                 f"payload {self.key!r} is still {self.state} after {format_seconds(waited)}: "
-                f"{transfer.unclaimed} readers missing, {len(transfer.leases)} reading",
+                f"{transfer.missing_readers}, {len(transfer.leases)} reading",
                 key=self.key,
                 waited=waited,
                 phase=self.state,

@@ -256,7 +256,7 @@ class TransferTable:
             heapq.heappop(self._expiring)
             transfer.is_scheduled = False
             if transfer.is_offerable:
-                reason = f"its time to live passed with {transfer.unclaimed} readers missing"
+                reason = f"its time to live passed with {transfer.missing_readers}"
                 self._end(transfer, EXPIRED, reason, "expired")
                 self._add_tombstone(self._tombstones, transfer.key, reason, "expired", now)
         return now
@@ -550,6 +550,7 @@ class TransferTable:
             return
         if redeliver:
             transfer.unclaimed += 1
+            transfer.lost_readers += 1
             self.counters["redelivered"] += 1
             if transfer.is_committed:
                 self._schedule(transfer)

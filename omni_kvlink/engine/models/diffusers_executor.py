@@ -49,6 +49,7 @@ class DiffusersPipelineExecutor(AdapterHolder, Executor):
 
     config: OmniDiffusionConfig
     pipeline_class: ClassVar[type[DiffusersPipeline]] = DiffusersPipeline
+    supports_pp: ClassVar[bool] = False  # one process: no pipeline, tensor or data parallelism
 
     def load_pipeline(self) -> Any:
         """Load the pipeline; called once, and again by `wake_up` after sleep level 2.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -14,6 +15,8 @@ from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEd
 
 if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm_omni.settings import OmniSettings
+
+log = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, which its processes configure
 
 
 class Links:
@@ -108,6 +111,7 @@ class Links:
             except BaseException:
                 link.close()
                 raise
+        log.info("stage edge %s is sent over %s", edge.name(self._settings), link.url)
         return link
 
     def _connect(self, edge: StageEdge, deadline: float) -> KVConsumer:
@@ -115,7 +119,9 @@ class Links:
         seconds = max(0.0, deadline - time.monotonic())
         url = find(path, timeout=seconds) if path else edge.url(self._settings)
         seconds = max(0.0, deadline - time.monotonic())
-        return KVLink.connect(url, timeout=seconds, **self._settings.of_receiver)
+        link = KVLink.connect(url, timeout=seconds, **self._settings.of_receiver)
+        log.info("stage edge %s is received over %s", edge.name(self._settings), link.url)
+        return link
 
     def _check_open(self) -> None:
         if self._closed:

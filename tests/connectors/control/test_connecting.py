@@ -6,13 +6,13 @@ import threading
 from typing import Any
 
 import pytest
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import ClosedError, KVLink, PeerLostError
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.testing.rig import expect, until
+from support.connectors.zmq_addresses import fresh_url
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

@@ -9,25 +9,26 @@ import stat
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
-from fault_harness import expect_reason
-from zmq_fixtures import free_port
 
 from omni_kvlink import ConnectorError, KVLink, KVLinkError, KVProducer, TransferTimeout
 from omni_kvlink.connectors.control.keys import user_key_path, user_secret
 from omni_kvlink.connectors.protocol.messages import Abort, Get, encode, own_hello
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until
+from support import FOLDER
+from support.connectors.zmq_addresses import free_port
+from support.faults.harness import expect_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
-PROGRAM = Path(__file__).parents[2] / "zmq_attacker.py"
+PROGRAM = FOLDER / "connectors" / "zmq_attacker.py"
 ATTACK = [encode(own_hello()), encode(Get(1, "k")), encode(Abort("k", "by another user"))]
 
 

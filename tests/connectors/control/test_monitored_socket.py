@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
-from zmq_fixtures import fresh_url
-from zmq_unauthorized import greeted_peer
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
@@ -16,6 +14,8 @@ from omni_kvlink.connectors.protocol.messages import Failed, Get
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+from support.connectors.zmq_addresses import fresh_url
+from support.connectors.zmq_unauthorized import greeted_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

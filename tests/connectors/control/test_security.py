@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fault_harness import expect_reason
-from key_fixtures import KeyFiles
-from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import ConnectorError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.connectors.control.keys import generate
 from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.rig import until
+from support.connectors.key_files import KeyFiles
+from support.connectors.zmq_addresses import free_port, fresh_url
+from support.faults.harness import expect_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

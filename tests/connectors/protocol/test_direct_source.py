@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from transfer_table_fixtures import HERE, Bench
 
 from omni_kvlink import TransferFailed, WireError
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Get, Layer, Offer
 from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
 from omni_kvlink.memory.region import Mapping
+from support.connectors.transfer_tables import HERE, Bench
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from zmq_fixtures import fresh_url
-from zmq_unauthorized import greeted_peer
 
 from omni_kvlink import KVLink, TransferFailed, WireError
 from omni_kvlink.connectors.protocol.messages import (
@@ -22,6 +20,8 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until
+from support.connectors.zmq_addresses import fresh_url
+from support.connectors.zmq_unauthorized import greeted_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from transfer_table_fixtures import HERE, Bench, offer, state_of
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol import transfer_table as module
 from omni_kvlink.connectors.protocol.messages import Failed, Get, Status
 from omni_kvlink.connectors.protocol.transfer_table import MAX_EXPIRED, TOMBSTONE_SECONDS
+from support.connectors.transfer_tables import HERE, Bench, offer, state_of
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Transfer

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transfer_table_fixtures import HERE, Bench, offer, state_of
 
 from omni_kvlink import TransferFailed
 from omni_kvlink.connectors.protocol import append_table
 from omni_kvlink.connectors.protocol.chunk_window import MAX_AHEAD, ChunkWindow
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Get, Message
 from omni_kvlink.connectors.protocol.transfer import Transfer
+from support.connectors.transfer_tables import HERE, Bench, offer, state_of
 
 FOREVER = float("inf")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from transfer_table_fixtures import HERE, Bench, state_of
 
 from omni_kvlink import DuplicateKeyError, TransferFailed
 from omni_kvlink.connectors.protocol.messages import (
@@ -17,6 +16,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Status,
 )
+from support.connectors.transfer_tables import HERE, Bench, state_of
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Transfer

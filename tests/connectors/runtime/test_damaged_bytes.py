@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVProducer, TransferFailed, WireError
 from omni_kvlink.connectors.control.listener import ControlListener
@@ -20,6 +19,7 @@ from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

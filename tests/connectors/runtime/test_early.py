@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
@@ -16,6 +15,7 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until, until_requested
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import until_loops_sleep
 
 from omni_kvlink import CapacityError
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop, readable_pidfd
 from omni_kvlink.testing.rig import until
+from support.faults.harness import until_loops_sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

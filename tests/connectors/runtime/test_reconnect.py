@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
-from zmq_fixtures import free_port, fresh_url
 
 from omni_kvlink import KVLink, PeerLostError
 from omni_kvlink.aio import AsyncKVLink
@@ -25,13 +24,13 @@ from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until
+from support.connectors.zmq_addresses import free_port, fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fault_harness import Start
-
     from omni_kvlink import KVProducer
+    from support.faults.harness import Start
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

@@ -10,9 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, expect_reason, kill
-from frozen_processes import freeze
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.connectors.control import monitored_socket
@@ -20,6 +17,9 @@ from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.connectors.zmq_addresses import fresh_url
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, expect_reason, kill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

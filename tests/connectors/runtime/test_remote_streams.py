@@ -6,12 +6,12 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from unauthorized import greeted
 
 from omni_kvlink import (
     CapacityError,
@@ -39,6 +38,7 @@ from omni_kvlink.lowlevel import begin_gets
 from omni_kvlink.payload.manifest import Layout
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed, until_requested
+from support.connectors.shm_unauthorized import greeted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fault_harness import Field, Start, kill
-from unauthorized import dialled, greeted
 
 from omni_kvlink import KVConsumer, KVLink, KVLinkError
 from omni_kvlink.connectors.protocol.messages import Hello, own_hello
 from omni_kvlink.connectors.shm.rendezvous import NamedListener, dial
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
+from support import FOLDER
+from support.connectors.shm_unauthorized import dialled, greeted
+from support.faults.harness import Field, Start, kill
 
 if TYPE_CHECKING:
     import socket
@@ -33,10 +34,10 @@ URL = "shm://name"
 
 
 class Process:
-    """A process that runs the commands of `scarce.py`."""
+    """A process that runs the commands of `shm_scarce.py`."""
 
     def __init__(self, directory: str):
-        program = str(Path(__file__).with_name("scarce.py"))
+        program = str(FOLDER / "connectors" / "shm_scarce.py")
         self._popen = subprocess.Popen(
             [sys.executable, program, URL, directory],
             stdin=subprocess.PIPE,

@@ -9,13 +9,13 @@ import time
 from functools import partial
 
 import pytest
-from fault_harness import Field, Start, expect_reason, kill
-from frozen_processes import freeze
 
 from omni_kvlink import KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, expect_reason, kill
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -165,9 +165,11 @@ def test_reader_killed_without_another_one(pooled: Field, start: Start) -> None:
     receipt = producer.put(Recipe("k").make(), ttl=0.1)
     hold.result(PATIENCE)
     time.sleep(0.1)  # the time to live passes while it is read, which is no fault
-    assert receipt.state == "leased"
+    assert (receipt.state, receipt.lost_readers) == ("leased", 0)
     kill(target)
-    expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=("expired",))
+    lost = "1 readers missing (1 came and left it unread)"
+    expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=("expired", lost))
+    assert receipt.lost_readers == 1
     until_freed(producer)
 
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from loop_fixtures import paused
-from unauthorized import Raw, dialled, greeted
 
 from omni_kvlink import ClosedError, KVLink, TensorTransferData
 from omni_kvlink.connectors.protocol.messages import (
@@ -30,6 +28,8 @@ from omni_kvlink.connectors.shm import listener as shm_listener
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+from support.connectors.held_loops import paused
+from support.connectors.shm_unauthorized import Raw, dialled, greeted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

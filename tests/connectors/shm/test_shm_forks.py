@@ -7,13 +7,13 @@ import signal
 import socket
 
 import pytest
-from fault_harness import Field, Start, forked_twice, kill
 
 from omni_kvlink import PeerLostError, TransferTimeout
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import expect, until
+from support.faults.harness import Field, Start, forked_twice, kill
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from unauthorized import Raw
 
 from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, WireError
 from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offer, own_hello
@@ -20,6 +18,8 @@ from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.memory.region import F_ADD_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect
+from support.connectors.shm_hostile import Hostile
+from support.connectors.shm_unauthorized import Raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,36 +30,6 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 @pytest.fixture
 def path(sockets: str) -> str:
     return os.path.join(sockets, "name.sock")
-
-
-class Hostile:
-    """A producer that completes the handshake and then answers the first get with `answer`."""
-
-    def __init__(self, path: str, answer: Callable[[Raw, Get], None]):
-        self._listener = NamedListener(path)
-        self._listener.sock.settimeout(60)
-        self._answer = answer
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        sock, _ = self._listener.sock.accept()
-        with sock:
-            peer = Raw(sock)
-            peer.receive()
-            peer.send(own_hello())
-            get, _ = peer.receive()
-            assert isinstance(get, Get)
-            with contextlib.suppress(BrokenPipeError):
-                self._answer(peer, get)
-            peer.is_dropped()
-
-    def __enter__(self) -> Hostile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-        self._listener.close()
 
 
 def arena(nbytes: int, *, seals: int = SEALS, head: bytes = b"", sparse: bool = False) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from test_shm_hostile import Hostile
 
 from omni_kvlink import KVLink, KVLinkError, PeerLostError, TransferFailed, WireError
 from omni_kvlink.connectors.protocol.messages import (
@@ -28,11 +27,11 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.memory.region import seal
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect
+from support.connectors.shm_hostile import Hostile
 
 if TYPE_CHECKING:
-    from unauthorized import Raw
-
     from omni_kvlink import KVConsumer
+    from support.connectors.shm_unauthorized import Raw
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

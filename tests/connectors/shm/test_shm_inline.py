@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
-from unauthorized import greeted
 
 from omni_kvlink import (
     CapacityError,
@@ -25,6 +24,7 @@ from omni_kvlink.connectors.protocol.messages import INLINE, Get, Message, Offer
 from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.shm_unauthorized import greeted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,7 +6,6 @@ import os
 import threading
 
 import pytest
-from unauthorized import greeted
 
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.protocol.messages import Get, Offer, Outcome, Release
@@ -14,6 +13,7 @@ from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed
 from omni_kvlink.testing.stream_checks import LayerStream
+from support.connectors.shm_unauthorized import greeted
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

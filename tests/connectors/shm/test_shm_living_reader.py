@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from frozen_processes import freeze
 
 from omni_kvlink import (
     CapacityError,
@@ -31,9 +30,10 @@ from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until, until_freed
+from support.faults.frozen import freeze
 
 if TYPE_CHECKING:
-    from fault_harness import Field, Start
+    from support.faults.harness import Field, Start
 
 
 def cache(key: str, value: int) -> KVCacheTransferData:

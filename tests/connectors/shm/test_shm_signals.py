@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import storm
 
 from omni_kvlink import KVConsumer, KVLink, TransferTimeout
 from omni_kvlink.testing.caches import fingerprint
+from support.connectors import shm_storm as storm
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, kill
-from frozen_processes import freeze
 
 from omni_kvlink import PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE, PeerExited, RemoteLink
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, kill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import pytest
-from unauthorized import NOBODY, as_nobody, dialled, greeted
 
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.messages import (
@@ -31,6 +30,7 @@ from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.memory.region import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.connectors.shm_unauthorized import NOBODY, as_nobody, dialled, greeted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

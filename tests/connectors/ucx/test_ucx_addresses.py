@@ -13,7 +13,7 @@ from omni_kvlink.connectors import ucx
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-from ucx_killed_process import PATIENCE
+from support.connectors.ucx_killed_process import PATIENCE
 
 SCRIPT = """
 import sys, threading

@@ -7,10 +7,6 @@ import inspect
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_device import device as device
-from fake_device import directory as directory
-from link_checks import ALL_CHECKS
-from zmq_fixtures import free_port
 
 from omni_kvlink._native import host
 from omni_kvlink.connectors import ucx
@@ -22,17 +18,21 @@ from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import ProcessPeer, ThreadPeer
 from omni_kvlink.testing.rig import CheckFailed, Rig
+from support.connectors.zmq_addresses import free_port
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.link.link_checks import ALL_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fake_device import FakeDevice
+    from support.devices.fake_device import FakeDevice
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-import ucx_device_peer
+from support.connectors import ucx_device_peer
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

@@ -13,11 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_device import device as device
-from fake_device import directory as directory
-from fault_harness import Field, kill
-from payloads import bits
-from zmq_fixtures import free_port
 
 from omni_kvlink import IntegrityError, KVLink, PeerLostError, SchemaError, TransferTimeout
 from omni_kvlink._native import cuda, host
@@ -28,18 +23,23 @@ from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import expect, until
+from support.connectors.zmq_addresses import free_port
+from support.devices.fake_device import device as device
+from support.devices.fake_device import directory as directory
+from support.faults.harness import Field, kill
+from support.payloads.random_caches import bits
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-import ucx_device_peer
-from test_ucx_faults import HUGE, HUGE_NBYTES, stop_amid
+from support.connectors import ucx_device_peer
+from support.connectors.ucx_stops import HUGE, HUGE_NBYTES, stop_amid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fake_device import FakeDevice
+    from support.devices.fake_device import FakeDevice
 
 pytestmark = [
     pytest.mark.usefixtures("zmq_started"),

@@ -7,22 +7,22 @@ import os
 import signal
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from fault_harness import Field, Start, expect_reason, kill
-from frozen_processes import freeze
-from zmq_fixtures import free_port
 
 from omni_kvlink import KVLink, KVProducer, PeerLostError, TransferTimeout
 from omni_kvlink.connectors import ucx
 from omni_kvlink.testing.caches import fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.connectors.ucx_stops import HUGE, HUGE_NBYTES, done_or, in_use, stop_amid
+from support.connectors.zmq_addresses import free_port
+from support.faults.frozen import freeze
+from support.faults.harness import Field, Start, expect_reason, kill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
+    from collections.abc import Iterator
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
@@ -30,9 +30,6 @@ if importlib.util.find_spec("ucxx") is None:
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
 BIG = sized("k", 3 << 20)
-HUGE_NBYTES = 96 << 20
-HUGE = sized("k", HUGE_NBYTES)
-"""Takes so long that its sender can be stopped during the transfer."""
 
 
 @pytest.fixture
@@ -40,37 +37,6 @@ def field(socket_dir: str) -> Iterator[Field]:
     field = Field(socket_dir, url=f"ucx://127.0.0.1:{free_port()}?trusted_network=1")
     yield field
     field.close()
-
-
-def stop_amid(
-    target: ProcessPeer, producer: RemoteLink, reader: RemoteLink, timeout: float
-) -> Future[Any]:
-    """Start a `get` whose producer is stopped when it has sent a part."""
-    for _ in range(20):
-        producer.call("put", recipe=HUGE.to_dict())
-        waiting = reader.submit("get", key="k", timeout=timeout)
-        until(partial(done_or, waiting, lambda: active(reader)), "its bytes are coming")
-        freeze(target.process.pid)
-        time.sleep(0.3)  # what is in the sockets still arrives
-        if active(reader):
-            return waiting
-        os.kill(target.process.pid, signal.SIGCONT)
-        assert waiting.result(PATIENCE) == fingerprint(HUGE.make())
-        until(lambda: producer.call("stats")["transfers"]["live"] == 0, "it was read")
-    raise AssertionError("the producer could not be stopped in time")
-
-
-def done_or(future: Future[Any], count: Callable[[], int]) -> bool:
-    return future.done() or count() > 0
-
-
-def in_use(stats: dict[str, Any]) -> int:
-    """Return the number of requests whose memory UCX has."""
-    return int(stats["ucx"]["active"] + stats["ucx"]["quarantined"])
-
-
-def active(reader: RemoteLink) -> int:
-    return in_use(reader.call("stats"))
 
 
 def test_a_deadline_passes_while_bytes_come(field: Field, start: Start) -> None:

@@ -11,9 +11,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from key_fixtures import KeyFiles
-from zmq_fixtures import free_port
-from zmq_unauthorized import RawPeer, connected_peer
 
 from omni_kvlink import (
     ClosedError,
@@ -46,6 +43,9 @@ from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.testing.caches import fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.key_files import KeyFiles
+from support.connectors.zmq_addresses import free_port
+from support.connectors.zmq_unauthorized import RawPeer, connected_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

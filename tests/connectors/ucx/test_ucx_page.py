@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from doc_blocks import blocks, execute
 
 from omni_kvlink.connectors import ucx
+from support.doc_blocks import blocks, execute
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)

@@ -17,11 +17,11 @@ from omni_kvlink.testing.rig import until
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-from ucx_fixtures import BIG, Outcome, Pair, TrackedMemory
-from ucx_fixtures import fresh_pair as fresh_pair
-from ucx_fixtures import pair as pair
-from ucx_fixtures import shared_process as shared_process
-from ucx_killed_process import PATIENCE, pattern
+from support.connectors.ucx_killed_process import PATIENCE, pattern
+from support.connectors.ucx_transports import BIG, Outcome, Pair, TrackedMemory
+from support.connectors.ucx_transports import fresh_pair as fresh_pair
+from support.connectors.ucx_transports import pair as pair
+from support.connectors.ucx_transports import shared_process as shared_process
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -13,22 +13,22 @@ import time
 from pathlib import Path
 
 import pytest
-from frozen_processes import freeze
 
 from omni_kvlink import ClosedError, PeerLostError, UnavailableError, WireError
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.testing.rig import until
+from support.faults.frozen import freeze
 
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
-from ucx_fixtures import BIG, Outcome, Pair, TrackedMemory
-from ucx_fixtures import fresh_pair as fresh_pair
-from ucx_fixtures import pair as pair
-from ucx_fixtures import shared_process as shared_process
-from ucx_killed_process import PATIENCE, UcxProcess, pattern
+from support.connectors.ucx_killed_process import PATIENCE, UcxProcess, pattern
+from support.connectors.ucx_transports import BIG, Outcome, Pair, TrackedMemory
+from support.connectors.ucx_transports import fresh_pair as fresh_pair
+from support.connectors.ucx_transports import pair as pair
+from support.connectors.ucx_transports import shared_process as shared_process
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -10,7 +10,7 @@ PROGRAM = """
 import threading, time
 from omni_kvlink import KVLink
 from omni_kvlink.connectors.protocol.messages import Get
-from zmq_unauthorized import greeted_peer
+from support.connectors.zmq_unauthorized import greeted_peer
 
 busy, go_on = threading.Event(), threading.Event()
 def block():

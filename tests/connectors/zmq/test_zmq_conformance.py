@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from link_checks import ALL_CHECKS
-from zmq_fixtures import fresh_url
 
 from omni_kvlink.connectors.control import listener as control_listener
 from omni_kvlink.testing import (
@@ -19,6 +17,8 @@ from omni_kvlink.testing import (
 from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import ProcessPeer
 from omni_kvlink.testing.rig import Rig
+from support.connectors.zmq_addresses import fresh_url
+from support.link.link_checks import ALL_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,19 +12,19 @@ import resource
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, KVProducer
 from omni_kvlink.connectors.control import peer
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
 
-    from fault_harness import Start
+    from support.faults.harness import Start
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 

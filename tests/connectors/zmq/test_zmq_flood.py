@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from loop_fixtures import paused
-from test_zmq_raw_bytes import connect, frame, greeting, ready
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVLink, KVProducer, TensorTransferData
 from omni_kvlink.connectors.control import peer as control_peer
@@ -35,6 +32,9 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.runtime import turns
 from omni_kvlink.connectors.runtime.turns import TURN
 from omni_kvlink.testing.rig import until
+from support.connectors.held_loops import paused
+from support.connectors.zmq_addresses import fresh_url
+from support.connectors.zmtp import connect, frame, greeting, ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

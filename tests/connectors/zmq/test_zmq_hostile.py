@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import zmq
-from zmq_fixtures import free_port, secure_as_user
 
 from omni_kvlink import (
     ConnectorError,
@@ -33,57 +31,18 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Refused,
     Release,
-    decode,
-    encode,
     own_hello,
 )
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until
+from support.connectors.zmq_hostile import HostileProducer, payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 NBYTES = 2 * CHUNK
-
-
-class HostileProducer:
-    """A ROUTER that greets one reader and then sends arbitrary messages."""
-
-    def __init__(self, hello: Message):
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        secure_as_user(self._socket, server=True)
-        self.url = f"zmq+tcp://127.0.0.1:{free_port()}"
-        self._socket.bind(self.url.removeprefix("zmq+"))
-        self._hello, self._peer = hello, b""
-
-    def greet(self) -> None:
-        self.receive()
-        self.send(self._hello)
-
-    def receive(self) -> Message:
-        assert self._socket.poll(60_000), "the reader sends nothing"
-        self._peer, first = self._socket.recv_multipart()
-        return decode(first)
-
-    def has_message(self, seconds: float) -> bool:
-        return bool(self._socket.poll(int(1000 * seconds)))
-
-    def receive_until(self, kind: type[Message]) -> Message:
-        while not isinstance(message := self.receive(), kind):
-            pass
-        return message
-
-    def send(self, *parts: Message | bytes) -> None:
-        data = [part if isinstance(part, bytes) else encode(part) for part in parts]
-        self._socket.send_multipart([self._peer, *data])
-
-    def close(self) -> None:
-        self._context.destroy(0)
 
 
 @pytest.fixture
@@ -316,14 +275,3 @@ def test_greetings(hello: Message, kind: type[Exception]) -> None:
     finally:
         thread.join()
         hostile.close()
-
-
-def payload_bytes(data: Any, key: str = "k") -> bytes:
-    """Return the bytes that a producer would send."""
-    with KVLink.serve(f"inproc://payload-{id(data)}") as producer:
-        producer.put(data)
-        with KVLink.connect(producer.url, timeout=60) as reader:
-            pending = begin_get(reader, key, timeout=60)
-            region = pending.wait(timeout=60).region
-            assert region is not None
-            return bytes(region.view())

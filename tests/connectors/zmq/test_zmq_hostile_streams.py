@@ -7,7 +7,6 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from test_zmq_hostile import HostileProducer, payload_bytes
 
 from omni_kvlink import KVConsumer, KVLink, KVLinkError, PeerLostError, WireError
 from omni_kvlink.connectors.protocol.messages import (
@@ -28,6 +27,7 @@ from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe, hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until
+from support.connectors.zmq_hostile import HostileProducer, payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

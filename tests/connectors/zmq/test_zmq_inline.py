@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import zmq
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import (
     CapacityError,
@@ -35,6 +34,7 @@ from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

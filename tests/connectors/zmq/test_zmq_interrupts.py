@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import zmq
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import ClosedError, KVLink, PeerLostError, TensorTransferData
 from omni_kvlink.aio import AsyncKVConsumer
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed, until_requested
+from support.connectors.zmq_addresses import fresh_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fault_harness import expect_reason, until_loops_sleep
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import CapacityError, KVLink, KVProducer, TransferTimeout
 from omni_kvlink.aio import AsyncKVLink
@@ -24,6 +22,8 @@ from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.zmq_addresses import fresh_url
+from support.faults.harness import expect_reason, until_loops_sleep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

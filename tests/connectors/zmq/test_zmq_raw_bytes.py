@@ -10,39 +10,22 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from zmq_fixtures import fresh_url
 
 from omni_kvlink import KVConsumer, KVLink, KVProducer
 from omni_kvlink.connectors.control import monitored_socket, peer
 from omni_kvlink.connectors.protocol.messages import encode, own_hello
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.zmq_addresses import fresh_url
+from support.connectors.zmtp import GREETING, connect, frame, greeting, ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 HELLO = encode(own_hello())
-GREETING = b"\xff" + bytes(8) + b"\x7f"
 NO_END = 64 << 20
 """Bytes after which a connection that takes them all is taken for one without a limit."""
-
-
-def greeting(mechanism: bytes, *, minor: int = 0) -> bytes:
-    """Return the greeting of ZMTP 3."""
-    return GREETING + bytes([3, minor]) + mechanism.ljust(20, b"\0") + bytes(32)
-
-
-def ready(identity: bytes = b"") -> bytes:
-    """Return the READY command of a DEALER that claims a routing id."""
-    body = b"\x05READY"
-    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", identity)):
-        body += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
-    return b"\4" + bytes([len(body)]) + body
-
-
-def frame(body: bytes, *, more: bool = False) -> bytes:
-    return bytes([int(more), len(body)]) + body
 
 
 ZMTP = {
@@ -80,17 +63,6 @@ def ends(request: pytest.FixtureRequest, sockets: str) -> Iterator[tuple[KVProdu
         KVLink.connect(url, timeout=60, quota=8 << 20, insecure=bool(insecure)) as reader,
     ):
         yield producer, reader
-
-
-def connect(url: str, source: str = "") -> socket.socket:
-    address = url.partition("://")[2]
-    if url.startswith("zmq+ipc"):
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(60)
-        sock.connect(address)
-        return sock
-    host, port = address.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), 60, (source, 0) if source else None)
 
 
 def test_a_frame_that_is_too_long(sockets: str) -> None:

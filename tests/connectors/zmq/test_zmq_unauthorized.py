@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import zmq
-from zmq_fixtures import fresh_url
-from zmq_unauthorized import RawPeer, connected_peer, greeted_peer
 
 from omni_kvlink import KVLink, KVProducer
 from omni_kvlink.connectors.control import monitored_socket
@@ -32,6 +30,8 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.zmq_addresses import fresh_url
+from support.connectors.zmq_unauthorized import RawPeer, connected_peer, greeted_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

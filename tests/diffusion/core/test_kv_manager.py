@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, allocate_copy, bundle, link, request
 
 from omni_kvlink import (
     CapacityError,
@@ -22,6 +21,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.engine import DiffusionKVManager, EngineError, KVConfig, KVState
+from support.engine.fixtures import WAIT, allocate_copy, bundle, link, request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

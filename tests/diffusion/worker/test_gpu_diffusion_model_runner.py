@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, bundle, config, link, request, url
 
 from omni_kvlink import (
     KVCacheBundle,
@@ -26,6 +25,7 @@ from omni_kvlink.engine import (
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
 from omni_kvlink.models.bagel import BagelContexts
 from omni_kvlink.payload.views import same_bytes
+from support.engine.fixtures import WAIT, alone, bundle, config, link, request, url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

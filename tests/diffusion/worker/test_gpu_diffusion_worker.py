@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, config, request
 
 from omni_kvlink.engine import (
     DiffusionParallelConfig,
@@ -17,6 +16,7 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner, GPUDiffusionWorker
 from omni_kvlink.models.bagel import BagelPipeline
+from support.engine.fixtures import WAIT, alone, checkpoint, config, request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, bundle, checkpoint, pipeline
 
 from omni_kvlink import KVCacheBundle, KVLink
 from omni_kvlink.engine import (
@@ -19,8 +18,8 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.models.bagel import DenoiseParams
 from omni_kvlink.payload.views import same_bytes
-
-from ..stages import picture
+from support.e2e.stages import picture
+from support.engine.fixtures import WAIT, alone, bundle, checkpoint, pipeline
 
 CONNECTORS = {
     "shm": {"name": "SharedMemoryConnector"},

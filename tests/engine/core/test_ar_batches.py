@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ar_fixtures import (
+
+from omni_kvlink.engine import AREngine, ModelUtility, OmniARConfig, RequestAborted
+from omni_kvlink.engine.models.bagel import BagelUtility
+from support.engine.ar_stage import (
     TOLERANCE,
     Passes,
     SentKV,
@@ -16,10 +19,7 @@ from ar_fixtures import (
     prompt,
     read_alone,
 )
-from engine_fixtures import WAIT, checkpoint, pipeline
-
-from omni_kvlink.engine import AREngine, ModelUtility, OmniARConfig, RequestAborted
-from omni_kvlink.engine.models.bagel import BagelUtility
+from support.engine.fixtures import WAIT, checkpoint, pipeline
 
 IMAGE = torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8)
 LONG = "the sea and the other thing in the rain " * 4

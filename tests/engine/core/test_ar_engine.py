@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ar_fixtures import Passes, ar_engine, prompt
-from engine_fixtures import SHAPE, WAIT, alone, checkpoint, pipeline, request
 
 from omni_kvlink.engine import (
     AREngine,
@@ -22,6 +20,8 @@ from omni_kvlink.engine import (
     RequestAborted,
 )
 from omni_kvlink.testing.rig import until
+from support.engine.ar_stage import Passes, ar_engine, prompt
+from support.engine.fixtures import SHAPE, WAIT, alone, checkpoint, pipeline, request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import SHAPE, WAIT, checkpoint, params, pipeline, until, url
 
 from omni_kvlink.engine import (
     AREngine,
@@ -20,6 +19,7 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
     RequestAborted,
 )
+from support.engine.fixtures import SHAPE, WAIT, checkpoint, params, pipeline, until, url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

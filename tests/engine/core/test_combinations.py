@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ar_fixtures import prompt
-from engine_fixtures import STEPS, WAIT, checkpoint, close_to, request
-from lora_fixtures import bagel_adapter
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
@@ -19,6 +16,9 @@ from omni_kvlink.engine import (
     OmniARConfig,
     OmniDiffusionConfig,
 )
+from support.engine.ar_stage import prompt
+from support.engine.fixtures import STEPS, WAIT, checkpoint, close_to, request
+from support.engine.lora_adapters import bagel_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path

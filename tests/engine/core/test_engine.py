@@ -8,19 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from engine_fixtures import (
-    WAIT,
-    allocate_copy,
-    alone,
-    bundle,
-    checkpoint,
-    close_to,
-    config,
-    link,
-    pipeline,
-    request,
-    until,
-)
 
 from omni_kvlink import (
     ClosedError,
@@ -37,6 +24,19 @@ from omni_kvlink.engine import (
     EngineAsleepError,
     OmniDiffusion,
     RequestAborted,
+)
+from support.engine.fixtures import (
+    WAIT,
+    allocate_copy,
+    alone,
+    bundle,
+    checkpoint,
+    close_to,
+    config,
+    link,
+    pipeline,
+    request,
+    until,
 )
 
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ar_fixtures import TOLERANCE, Passes, SentKV, ar_engine, difference, kv_of, prompt, read_alone
-from engine_fixtures import WAIT, checkpoint, url
 
 from omni_kvlink import KVConsumer, KVLink, SchemaError, TransferTimeout
 from omni_kvlink.engine import (
@@ -22,6 +20,17 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.kv.kv_transfer import PeerConnections
 from omni_kvlink.models.bagel import make_tiny_checkpoint
+from support.engine.ar_stage import (
+    TOLERANCE,
+    Passes,
+    SentKV,
+    ar_engine,
+    difference,
+    kv_of,
+    prompt,
+    read_alone,
+)
+from support.engine.fixtures import WAIT, checkpoint, url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

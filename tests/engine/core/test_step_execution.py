@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, config, request, until
-from step_fixtures import LONG, SHORT, is_close, latent_of, result, step_engine
 
 from omni_kvlink import SchemaError, TransferFailed
 from omni_kvlink.engine import (
@@ -22,6 +20,8 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
+from support.engine.fixtures import WAIT, alone, config, request, until
+from support.engine.step_engine import LONG, SHORT, is_close, latent_of, result, step_engine
 
 
 def test_a_request_that_arrives_later_is_in_the_same_passes_and_leaves_first(sockets: str) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from keyless import is_let_in
 
 from omni_kvlink import KVLink, SchemaError
 from omni_kvlink.engine import (
@@ -19,6 +18,7 @@ from omni_kvlink.engine import (
     RayConfig,
 )
 from omni_kvlink.engine.entrypoints.stage_configs import rank_urls, stage_configs, with_sources
+from support.connectors.keyless import is_let_in
 
 if TYPE_CHECKING:
     from pathlib import Path

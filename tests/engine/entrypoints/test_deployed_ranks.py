@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import worker_fixtures
-from engine_fixtures import SHAPE, STEPS, WAIT, alone, checkpoint, pipeline, until
-from fork_server import NESTED
-from mp_fixtures import patient_calls
 
 from omni_kvlink.engine import EngineDeadError, OmniDiffusion
 from omni_kvlink.models.bagel import Tiling
+from support import FOLDER
+from support.engine.fixtures import SHAPE, STEPS, WAIT, alone, checkpoint, pipeline, until
+from support.engine.multiproc import patient_calls
+from support.processes.fork_server import NESTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,7 +123,7 @@ def test_the_ranks_of_a_stage_divide_the_tiles_of_an_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Images are those of one process with the same tiles; of their four, a rank decodes two."""
-    found = [str(Path(worker_fixtures.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    found = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
     prompts, own = ["a fox", "two hats"], pipeline().autoencoder
     dit = {"cfg_parallel_size": 2, "vae_patch_parallel_size": 2, "vae_use_tiling": True}
@@ -134,7 +133,7 @@ def test_the_ranks_of_a_stage_divide_the_tiles_of_an_image(
         tiled = expected(prompts)
     finally:
         own.enable_tiling(None)
-    with deployed({}, {**dit, "worker_cls": "worker_fixtures:TilingWorker"}) as omni:
+    with deployed({}, {**dit, "worker_cls": "support.engine.workers:TilingWorker"}) as omni:
         images = generated(omni, prompts)
         executor: Any = omni.stages[1].executor  # type: ignore[union-attr]
         assert executor.collective_rpc("tiles_decoded") == [(0, 4), (1, 4)]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, checkpoint, until
 
 from omni_kvlink.engine import EngineError, OmniDiffusion, RequestAborted
 from omni_kvlink.engine.entrypoints.streams import OutputEvent, RequestStream
@@ -17,6 +16,7 @@ from omni_kvlink.engine.tokens.event_buffer import EventBuffer
 from omni_kvlink.engine.tokens.events import StepEvent, TokenEvent
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import image_maker
+from support.engine.fixtures import WAIT, checkpoint, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, checkpoint, pipeline
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
@@ -15,6 +14,7 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
     OmniDiffusionSamplingParams,
 )
+from support.engine.fixtures import WAIT, checkpoint, pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, checkpoint, pipeline
 
 from omni_kvlink.engine import OmniDiffusion, RequestAborted
 from omni_kvlink.engine.entrypoints.deploy import DeployConfig
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.models.bagel import DenoiseParams
+from support.engine.fixtures import WAIT, checkpoint, pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

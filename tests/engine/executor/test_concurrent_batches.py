@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, config, request, until
-from mp_fixtures import EngineUnderTest, engine_with_ranks
 
 from omni_kvlink.engine import (
     EngineAsleepError,
@@ -22,6 +20,8 @@ from omni_kvlink.engine import (
     RequestAborted,
     SyncScheduler,
 )
+from support.engine.fixtures import WAIT, alone, config, request, until
+from support.engine.multiproc import EngineUnderTest, engine_with_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

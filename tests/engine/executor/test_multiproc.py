@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, config, request, until, url
-from frozen_processes import freeze
-from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks
 
 from omni_kvlink import TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -28,6 +25,9 @@ from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
+from support.engine.fixtures import WAIT, alone, checkpoint, config, request, until, url
+from support.engine.multiproc import BATCHES_OF_TWO, engine_with_ranks
+from support.faults.frozen import freeze
 
 LONG = {"num_inference_steps": 50_000}
 """A request that runs for minutes."""

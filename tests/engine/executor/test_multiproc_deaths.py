@@ -13,11 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, request, until, url
-from fork_server import NESTED
-from frozen_processes import freeze
-from leak_checks import left_over, shm_files
-from mp_fixtures import BATCHES_OF_TWO, EngineUnderTest, engine_with_ranks
 
 from omni_kvlink import TransferTimeout
 from omni_kvlink.engine import (
@@ -29,6 +24,11 @@ from omni_kvlink.engine import (
     OmniDiffusion,
     RequestAborted,
 )
+from support.engine.fixtures import WAIT, alone, checkpoint, request, until, url
+from support.engine.multiproc import BATCHES_OF_TWO, EngineUnderTest, engine_with_ranks
+from support.faults.frozen import freeze
+from support.faults.leak_checks import left_over, shm_files
+from support.processes.fork_server import NESTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,8 +150,8 @@ def test_a_worker_that_is_frozen_during_shutdown(
 
 ENGINE = """
 import sys, threading
-from engine_fixtures import until
-from mp_fixtures import BATCHES_OF_TWO, engine_with_ranks
+from support.engine.fixtures import until
+from support.engine.multiproc import BATCHES_OF_TWO, engine_with_ranks
 
 with engine_with_ranks(sys.argv[1], 2, **BATCHES_OF_TWO) as stage:
     for name in "ab":

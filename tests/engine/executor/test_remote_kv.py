@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, request, until
 
 from omni_kvlink import CapacityError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import EngineError, KVConfig, KVState
@@ -16,6 +15,7 @@ from omni_kvlink.engine.executor import remote_kv
 from omni_kvlink.engine.executor.dp_router import DPRouter
 from omni_kvlink.engine.executor.remote_kv import RemoteKVManager
 from omni_kvlink.engine.worker.service import WorkerClient
+from support.engine.fixtures import WAIT, request, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

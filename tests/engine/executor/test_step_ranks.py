@@ -9,9 +9,6 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_fixtures import WAIT, alone, bundle, checkpoint, close_to, request, until, url
-from mp_fixtures import engine_with_ranks
-from parallel_fixtures import RankProcesses
 
 from omni_kvlink.engine import (
     DiffusionEngine,
@@ -25,6 +22,9 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.kv.kv_sink import KVSink
 from omni_kvlink.engine.outputs import DiffusionOutput, StepSchedulerOutput
+from support.engine.fixtures import WAIT, alone, bundle, checkpoint, close_to, request, until, url
+from support.engine.multiproc import engine_with_ranks
+from support.engine.parallel_ranks import RankProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

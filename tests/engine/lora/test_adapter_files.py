@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lora_fixtures import make_matrices, write_adapter
 from safetensors.torch import load_file, save_file
 
 from omni_kvlink import SchemaError
@@ -16,6 +15,7 @@ from omni_kvlink.engine import EngineError, LoRAConfig, LoRARequest, OmniDiffusi
 from omni_kvlink.engine.lora.adapter import LoRATarget, LoRATargets
 from omni_kvlink.engine.lora.adapter_files import read_adapter
 from omni_kvlink.engine.lora.manager import LoRAManager
+from support.engine.lora_adapters import make_matrices, write_adapter
 
 SHAPES = {"layers.0.q_proj": (6, 8), "layers.10.q_proj": (6, 8), "layers.0.mlp.up": (5, 7)}
 MOST = 64

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import SHAPE, STEPS, checkpoint, request
 
 from omni_kvlink.engine import LoRARequest, OmniDiffusionConfig
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.models.bagel import DenoiseParams
 from omni_kvlink.models.bagel.lora import lora_layers
+from support.engine.fixtures import SHAPE, STEPS, checkpoint, request
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,19 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import (
-    SHAPE,
-    STEPS,
-    WAIT,
-    alone,
-    checkpoint,
-    close_to,
-    params,
-    pipeline,
-    request,
-    url,
-)
-from lora_fixtures import bagel_adapter, bagel_shapes, make_matrices, merged, write_adapter
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
@@ -37,6 +24,25 @@ from omni_kvlink.engine import (
     OmniDiffusionRequest,
 )
 from omni_kvlink.models.bagel import DenoiseParams
+from support.engine.fixtures import (
+    SHAPE,
+    STEPS,
+    WAIT,
+    alone,
+    checkpoint,
+    close_to,
+    params,
+    pipeline,
+    request,
+    url,
+)
+from support.engine.lora_adapters import (
+    bagel_adapter,
+    bagel_shapes,
+    make_matrices,
+    merged,
+    write_adapter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import SHAPE, STEPS, WAIT, checkpoint
-from fork_server import NESTED
-from lora_fixtures import bagel_adapter, merged
-from mp_fixtures import patient_calls
 
 from omni_kvlink.engine import EngineError, LoRARequest, OmniDiffusion
 from omni_kvlink.models.bagel import DenoiseParams
+from support.engine.fixtures import SHAPE, STEPS, WAIT, checkpoint
+from support.engine.lora_adapters import bagel_adapter, merged
+from support.engine.multiproc import patient_calls
+from support.processes.fork_server import NESTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

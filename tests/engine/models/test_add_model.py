@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from add_model import MoeImageUtility, deployment
-from engine_fixtures import WAIT, close_to, link
-from fork_server import NESTED
 from moe_image import BRANCHES, MoeImageConfig, encode, generate, load, make_tiny_checkpoint
-from mp_fixtures import BATCHES_OF_TWO, patient_calls
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVLink, KVMetadata
 from omni_kvlink.engine import (
@@ -31,6 +28,9 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.errors import KVLinkError, SchemaError
+from support.engine.fixtures import WAIT, close_to, link
+from support.engine.multiproc import BATCHES_OF_TWO, patient_calls
+from support.processes.fork_server import NESTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import (
+
+from support.engine.diffusers_requests import (
     EXAMPLE,
     SIZE,
     WAIT,
@@ -25,7 +26,7 @@ from diffusers_fixtures import (
     result,
     run,
 )
-from engine_fixtures import close_to
+from support.engine.fixtures import close_to
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diffusers]'`")

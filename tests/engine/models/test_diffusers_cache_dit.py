@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import SIZE, WAIT, executor, levels, request, run
-from tiny_pipelines import make_tiny_wan
-from tiny_qwen_image import make_tiny_qwen_image
+
+from support.engine.diffusers_requests import SIZE, WAIT, executor, levels, request, run
+from support.engine.tiny_pipelines import make_tiny_wan
+from support.engine.tiny_qwen_image import make_tiny_qwen_image
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diffusers]'`")

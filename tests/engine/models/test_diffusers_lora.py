@@ -9,17 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import (
-    EXAMPLE,
-    WAIT,
-    alone,
-    config,
-    executor,
-    request,
-    result,
-    run,
-)
-from engine_fixtures import close_to
 
 from omni_kvlink import SchemaError
 from omni_kvlink.engine import (
@@ -29,6 +18,17 @@ from omni_kvlink.engine import (
     LoRAConfig,
     LoRARequest,
 )
+from support.engine.diffusers_requests import (
+    EXAMPLE,
+    WAIT,
+    alone,
+    config,
+    executor,
+    request,
+    result,
+    run,
+)
+from support.engine.fixtures import close_to
 
 peft = pytest.importorskip("peft", reason="`make test-diffusers` installs it")
 diffusers = pytest.importorskip("diffusers", reason="`make test-diffusers` installs it")

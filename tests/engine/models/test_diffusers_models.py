@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import SIZE, WAIT, config, executor, levels, request, result, run
-from engine_fixtures import close_to
 from PIL import Image
-from tiny_pipelines import (
+
+from support.engine.diffusers_requests import (
+    SIZE,
+    WAIT,
+    config,
+    executor,
+    levels,
+    request,
+    result,
+    run,
+)
+from support.engine.fixtures import close_to
+from support.engine.tiny_pipelines import (
     make_tiny_longcat,
     make_tiny_ovis,
     make_tiny_qwen_image_edit,

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers_fixtures import SIZE, WAIT, config, executor, request, result, run
-from tiny_qwen_image import make_tiny_qwen_image
+
+from support.engine.diffusers_requests import SIZE, WAIT, config, executor, request, result, run
+from support.engine.tiny_qwen_image import make_tiny_qwen_image
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
 pytest.importorskip("transformers", reason="needs `pip install 'omni-kvlink[diffusers]'`")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, request
 
 from omni_kvlink.engine import (
     DiffusionEngine,
@@ -28,6 +27,7 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.worker import model
 from omni_kvlink.engine.worker.parallel_model_runner import share_passes
+from support.engine.fixtures import WAIT, request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

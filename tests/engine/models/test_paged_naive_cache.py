@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import bundle, params, pipeline
 
 from omni_kvlink import CapacityError, SchemaError
 from omni_kvlink.engine import EngineAsleepError, OmniARConfig, OmniDiffusionRequest
@@ -16,6 +15,7 @@ from omni_kvlink.engine.models.bagel import BagelUtility
 from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache
 from omni_kvlink.models.bagel.prefill_steps import run_steps
 from omni_kvlink.payload.views import same_bytes
+from support.engine.fixtures import bundle, params, pipeline
 
 CPU = torch.device("cpu")
 PROMPTS: dict[str, Any] = {
@@ -42,7 +42,7 @@ def pools(blocks: int = 200, size: int = 4) -> KVPools:
 
 @pytest.fixture(scope="module")
 def utility() -> BagelUtility:
-    from engine_fixtures import checkpoint
+    from support.engine.fixtures import checkpoint
 
     return BagelUtility(OmniARConfig(checkpoint(), dtype="float32"), CPU)
 

@@ -10,11 +10,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from parallel_fixtures import Stage, digests, execute, generate, receive, requests, started, value
 
 from omni_kvlink.engine import EngineDeadError, EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.parallel import batch_sync
 from omni_kvlink.errors import SchemaError, TransferFailed
+from support.engine.parallel_ranks import (
+    Stage,
+    digests,
+    execute,
+    generate,
+    receive,
+    requests,
+    started,
+    value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

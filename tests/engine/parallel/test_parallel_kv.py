@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, bundle, request
-from parallel_fixtures import EDIT, digest
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
@@ -38,6 +36,8 @@ from omni_kvlink.payload.bundle import PrefixOf, SameAs
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import Recipe, make_bundle
 from omni_kvlink.topology import shard_of, slice_heads
+from support.engine.fixtures import WAIT, bundle, request
+from support.engine.parallel_ranks import EDIT, digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import bundle, checkpoint
-from parallel_fixtures import (
+
+from omni_kvlink.engine import DiffusionParallelConfig, OmniDiffusionConfig
+from omni_kvlink.engine.worker import GPUDiffusionWorker
+from support.engine.fixtures import bundle, checkpoint
+from support.engine.parallel_ranks import (
     RankProcesses,
     Stage,
     digests,
@@ -25,9 +28,6 @@ from parallel_fixtures import (
     requests,
     started,
 )
-
-from omni_kvlink.engine import DiffusionParallelConfig, OmniDiffusionConfig
-from omni_kvlink.engine.worker import GPUDiffusionWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,21 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, bundle, checkpoint, params, pipeline
-from lora_fixtures import bagel_adapter
-from parallel_fixtures import (
-    EDIT,
-    RankProcesses,
-    Stage,
-    digests,
-    disable_cache,
-    enable_cache,
-    execute,
-    generate,
-    receive,
-    received,
-    requests,
-)
 
 from omni_kvlink import KVLink
 from omni_kvlink.engine import (
@@ -46,6 +31,21 @@ from omni_kvlink.engine.models.bagel_text import readable
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed
+from support.engine.fixtures import WAIT, bundle, checkpoint, params, pipeline
+from support.engine.lora_adapters import bagel_adapter
+from support.engine.parallel_ranks import (
+    EDIT,
+    RankProcesses,
+    Stage,
+    digests,
+    disable_cache,
+    enable_cache,
+    execute,
+    generate,
+    receive,
+    received,
+    requests,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import checkpoint
-from parallel_fixtures import RankProcesses, Stage, execute, generate, receive, requests, started
 
 from omni_kvlink.engine import (
     DiffusionParallelConfig,
@@ -31,6 +29,16 @@ from omni_kvlink.engine.parallel.process_group import ProcessGroup
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.models.bagel import Tiling
+from support.engine.fixtures import checkpoint
+from support.engine.parallel_ranks import (
+    RankProcesses,
+    Stage,
+    execute,
+    generate,
+    receive,
+    requests,
+    started,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_fixtures import config
 
 from omni_kvlink import SchemaError, WireError
 from omni_kvlink.engine import RayConfig, StageConfig
 from omni_kvlink.engine.ipc.codec import pack_config, unpack_config
 from omni_kvlink.engine.parallel.process_group import join_rendezvous, open_rendezvous
 from omni_kvlink.engine.ray.actor import ActorHandle, ActorHost, Message, Service, decode, encode
+from support.engine.fixtures import config
 
 
 class Echo(ActorHost):

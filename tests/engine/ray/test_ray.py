@@ -14,10 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, request, until
-from frozen_processes import freeze
-from mp_fixtures import EngineUnderTest, engine_with_ranks
-from ray_fixtures import NODES, Nodes, pids_alive, two_nodes
 
 from omni_kvlink import TransferTimeout
 from omni_kvlink.engine import (
@@ -29,6 +25,10 @@ from omni_kvlink.engine import (
     RequestAborted,
     StageActor,
 )
+from support.engine.fixtures import WAIT, alone, bundle, checkpoint, config, link, request, until
+from support.engine.multiproc import EngineUnderTest, engine_with_ranks
+from support.engine.ray_cluster import NODES, Nodes, pids_alive, two_nodes
+from support.faults.frozen import freeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

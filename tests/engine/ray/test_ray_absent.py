@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from absent import check_untouched, cure
+
+from support.processes.absent import check_untouched, cure
 
 MODULES = "omni_kvlink.engine, omni_kvlink.engine.ray.executor, omni_kvlink.engine.ray.stage_actor"
 EXECUTOR = """

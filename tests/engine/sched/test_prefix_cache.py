@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engine_fixtures import params
 
 from omni_kvlink.engine import (
     ARSchedulerOutput,
@@ -16,6 +15,7 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.kv.block_manager import BlockManager
 from omni_kvlink.engine.sched.prefix_cache import Prefix
+from support.engine.fixtures import params
 
 SIZE = 4
 

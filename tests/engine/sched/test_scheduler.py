@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import request
 
 from omni_kvlink import CapacityError, TransferFailed
 from omni_kvlink.engine import (
@@ -25,6 +24,7 @@ from omni_kvlink.engine import (
     SyncScheduler,
 )
 from omni_kvlink.engine.sched import scheduler as scheduler_module
+from support.engine.fixtures import request
 
 
 class FakeKVManager:

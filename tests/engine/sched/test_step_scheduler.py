@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import request
 
 from omni_kvlink.engine import (
     ModelRunnerOutput,
@@ -15,6 +14,7 @@ from omni_kvlink.engine import (
     StepScheduler,
     StepSchedulerOutput,
 )
+from support.engine.fixtures import request
 
 
 def scheduler(seqs: int = 3) -> StepScheduler:

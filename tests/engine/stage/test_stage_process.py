@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, params, until, url
 
 from omni_kvlink import CapacityError, KVLink, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.engine import (
@@ -27,6 +26,7 @@ from omni_kvlink.engine import (
 from omni_kvlink.engine.ipc.codec import pack, unpack, unpack_error
 from omni_kvlink.engine.kv_sent import KVSent
 from omni_kvlink.engine.outputs import DiffusionOutput
+from support.engine.fixtures import WAIT, alone, checkpoint, params, until, url
 
 HOW = {"height": 16, "width": 24, "num_inference_steps": 5}
 TWO: dict[str, Any] = {

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, config, pipeline, request
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers", reason="needs `pip install 'omni-kvlink[diffusers]'`")
@@ -21,6 +20,7 @@ from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
+from support.engine.fixtures import WAIT, alone, checkpoint, config, pipeline, request
 
 if TYPE_CHECKING:
     from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline

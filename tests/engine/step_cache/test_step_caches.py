@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, bundle, checkpoint, config, link, pipeline, request
 from torch import Tensor
 
 from omni_kvlink.engine import DiffusionEngine, OmniDiffusion
@@ -24,6 +23,7 @@ from omni_kvlink.engine.step_cache.tea_cache import TeaCache
 from omni_kvlink.engine.worker import GPUDiffusionModelRunner
 from omni_kvlink.models.bagel import BagelContexts, DenoiseParams
 from omni_kvlink.models.bagel.hooks import DenoiseHooks
+from support.engine.fixtures import WAIT, alone, bundle, checkpoint, config, link, pipeline, request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

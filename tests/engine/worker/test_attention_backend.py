@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, bundle, checkpoint, close_to, config, link, request, url
 
 from omni_kvlink import UnavailableError
 from omni_kvlink.engine import (
@@ -21,6 +20,17 @@ from omni_kvlink.engine.models import bagel
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.models.bagel import loaded_stage
 from omni_kvlink.models.bagel.attention import attend
+from support.engine.fixtures import (
+    WAIT,
+    alone,
+    bundle,
+    checkpoint,
+    close_to,
+    config,
+    link,
+    request,
+    url,
+)
 
 if TYPE_CHECKING:
     from omni_kvlink.models.bagel.attention import DenseAttention

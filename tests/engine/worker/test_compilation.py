@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import SHAPE, WAIT, alone, bundle, checkpoint, config, link, request, url
 from torch.profiler import ProfilerActivity, profile
 
 from omni_kvlink import SchemaError
@@ -22,6 +21,17 @@ from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.models.bagel import BagelPipeline, DenoiseParams
+from support.engine.fixtures import (
+    SHAPE,
+    WAIT,
+    alone,
+    bundle,
+    checkpoint,
+    config,
+    link,
+    request,
+    url,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import alone, config, request
 from torch import nn
 
 from omni_kvlink.engine import DiffusionParallelConfig
@@ -15,6 +14,7 @@ from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.cpu_offload import CpuOffload
 from omni_kvlink.engine.worker.offload import weights_nbytes
+from support.engine.fixtures import alone, config, request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_fixtures import (
+
+from omni_kvlink.engine import (
+    DiffusionEngine,
+    KVConfig,
+    OmniARConfig,
+    OmniDiffusionConfig,
+    OmniDiffusionRequest,
+)
+from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
+from omni_kvlink.models.bagel import DenoiseParams
+from support.engine.fixtures import (
     SHAPE,
     STEPS,
     WAIT,
@@ -17,16 +27,6 @@ from engine_fixtures import (
     request,
     url,
 )
-
-from omni_kvlink.engine import (
-    DiffusionEngine,
-    KVConfig,
-    OmniARConfig,
-    OmniDiffusionConfig,
-    OmniDiffusionRequest,
-)
-from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
-from omni_kvlink.models.bagel import DenoiseParams
 
 
 def test_float16_from_stage_to_stage(sockets: str) -> None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import WAIT, alone, checkpoint, request
-from mp_fixtures import engine_with_ranks
 
 from omni_kvlink.engine import (
     DiffusionEngine,
@@ -20,6 +18,8 @@ from omni_kvlink.engine import (
     ProfilerConfig,
     StageEngine,
 )
+from support.engine.fixtures import WAIT, alone, checkpoint, request
+from support.engine.multiproc import engine_with_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

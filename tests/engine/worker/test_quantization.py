@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_fixtures import STEPS, WAIT, alone, checkpoint, close_to, config, pipeline, request
-from lora_fixtures import bagel_adapter, merged
 from torch import nn
 
 from omni_kvlink.engine import DiffusionEngine, DiffusionParallelConfig
@@ -18,6 +16,17 @@ from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import UnavailableError
 from omni_kvlink.models.bagel import DenoiseParams
+from support.engine.fixtures import (
+    STEPS,
+    WAIT,
+    alone,
+    checkpoint,
+    close_to,
+    config,
+    pipeline,
+    request,
+)
+from support.engine.lora_adapters import bagel_adapter, merged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

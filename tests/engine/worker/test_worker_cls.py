@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import worker_fixtures
-from engine_fixtures import WAIT, alone, checkpoint, config, request
-from mp_fixtures import engine_with_ranks
 
 from omni_kvlink.engine import (
     AREngine,
@@ -22,14 +18,17 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.executor.multiproc import MultiprocExecutor
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker, worker_class
+from support import FOLDER
+from support.engine.fixtures import WAIT, alone, checkpoint, config, request
+from support.engine.multiproc import engine_with_ranks
 
-OWN = "worker_fixtures:CountingWorker"
+OWN = "support.engine.workers:CountingWorker"
 
 
 @pytest.fixture
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker processes find the module of the class, too."""
-    found = [str(Path(worker_fixtures.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    found = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
 
 
@@ -62,7 +61,7 @@ def test_a_worker_of_an_ar_stage() -> None:
             dtype="float32",
             num_blocks=8,
             kv=KVConfig(sinks=("shm://own-worker",)),
-            worker_cls="worker_fixtures:NamedARWorker",
+            worker_cls="support.engine.workers:NamedARWorker",
         )
     )
     try:
@@ -79,10 +78,10 @@ def test_the_default_is_the_worker_of_the_kind_of_stage() -> None:
 @pytest.mark.parametrize(
     ("name", "error", "match"),
     [
-        ("worker_fixtures:NoWorker", ValueError, "is no WorkerBase"),
-        ("worker_fixtures:os", ValueError, "is no WorkerBase"),
-        ("worker_fixtures:NamedARWorker", ValueError, "is the worker of an AR stage"),
-        ("worker_fixtures:Missing", AttributeError, "Missing"),
+        ("support.engine.workers:NoWorker", ValueError, "is no WorkerBase"),
+        ("support.engine.workers:os", ValueError, "is no WorkerBase"),
+        ("support.engine.workers:NamedARWorker", ValueError, "is the worker of an AR stage"),
+        ("support.engine.workers:Missing", AttributeError, "Missing"),
         ("no_such_module:Worker", ModuleNotFoundError, "no_such_module"),
     ],
 )

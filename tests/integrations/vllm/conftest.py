@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import fork_server
 import pytest
-from vllm_fixtures import EngineProcess, transfer
+
+from support.processes import fork_server
+from support.vllm.engine_process import EngineProcess, transfer
 
 # Importing vLLM takes ten seconds of a core, for each of fifty engines.
 os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at import
@@ -57,7 +58,7 @@ TTL = 3600
 @pytest.fixture
 def engine(model: Path, sockets: str) -> Iterator[Callable[..., Any]]:
     """`engine(role, …)`: the stepped engine `p`, or one that reads from it; see `SteppedEngine`."""
-    from vllm_steps import SteppedEngine  # not where vLLM is absent
+    from support.vllm.steps import SteppedEngine  # not where vLLM is absent
 
     opened = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from fork_server import new_interpreters
+from support.processes.fork_server import new_interpreters
 
 
 def output(code: str) -> subprocess.CompletedProcess[str]:

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 from vllm.lora.request import LoRARequest
-from vllm_adapters import make_adapter
-from vllm_fixtures import BLOCK, prompt
-from vllm_steps import SteppedEngine
 
 from omni_kvlink import SchemaError
 from omni_kvlink.integrations.vllm.adapters import AdapterIdentities
 from omni_kvlink.integrations.vllm.identity import tower_adapter
+from support.vllm.engine_process import BLOCK, prompt
+from support.vllm.lora_adapters import make_adapter
+from support.vllm.steps import SteppedEngine
 
 TOKENS = prompt(2 * BLOCK + 7, seed=3)
 

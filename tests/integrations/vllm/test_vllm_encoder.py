@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 import torch
-from vllm_encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
 
 from omni_kvlink import KVLink, TensorTransferData
 from omni_kvlink.integrations.vllm.encoder.loading import OUTPUT, THREADS
 from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
+from support.vllm.encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
 
 if TYPE_CHECKING:
     from pathlib import Path

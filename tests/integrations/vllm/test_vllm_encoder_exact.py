@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_fixtures import SEND, EngineProcess, prompt, transfer
 
 from omni_kvlink.testing.rig import until
+from support import FOLDER
+from support.vllm.engine_process import SEND, EngineProcess, prompt, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).resolve()
-SCRIPT = HERE.with_name("vllm_encoder_engine.py")
+SCRIPT = FOLDER / "vllm" / "encoder_engine.py"
 EXAMPLE = HERE.parents[3] / "examples" / "epd_vllm.py"
 TOKENS = prompt(40, seed=5)
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
+
+from support.vllm.engine_process import BLOCK, EngineProcess, oracle, prompt
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,11 +6,12 @@ import importlib.util
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fixtures import BLOCK, EngineProcess, prompt
+
+from support import FOLDER
+from support.vllm.engine_process import BLOCK, EngineProcess, prompt
 
 pytestmark = [
     pytest.mark.skipif(
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-FLIPPING = Path(__file__).with_name("vllm_flipping.py")
+FLIPPING = FOLDER / "vllm" / "flipping.py"
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 OTHERS = prompt(2 * BLOCK + 9, seed=4)
 

@@ -18,9 +18,9 @@ if importlib.util.find_spec("vllm_router") is None or importlib.util.find_spec("
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from fleet_faults import TOKENS, Campaign, Fault, answers, make_prompts
-from vllm_fleet import DECODE, PREFILL, ROUTER, Fleet, complete, stream
 
 from omni_kvlink.testing.rig import until
+from support.vllm.fleet import DECODE, PREFILL, ROUTER, Fleet, complete, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,8 +20,12 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
 )
-from vllm_fixtures import prompt
-from vllm_layers import (
+
+from omni_kvlink import KVCacheBundle, KVLink, SchemaError
+from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
+from omni_kvlink.integrations.vllm.pools import byte_pools, layer_places
+from omni_kvlink.integrations.vllm.versions import supports_invalid_blocks_of_groups
+from support.vllm.cache_layers import (
     BLOCK,
     SIZES,
     chunked,
@@ -32,12 +36,8 @@ from vllm_layers import (
     state,
     uniform,
 )
-from vllm_steps import SteppedEngine
-
-from omni_kvlink import KVCacheBundle, KVLink, SchemaError
-from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
-from omni_kvlink.integrations.vllm.pools import byte_pools, layer_places
-from omni_kvlink.integrations.vllm.versions import supports_invalid_blocks_of_groups
+from support.vllm.engine_process import prompt
+from support.vllm.steps import SteppedEngine
 
 Open = Callable[..., SteppedEngine]
 Caches = list[KVCacheGroupSpec]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from vllm_fixtures import BLOCK, EngineProcess, oracle, prompt
-from vllm_models import make_deepseek, make_falcon_h1, make_gemma3, make_mamba2
 
 from omni_kvlink.integrations.vllm.versions import supports_invalid_blocks_of_groups
+from support.vllm.engine_process import BLOCK, EngineProcess, oracle, prompt
+from support.vllm.small_models import make_deepseek, make_falcon_h1, make_gemma3, make_mamba2
 
 if TYPE_CHECKING:
     from collections.abc import Callable

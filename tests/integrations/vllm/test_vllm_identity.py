@@ -19,11 +19,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
-from vllm_fixtures import prompt
-from vllm_steps import BLOCK, SteppedEngine
 
 from omni_kvlink.integrations.vllm import identity, pools
 from omni_kvlink.integrations.vllm.identity import model_identity, prompt_identity
+from support.vllm.engine_process import prompt
+from support.vllm.steps import BLOCK, SteppedEngine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,8 @@ import json
 import shlex
 
 import pytest
-from doc_blocks import blocks
+
+from support.doc_blocks import blocks
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from vllm_fixtures import BLOCK, prompt
 
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.lowlevel import begin_get
+from support import FOLDER
+from support.vllm.engine_process import BLOCK, prompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.skipif(
@@ -52,7 +55,7 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
 )
 def test_a_quantized_cache_is_loaded_by_the_same_scales_only(start: Any) -> None:
     fp8: dict[str, Any] = {"kv_cache_dtype": "fp8", "extra": {"load": "sync"}}
-    script = Path(__file__).with_name("vllm_scaled.py")
+    script = FOLDER / "vllm" / "scaled.py"
     producer = start("p", "producer", kv_cache_dtype="fp8")
     engines = [start("d", "consumer", **fp8), start("e", "consumer", script=script, **fp8)]
     try:
@@ -139,7 +142,7 @@ def test_engines_that_do_both(start: Any) -> None:
 
 def test_what_was_not_loaded_is_not_sent_on(start: Any, directory: Path) -> None:
     """A flipped bit on the way in: the request is computed here, its reader gets no wrong cache."""
-    flips = Path(__file__).with_name("vllm_flipping.py")
+    flips = FOLDER / "vllm" / "flipping.py"
     producer = start("p", "producer", extra={"url": "flip://p"}, script=flips)
     relay = start("relay", "both", policy="recompute", extra={"load": "sync"})
     try:

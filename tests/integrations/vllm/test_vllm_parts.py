@@ -13,14 +13,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from vllm_fixtures import BLOCK, prompt
-from vllm_layers import full, latent, sliding, state
-
 from omni_kvlink import SchemaError, UnavailableError
 from omni_kvlink.integrations.vllm.heads import HeadPools
 from omni_kvlink.integrations.vllm.ranks import EngineRank, RankPart, engine_url, rank_url
 from omni_kvlink.integrations.vllm.siblings import SiblingWatch
 from omni_kvlink.testing.rig import until
+from support.vllm.cache_layers import full, latent, sliding, state
+from support.vllm.engine_process import BLOCK, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

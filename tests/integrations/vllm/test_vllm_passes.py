@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from vllm_fixtures import prompt
-from vllm_layers import BLOCK, full
-from vllm_steps import SteppedEngine
+from support.vllm.cache_layers import BLOCK, full
+from support.vllm.engine_process import prompt
+from support.vllm.steps import SteppedEngine
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 GROUPS = (full("layer 0", "layer 1", "mtp 0"),)

@@ -10,7 +10,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from vllm_fixtures import BLOCK, PATIENCE, EngineProcess, prompt, transfer
+
+from support.vllm.engine_process import BLOCK, PATIENCE, EngineProcess, prompt, transfer
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_fixtures import BLOCK, PATIENCE, SEND, EngineProcess, prompt
 
 from omni_kvlink import KVLink
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+from support.vllm.engine_process import BLOCK, PATIENCE, SEND, EngineProcess, oracle, prompt
 
 pytestmark = [
     pytest.mark.skipif(
@@ -41,15 +41,6 @@ def ranks(tensor: int = 1, pipeline: int = 1) -> dict[str, Any]:
         "num_gpu_blocks_override": 64,
         "env": UNBOUND,
     }
-
-
-def oracle(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
-    """The engine's output with the prompt in its prefix cache, which is emptied afterwards."""
-    engine.generate(tokens)
-    hit: dict[str, Any] = engine.generate(tokens)
-    assert hit["cached"] == (len(tokens) - 1) // BLOCK * BLOCK
-    assert engine.call("forget")
-    return hit
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from vllm_fixtures import prompt
-from vllm_steps import BLOCK, SAMPLED, SteppedEngine
-
 from omni_kvlink import KVLink
 from omni_kvlink.integrations.vllm.loading import CacheLoad
+from support.vllm.engine_process import prompt
+from support.vllm.steps import BLOCK, SAMPLED, SteppedEngine
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
 USED = 4

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from vllm_fixtures import BLOCK, SEND, EngineProcess, prompt
+
+from support.vllm.engine_process import BLOCK, SEND, EngineProcess, prompt
 
 pytestmark = [
     pytest.mark.skipif(

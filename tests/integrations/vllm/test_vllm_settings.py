@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from keyless import is_let_in
 
 from omni_kvlink import KVLink, KVLinkError, SchemaError
 from omni_kvlink.integrations.vllm.settings import EncoderSettings, VllmSettings
+from support.connectors.keyless import is_let_in
 
 if TYPE_CHECKING:
     from pathlib import Path

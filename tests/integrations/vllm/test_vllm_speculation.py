@@ -6,8 +6,9 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_fixtures import BLOCK, prompt
-from vllm_models import make_llama, make_mimo, make_qwen2
+
+from support.vllm.engine_process import BLOCK, prompt
+from support.vllm.small_models import make_llama, make_mimo, make_qwen2
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from vllm_fixtures import prompt
-from vllm_layers import BLOCK
-from vllm_steps import SAMPLED, SteppedEngine
-
 from omni_kvlink.integrations.vllm.params import TransferParams
+from support.vllm.cache_layers import BLOCK
+from support.vllm.engine_process import prompt
+from support.vllm.steps import SAMPLED, SteppedEngine
 
 TOKENS, MORE = prompt(3 * BLOCK + 7, seed=3), prompt(BLOCK + 5, seed=4)
 DECODED = 40

@@ -6,25 +6,26 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from leak_checks import zmq_started as zmq_started
-from zmq_fixtures import free_port
+
+from support.connectors.zmq_addresses import free_port
+from support.faults.leak_checks import zmq_started as zmq_started
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm-omni")
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("ucxx is not installed: make test-vllm-omni", allow_module_level=True)
 
-from test_vllm_device import EVERY, check_loaded, is_counted
-from test_vllm_device import device as device
-from test_vllm_device import library as library
-from test_vllm_device import worker as worker
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm_pools import SENT, PoolWorker, bytes_like, load, save
 
 from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.integrations.vllm import device as pool_device
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.testing.rig import until
+from support.vllm.devices import EVERY, check_loaded, is_counted
+from support.vllm.devices import device as device
+from support.vllm.devices import library as library
+from support.vllm.devices import worker as worker
+from support.vllm.pools import SENT, PoolWorker, bytes_like, load, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 import vllm
-from vllm_steps import SteppedEngine
 
 from omni_kvlink.integrations.vllm import versions
+from support.vllm.steps import SteppedEngine
 
 Open = Callable[..., SteppedEngine]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-import fork_server
+from support.processes import fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at import
 fork_server.preload("vllm_omni.distributed.omni_connectors.kv_transfer_manager")

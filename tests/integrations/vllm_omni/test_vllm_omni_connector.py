@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from omni_stage import NAME
+
+pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
 from omni_kvlink import (
     ClosedError,
@@ -37,9 +38,10 @@ from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import LazyEvent
 from omni_kvlink.testing.rig import until
+from support.vllm_omni.stage import NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 EDGE = ("0", "1")
@@ -447,9 +449,33 @@ def test_a_process_that_ends_without_closing_leaves_nothing(transport: str, sock
         assert word not in done.stderr
 
 
-def test_it_is_found_by_its_entry_point() -> None:
-    """vLLM-Omni's own loader, and its factory, from the stage YAML of the docs."""
-    import yaml
+def deploy_file_of_the_guide() -> str:
+    """The deploy file of BAGEL that comes with vLLM-Omni, with the change of the guide's `diff`."""
+    import vllm_omni
+
+    shipped = (Path(vllm_omni.__file__).parent / "deploy" / "bagel.yaml").read_text()
+    page = (ROOT / "docs" / "guides" / "bagel_in_vllm_omni.md").read_text()
+    code = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
+    assert code
+    lines = code[1].splitlines()
+    before = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
+    after = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
+    assert (shipped.count(before), sum(line[0] in "+-" for line in lines)) == (1, 4)
+    return shipped.replace(before, after)
+
+
+def deploy_file_of_the_page() -> str:
+    page = (ROOT / "docs" / "vllm_omni.md").read_text()
+    code = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert code
+    return code[1]
+
+
+@pytest.mark.parametrize("text", [deploy_file_of_the_page, deploy_file_of_the_guide])
+def test_it_is_found_by_its_entry_point(
+    text: Callable[[], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM-Omni's own loader and factory make both stages' connectors, which say their path."""
     from vllm_omni.distributed.omni_connectors import ConnectorSpec, OmniConnectorFactory
     from vllm_omni.distributed.omni_connectors.utils.initialization import (
         load_omni_transfer_config,
@@ -460,17 +486,24 @@ def test_it_is_found_by_its_entry_point() -> None:
     load_omni_general_plugins()
     register()
     assert NAME in OmniConnectorFactory.list_registered_connectors()
-    page = (ROOT / "docs" / "vllm_omni.md").read_text()
-    code = re.search(r"```yaml\n(.*?)```", page, re.S)
-    assert code
-    transfer = load_omni_transfer_config(config_dict=yaml.safe_load(code[1]))
+    (file := tmp_path / "deploy.yaml").write_text(text())
+    transfer = load_omni_transfer_config(config_path=str(file))
+    stages = []
     for stage, role in ((0, "sender"), (1, "receiver")):
         config, *edge = resolve_omni_kv_config_for_stage(transfer, stage)
         assert edge == ["0", "1"]
         assert config is not None
         assert (config.pop("type"), config["role"]) == (NAME, role)
-        with OmniConnectorFactory.create_connector(ConnectorSpec(NAME, config)) as made:
-            assert made.settings.name == "bagel"
+        stages.append(OmniConnectorFactory.create_connector(ConnectorSpec(NAME, config)))
+    sender, receiver = stages
+    with caplog.at_level("INFO"), receiver, sender:
+        assert sender.settings.name == "bagel"
+        sender.put("0", "1", "omni_0_to_1_kv_cache_req-1", b"packed")
+        assert receiver.get("0", "1", "omni_0_to_1_kv_cache_req-1") is not None
+    for verb in ("sent", "received"):
+        line = f"stage edge bagel.0-1.kv0 is {verb} over shm://bagel.0-1.kv0"
+        assert line in caplog.messages
+        assert line in (ROOT / "docs" / "guides" / "bagel_in_vllm_omni.md").read_text()
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq+tcp"])

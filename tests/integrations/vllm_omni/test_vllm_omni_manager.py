@@ -8,10 +8,10 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from omni_caches import LAYOUTS, Cache
-from omni_stage import Stage
 
 from omni_kvlink.testing.rig import until
+from support.vllm_omni.caches import LAYOUTS, Cache
+from support.vllm_omni.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from omni_stage import NAME
+
+pytest.importorskip("vllm_omni", reason="make test-vllm-omni installs it")
 
 from omni_kvlink import IntegrityError, SchemaError
 from omni_kvlink.integrations.vllm_omni import nested as module
@@ -18,11 +19,13 @@ from omni_kvlink.integrations.vllm_omni import register
 from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.testing.rig import until
+from support.vllm_omni.stage import NAME
 
 pytest.importorskip("hypothesis")
 from hypothesis import given
-from nested_values import Record, difference, nested
 from PIL import Image
+
+from support.vllm_omni.nested_values import Record, difference, nested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from absent import run
-from keyless import is_let_in
 
 from omni_kvlink import (
     BusyError,
@@ -33,6 +31,8 @@ from omni_kvlink.integrations.vllm_omni.packed import check_packed, header_of
 from omni_kvlink.integrations.vllm_omni.payloads import KIND, Buffer, object_of, payload_of
 from omni_kvlink.integrations.vllm_omni.stage_edges import Announcement, StageEdge, announced, find
 from omni_kvlink.testing.rig import until
+from support.connectors.keyless import is_let_in
+from support.processes.absent import run
 
 LAYERS, TOKENS, ROW = 2, 5, (2, 4)
 NBYTES = TOKENS * 8 * 4

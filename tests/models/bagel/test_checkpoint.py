@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from absent import check_untouched
 from safetensors.torch import load_file, save_file
 
 from omni_kvlink.errors import SchemaError
@@ -21,6 +20,7 @@ from omni_kvlink.models.bagel import (
     TokenizerMissingError,
     make_tiny_checkpoint,
 )
+from support.processes.absent import check_untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable

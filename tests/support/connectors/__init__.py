@@ -1,0 +1,1 @@
+"""What the tests of one transport share: addresses, keys, peers that misbehave."""

@@ -1,0 +1,1 @@
+"""The fake device, the native copier's plans, and a real GPU."""

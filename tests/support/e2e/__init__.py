@@ -1,0 +1,1 @@
+"""Stages in two processes."""

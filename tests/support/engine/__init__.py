@@ -1,0 +1,1 @@
+"""Stages of the reference engine, their ranks, and tiny models."""

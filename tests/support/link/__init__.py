@@ -1,0 +1,1 @@
+"""Checks and programs for the two ends of a link."""

@@ -1,0 +1,1 @@
+"""Campaigns of faults between processes, and two hosts on a cable."""

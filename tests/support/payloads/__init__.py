@@ -1,0 +1,1 @@
+"""Payloads and headers: random, right, and wrong on purpose."""

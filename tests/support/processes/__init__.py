@@ -1,0 +1,1 @@
+"""Python processes of tests: how they start, and what interrupts them."""

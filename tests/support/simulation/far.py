@@ -1,0 +1,479 @@
+"""Producers and consumers that share no memory: real payloads, fetched by the real session."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from omni_kvlink import KVCacheTransferData, KVLinkError, PeerLostError, TransferFailed
+from omni_kvlink.connectors.control.receive_pool import SessionResources
+from omni_kvlink.connectors.control.remote_get import RemoteGet
+from omni_kvlink.connectors.control.session import ControlSession
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.protocol.get_table import GetRequest
+from omni_kvlink.connectors.protocol.messages import (
+    NOTHING,
+    Abort,
+    Chunk,
+    FetchRange,
+    Location,
+    Message,
+    Offer,
+)
+from omni_kvlink.memory.arena import OUTSIDE
+from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.payload.manifest import LayoutCache, Manifest
+from support.simulation.growing_payloads import chunk_payload, end_payload, head_plan
+from support.simulation.parties import LAYERS, OpenGet, Producer, SimConsumer
+from support.simulation.world import Clock, Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_kvlink.connectors.base import PendingGet
+    from omni_kvlink.connectors.protocol.answer import Answer
+    from omni_kvlink.connectors.protocol.delivery import Delivery
+    from omni_kvlink.connectors.protocol.transfer import Transfer
+
+ROW = 600
+BLOCK = 1 << 14
+
+
+def plan_of(key: str) -> Manifest:
+    about = {"kv_lens": [1], "ropes": [1], "num_layers": LAYERS, "layout": "ND"}
+    blank = KVCacheTransferData.blank(key, row=(ROW,), dtype=torch.uint8, metadata=about)
+    return blank.plan(digests=False)
+
+
+PLANS = {key: plan_of(key) for key in "abc"}
+
+
+def tensor_of(key: str, epoch: int, layer: int) -> bytes:
+    """The bytes of this layer of this payload; those of every other layer differ."""
+    return f"{key}/{epoch}/{layer};".encode().ljust(ROW, b"%d" % (epoch % 10))
+
+
+class FarProducer(Producer):
+    """One run of a producer, which sends the ranges that are fetched."""
+
+    inline_nbytes = max(plan.nbytes for plan in PLANS.values())
+
+    def __init__(self, clock: Clock):
+        self.bytes: dict[int, bytearray] = {}
+        self._nbytes: dict[int, int] = {}  # of the heads and chunks of append streams, by epoch
+        super().__init__(clock)
+
+    def stream(self, key: str, readers: int, ttl: float) -> None:
+        transfer = self._reserve(key)
+        if transfer is None:
+            return
+        header = PLANS[key].encode()
+        self._write_draft(transfer, header)
+        self.transfers.begin_stream(transfer, self._location(transfer), len(header), readers)
+        stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
+        self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
+
+    def direct(self, key: str, readers: int, ttl: float) -> None:
+        """Send from the caller's tensors, which are overwritten as soon as they may be modified."""
+        transfer = self._reserve(key)
+        if transfer is None:
+            return
+        plan = PLANS[key]
+        header, owned = plan.encode(), Tensors(key, transfer.epoch)
+        head = owned.head(header)
+        tensors = [
+            (plan.header_nbytes + spec.start, owned.tensor(n))
+            for n, spec in enumerate(plan.tensors)
+        ]
+        direct = DirectSource(head, len(header), tensors, plan.nbytes)
+        self.transfers.begin_stream(
+            transfer, self._location(transfer), len(header), readers, direct
+        )
+        until = self.clock.now + ttl
+        self.clock.soon(partial(self._announce, transfer, 0, owned, until))
+
+    def _announce(self, transfer: Transfer, layer: int, owned: Tensors, until: float) -> None:
+        """Announce layer by layer; then wait until all were sent, or the deadline."""
+        if not self.alive:
+            return
+        try:
+            if layer < LAYERS:
+                self.transfers.announce(transfer, layer, (b"",))
+                layer += 1
+            elif transfer.is_sent:
+                self.transfers.commit(
+                    [(transfer, self._location(transfer))], 0, self.clock.now + 1.0
+                )
+                owned.overwrite()
+                return
+            elif self.clock.now > until:
+                raise TransferFailed("too late", key=transfer.key, reason="")
+        except TransferFailed:
+            self.transfers.abort(transfer)
+            owned.overwrite()
+            return
+        self.clock.soon(partial(self._announce, transfer, layer, owned, until))
+
+    def _send_from_tensors(
+        self, peer: FarConnection, transfer: Transfer, fetch: FetchRange, piece: Region
+    ) -> None:
+        """Send a range of the caller's tensors; runs later than the request."""
+        if peer in self.connections:
+            chunk = Chunk(fetch.get_id, fetch.epoch, fetch.start)
+            peer.bytes_to_reader.send(chunk, bytes(piece.view()))
+        self.transfers.on_sent(transfer, (peer, fetch.get_id), fetch.start, fetch.stop)
+
+    def serve(self, peer: FarConnection, fetch: FetchRange) -> None:
+        transfer = self.transfers.find_leased(peer, fetch.get_id, fetch.epoch)
+        if transfer is not None and self.alive and peer in self.connections:
+            if transfer.direct is not None:
+                found = transfer.direct.find(fetch.start, fetch.stop)
+                self.clock.soon(partial(self._send_from_tensors, peer, transfer, fetch, found))
+                return
+            piece = self._piece(transfer, fetch.start, fetch.stop)
+            peer.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
+
+    def begin_growing(self, head: Transfer) -> int:
+        plan = head_plan(head.key)
+        self._nbytes[head.epoch] = plan.nbytes
+        return self._write_draft(head, plan.encode())
+
+    def write_chunk(self, chunk: Transfer, head: Transfer, number: int) -> None:
+        content = self.chunk_payload(head, number)
+        self._nbytes[chunk.epoch] = len(content)
+        self._memory(chunk)[: len(content)] = content
+
+    def chunk_payload(self, head: Transfer, number: int) -> bytes:
+        return chunk_payload(head.key, head.epoch, number)
+
+    def end_growing(self, head: Transfer, count: int) -> None:
+        content = end_payload(head.key, head.epoch, count)
+        self._memory(head)[: len(content)] = content
+
+    def _send(self, peer: Any, message: Message) -> None:
+        """Send beside an offer what is needed first, as over ZMQ, if its reader takes it."""
+        if not isinstance(message, Offer):
+            super()._send(peer, message)
+            return
+        transfer = self.transfers.find_leased(peer, message.get_id, message.epoch)
+        assert transfer is not None
+        assert message.inline == transfer.inline
+        alone = msgspec.structs.replace(message, inline=NOTHING)
+        beside = [self._piece(transfer, *message.first)] if peer.is_eager else []
+        self.clock.record(f"  to {peer.name}:", alone)
+        peer.to_reader.send(alone, *beside)
+
+    def _piece(self, transfer: Transfer, start: int, stop: int) -> bytes:
+        if transfer.direct is not None:
+            return transfer.direct.find(start, stop).read()
+        if transfer.inline:
+            return transfer.inline[start:stop]
+        piece = bytes(self._memory(transfer)[start:stop])
+        assert len(piece) == stop - start, "more was requested than there is"
+        return piece
+
+    def _write_draft(self, transfer: Transfer, header: bytes) -> int:
+        nbytes = self._location(transfer).nbytes
+        self._memory(transfer)[nbytes : nbytes + len(header)] = header
+        return len(header)
+
+    def _allocate(self, transfer: Transfer) -> None:
+        super()._allocate(transfer)
+        assert transfer.block is not None
+        self.bytes[transfer.block.offset] = bytearray(b"\xee" * BLOCK)
+
+    def _write_tensor(self, transfer: Transfer, layer: int) -> None:
+        plan = PLANS[transfer.key]
+        start = plan.header_nbytes + plan.tensors[layer].start
+        content = tensor_of(transfer.key, transfer.epoch, layer)
+        self._memory(transfer)[start : start + ROW] = content
+
+    def _inline_payload(self, key: str, epoch: int) -> bytes:
+        plan, payload = PLANS[key], bytearray(self.inline_nbytes)
+        header = plan.encode()
+        payload[: len(header)] = header
+        for layer, spec in enumerate(plan.tensors):
+            start = plan.header_nbytes + spec.start
+            payload[start : start + ROW] = tensor_of(key, epoch, layer)
+        return bytes(payload)
+
+    def _write_header(self, transfer: Transfer) -> None:
+        header = PLANS[transfer.key].encode()
+        self._memory(transfer)[: len(header)] = header
+
+    def _location(self, transfer: Transfer) -> Location:
+        if transfer.inline:
+            return super()._location(transfer)
+        assert transfer.block is not None
+        nbytes = self._nbytes.get(transfer.epoch, PLANS[transfer.key].nbytes)
+        return Location(transfer.block.offset, 0, nbytes)
+
+    def _free(self, transfer: Transfer) -> None:
+        if transfer.block is not None and transfer.block.arena != OUTSIDE:
+            self.bytes[transfer.block.offset][:] = b"\xdd" * BLOCK
+        super()._free(transfer)
+
+    def _memory(self, transfer: Transfer) -> bytearray:
+        assert transfer.block is not None
+        return self.bytes[transfer.block.offset]
+
+
+class Tensors:
+    """The tensors of a direct put, which are modified after it."""
+
+    def __init__(self, key: str, epoch: int):
+        rows = [np.frombuffer(tensor_of(key, epoch, layer), np.uint8) for layer in range(LAYERS)]
+        self._rows = np.stack(rows)
+
+    def head(self, header: bytes) -> Region:
+        """Memory of a header and of its draft."""
+        memory = np.frombuffer(bytearray(2 * header), np.uint8)
+        return Region(memory.ctypes.data, memory.nbytes, memory)
+
+    def tensor(self, layer: int) -> Region:
+        return Region(self._rows[layer].ctypes.data, ROW, self._rows)
+
+    def overwrite(self) -> None:
+        self._rows[:] = 0xBB
+
+
+class SimLoop:
+    """An event loop that runs on the virtual clock."""
+
+    is_own_thread = True
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def call(self, do: Callable[[], None]) -> None:
+        self._clock.after(0.0, do)
+
+
+class SimPool:
+    """A consumer's memory: a freed block is overwritten and is the next to be allocated."""
+
+    def __init__(self) -> None:
+        self._mapping = Mapping.anonymous(256 * BLOCK)
+        self._free = list(range(256))
+        self.blocks = 0
+
+    def allocate(self, nbytes: int, waiter: object) -> None:
+        assert nbytes <= BLOCK
+        self.blocks += 1
+        waiter.on_allocated(self._free.pop())  # type: ignore[attr-defined]  # an int instead of a Block
+
+    def cancel(self, waiter: object) -> None:
+        pass
+
+    def region(self, block: int) -> Region:
+        return self._mapping.region.slice(block * BLOCK, BLOCK)
+
+    def free(self, block: int) -> None:
+        assert block not in self._free, "freed twice"
+        self.region(block).view()[:] = b"\xcc" * BLOCK
+        self._free.append(block)
+        self.blocks -= 1
+
+    def free_share(self, owner: object) -> None:
+        """No get receives in its own thread here."""
+
+
+class FarSession(ControlSession):
+    """The session that ZMQ and UCX have, over a wire of the simulation."""
+
+    def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
+        address = SimpleNamespace(url="sim://")
+        simulated: Any = SessionResources
+        super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), Counter()))
+        self._connection = connection
+        # What comes beside an offer must be no longer than a request may be.
+        chunk = BLOCK if connection.is_eager else 500
+        self.fetch_limits = FetchLimits(chunk, 3 * chunk)
+
+    def _transmit_in_loop(self, message: Message) -> None:
+        self._connection.to_producer.send(message)
+
+    def _close_connection_in_loop(self) -> None:
+        self._connection.break_off()
+
+
+class FarConnection:
+    """A consumer's connection to one run of a producer."""
+
+    def __init__(self, reader: FarConsumer, producer: FarProducer, *, wild: bool):
+        self.clock, self.name, self.producer = reader.clock, reader.name, producer
+        self.to_producer = Wire(self.clock, self._on_producer_message, wild=wild)
+        self.to_reader = Wire(self.clock, self._on_message, wild=wild)
+        self.bytes_to_reader = Wire(self.clock, self._on_message, wild=wild)  # as UCX beside ZMQ
+        self.is_eager, self._is_wild = self.clock.chance.random() < 0.4, wild
+        self.session = FarSession(self, SimLoop(self.clock), reader.pool)
+        self.is_closed = False
+        producer.connections.add(self)
+
+    def break_off(self) -> None:
+        """Break the connection; each side notices it after a delay of its own."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.to_producer.cut()
+        self.to_reader.cut()
+        self.bytes_to_reader.cut()
+        self.clock.soon(partial(self.session.disconnect_in_loop, PeerLostError("gone")), 0.3)
+        self.clock.soon(self._on_peer_lost, 0.3)
+
+    def _on_peer_lost(self) -> None:
+        if self in self.producer.connections:
+            self.producer.connections.discard(self)
+            self.producer.transfers.on_peer_lost(self)
+
+    def _on_producer_message(self, message: Message) -> None:
+        if isinstance(message, FetchRange):
+            self.producer.serve(self, message)
+        else:
+            self.producer.handle(self, message)
+
+    def _on_message(self, message: Message, *beside: bytes) -> None:
+        if self.session.is_closed:
+            return
+        self.clock.record(f"  {self.name} receives:", message)
+        try:
+            if isinstance(message, Chunk):
+                self.session.on_chunk_in_loop(message, memoryview(beside[0]))
+            else:
+                self.session.on_message_in_loop(message, *beside)
+        except KVLinkError as error:
+            if not self._is_wild:
+                raise  # nothing was repeated or overtaken
+            self.session.disconnect_in_loop(error)
+
+
+class FarConsumer(SimConsumer):
+    """A consumer process without shared memory."""
+
+    def __init__(self, clock: Clock, name: str, *, wild: bool):
+        super().__init__(clock, name, wild=wild)
+        self.far: FarConnection | None = None
+        self.pool = SimPool()
+
+    def connect(self, producer: Producer) -> None:
+        assert isinstance(producer, FarProducer)
+        if producer.alive and (self.far is None or self.far.session.is_closed):
+            self.far = FarConnection(self, producer, wild=self.is_wild)
+
+    def die(self) -> None:
+        """End the process and its connection."""
+        if self.far is not None:
+            self.far.break_off()
+
+    def break_off(self) -> None:
+        if self.far is not None:
+            self.far.break_off()
+
+    @property
+    def taken(self) -> int:
+        return self.pool.blocks
+
+    def abort(self, key: str) -> None:
+        if self.far is not None and not self.far.session.is_closed:
+            self.far.session.send(Abort(key, "no longer wanted"))
+            self.far.session.fail(key, TransferFailed("aborted here", key=key, reason=""))
+
+    def get(self, key: str, timeout: float, *, streamed: bool) -> None:
+        far = self.far
+        if far is None or far.session.is_closed:
+            return
+        self.open += 1
+        [pending] = far.session.request([GetRequest(key, streamed)])
+        FarGet(self, key, pending, timeout)
+
+
+class FarGet(OpenGet):
+    """One get, and the checks of what it receives, layer by layer if it streams."""
+
+    def __init__(self, reader: FarConsumer, key: str, pending: PendingGet, timeout: float):
+        assert isinstance(pending, RemoteGet)
+        self._reader, self._clock, self._key, self._pending = reader, reader.clock, key, pending
+        self._delivery: Delivery | None = None
+        self._is_over = False
+        assert reader.far is not None
+        self._producer = reader.far.producer
+        pending.future.add_done_callback(lambda _: self._answered())
+        self._clock.after(timeout, self._expire)
+
+    def _expire(self) -> None:
+        """Cancel the get at its deadline, unless it was answered."""
+        if not self._pending.future.done():
+            phase = self._pending._get_state.phase
+            self._reader.outcomes["was released"] += "and released" in phase
+            self._pending.cancel()
+            self._finish("timed out")
+
+    def _answered(self) -> None:
+        if self._is_over:
+            return
+        if self._pending.future.exception() is not None:
+            self._finish("failed")
+            return
+        offer: Offer = self._pending._get_state.answer.result()
+        self._delivery = self._pending.wait(timeout=0.0)
+        self._reader.outcomes["inline"] += offer.epoch in self._producer.inline_epochs
+        progress = self._delivery.progress
+        if progress is None:
+            self._check(offer, range(LAYERS))
+            self._clock.soon(partial(self._release, offer, range(LAYERS), "read"), 0.5)
+        else:
+            self._clock.soon(partial(self._follow, offer, 0), 0.1)
+
+    def _follow(self, offer: Offer, layer: int) -> None:
+        """Check all layers that have arrived; repeat until the stream ends."""
+        assert self._delivery is not None
+        progress = self._delivery.progress
+        assert progress is not None
+        while layer < LAYERS and _has_succeeded(progress.when(range(layer, layer + 1))):
+            layer += 1
+        self._check(offer, range(layer))
+        if progress.whole.is_set():
+            # A layer whose announcement was overtaken by the commit fails.
+            is_read = progress.whole.error is None and layer == LAYERS
+            assert is_read or self._reader.is_wild or progress.whole.error is not None
+            self._release(offer, range(layer), "read" if is_read else "stream failed")
+        elif self._clock.chance.random() < 0.03:
+            self._release(offer, range(layer), "stream failed")
+        else:
+            self._clock.soon(partial(self._follow, offer, layer), 0.2)
+
+    def _check(self, offer: Offer, layers: range) -> None:
+        """Check that the delivered bytes are the offered ones; they never change."""
+        assert self._delivery is not None
+        assert self._delivery.region is not None
+        view, plan = self._delivery.region.view(), PLANS[self._key]
+        for layer in layers:
+            start = plan.header_nbytes + plan.tensors[layer].start
+            found = bytes(view[start : start + ROW])
+            expected = tensor_of(self._key, offer.epoch, layer)
+            assert found == expected, (
+                f"{self._reader.name}: {found[:16]!r}, offered {expected[:16]!r}"
+            )
+        if self._delivery.progress is None:
+            assert Manifest.decode(view).request_id == self._key
+
+    def _release(self, offer: Offer, layers: range, outcome: str) -> None:
+        assert self._delivery is not None
+        self._check(offer, layers)
+        if self._clock.chance.random() < 0.05:
+            self._delivery.reject("rejected by the scenario")
+        else:
+            self._delivery.release()
+        self._delivery = None
+        self._finish(outcome)
+
+
+def _has_succeeded(answer: Answer[None]) -> bool:
+    return answer.is_set() and answer.error is None

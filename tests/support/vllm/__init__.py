@@ -1,0 +1,1 @@
+"""vLLM's engines, and its connector stepped without a model."""

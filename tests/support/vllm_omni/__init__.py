@@ -1,0 +1,1 @@
+"""vLLM-Omni's stages, and what they exchange."""
