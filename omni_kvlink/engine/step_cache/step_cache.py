@@ -35,37 +35,15 @@ class Kept:
     drift: Tensor
 
 
-class StepMemory:
-    """The last step of every branch, in one generation; passes computed and reused since then."""
-
-    def __init__(self) -> None:
-        self.computed, self.reused = Counter[str](), Counter[str]()
-        self._kept: dict[str, Kept] = {}
-
-    def forget(self) -> None:
-        """Clear everything; a new generation begins."""
-        self._kept.clear()
-        self.computed.clear()
-        self.reused.clear()
-
-    def last(self, branch: str, step: int) -> Kept | None:
-        """The branch's last step; a step number that does not rise begins another generation."""
-        kept = self._kept.get(branch)
-        if kept is not None and step <= kept.step:
-            self._kept.clear()
-        return self._kept.get(branch)
-
-    def keep(self, branch: str, kept: Kept, *, reused: bool) -> None:
-        """Remember a branch's step, and count it."""
-        self._kept[branch] = kept
-        (self.reused if reused else self.computed)[branch] += 1
-
-
 class StepCache(CacheBackend):
     """Reuses what a branch computed while a request differs from it by less than a threshold.
 
     This is decided for each request of a batch by itself, so that its image is that of a run alone;
     the pass is skipped if no request needs it. K and V are neither read nor written.
+
+    Attributes:
+        computed: passes that were computed in this generation, by branch.
+        reused: passes that reused something.
     """
 
     threshold: float
@@ -73,7 +51,8 @@ class StepCache(CacheBackend):
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        self.memory = StepMemory()
+        self.computed, self.reused = Counter[str](), Counter[str]()
+        self._kept: dict[str, Kept] = {}
 
     def enable(self, pipeline: Any) -> None:
         """Hook into the pipeline's layers; see `CacheBackend.enable`."""
@@ -84,12 +63,14 @@ class StepCache(CacheBackend):
         """Run the layers, or reuse what some computed: a `LayersHook`."""
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
-        """Clear the memory; see `CacheBackend.refresh`."""
-        self.memory.forget()
+        """Forget all steps; see `CacheBackend.refresh`."""
+        self._kept.clear()
+        self.computed.clear()
+        self.reused.clear()
 
     def cached_steps(self, pipeline: Any) -> int:
         """Passes that reused something, of all branches; see `CacheBackend.cached_steps`."""
-        return sum(self.memory.reused.values())
+        return sum(self.reused.values())
 
     @abstractmethod
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
@@ -108,12 +89,15 @@ class StepCache(CacheBackend):
         base: Tensor | None = None,
     ) -> Tensor:
         """The value of `compute`, now or as kept; with a `base`, the difference to it is kept."""
-        last = self.memory.last(branch, step)
+        if branch in self._kept and step <= self._kept[branch].step:
+            self._kept.clear()  # another generation begins
+        last = self._kept.get(branch)
         if last is None:
             out = compute()
             value = out if base is None else out - base
             drift = torch.zeros(probe.shape[1:-1], device=probe.device)
-            self.memory.keep(branch, Kept(step, probe, value, drift), reused=False)
+            self._kept[branch] = Kept(step, probe, value, drift)
+            self.computed[branch] += 1
             return out
         drift = self._drift(last, probe)
         close = drift < self.threshold  # not so if there is a NaN
@@ -125,7 +109,8 @@ class StepCache(CacheBackend):
             out = torch.where(mask, out, new)
             value = torch.where(mask, value, new if base is None else new - base)
         drift, anchor = drift.where(close, drift.new_zeros(())), self._anchor(last, probe, mask)
-        self.memory.keep(branch, Kept(step, anchor, value, drift), reused=all_close)
+        self._kept[branch] = Kept(step, anchor, value, drift)
+        (self.reused if all_close else self.computed)[branch] += 1
         return out
 
 
