@@ -83,15 +83,14 @@ class ImageMaker(LoadedStage):
             self.begin_denoise(request_contexts, request_noise, params)
             for request_contexts, request_noise in zip(contexts, noise, strict=True)
         ]
-        params, hooks, clean = states[0].params, self.hooks, list[Tensor]()
+        on_clean = self.hooks.on_clean
         for done in range(1, params.num_steps + 1):
             pairs = list(zip(states, self.guided_flows(states), strict=True))
-            if hooks.on_clean is not None:
-                clean = [state.clean(flow) for state, flow in pairs]
+            clean = [state.clean(flow) for state, flow in pairs] if on_clean is not None else []
             for state, flow in pairs:
                 state.integrate(flow)
-            if hooks.on_clean is not None:
-                hooks.on_clean(done, clean)
+            if on_clean is not None:
+                on_clean(done, clean)
             if on_step is not None:
                 on_step(done, params.num_steps)
         return [self.latent(state) for state in states]
