@@ -2,7 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Errors alone are shown, each as a whole; `make V=1` shows the commands, too.
+ifndef V
+.SILENT:
+endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One more than -q: no warnings.
+export PIP_QUIET := 1
 # pip's option --no-compile, which a false value sets: thousands of files are compiled when they are imported.
 export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
@@ -278,6 +284,7 @@ clean:
 # compiler is busy meanwhile; then torch's modules are compiled, by a first import. ensurepip takes
 # longer than the pip that installs another.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*)
+	echo "$(VENV): torch and the compiled part, minutes the first time"
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt pip || $(BIN)/python -m ensurepip
 	$(BIN)/python -m pip install -q -c constraints.txt "setuptools>=77"

@@ -1,4 +1,4 @@
-"""Checks what changed since main: lint, types, the layout, and the tests of the changed files.
+"""Checks what changed since main in two minutes: lint, types, layout, tests of changed files.
 
     python .ci/check.py [REVISION]     REVISION in place of the point where this branch left main
 
@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST_TESTS = 12
 """Test files that run; more are named and left to `make test`."""
+SECONDS = 60
+"""A test that would begin later than this is skipped, and left to `make test`."""
 PAGES = ("tests/test_doc_blocks.py", "tests/test_doc_links.py", "tests/test_docs.py")
 
 
@@ -53,24 +55,33 @@ def tests_of(changed: list[str]) -> list[str]:
             named = [test for test in sources if Path(test).stem == f"test_{path.stem}"]
             using = [test for test, text in sources.items() if re.search(pattern, text)]
             chosen.update(dict.fromkeys(named + using))
-    return [*chosen, *(name for name in ["tests/test_layout.py"] if name in sources)]
+    return list(chosen)
+
+
+def steps_of(changed: list[str], tests: list[str]) -> list[list[str]]:
+    """Return the commands of the checks, as arguments of Python."""
+    python = [name for name in changed if name.endswith(".py")]
+    typed = [name for name in python if not name.startswith(("docs/", ".ci/"))]
+    steps = [["tests/layout.py"]]
+    if python:
+        steps += [["-m", "ruff", "check", *python], ["-m", "ruff", "format", "--check", *python]]
+    if typed:
+        steps.append(["-m", "mypy", *typed])
+    if tests:
+        chosen = ["-m", "not slow and not gpu", f"--seconds={SECONDS}", *tests]
+        steps.append(["-m", "pytest", "-q", "-n", "4", "--dist", "worksteal", *chosen])
+    return steps
 
 
 def main(argv: list[str]) -> int:
     """Run the checks; 1 if one of them failed."""
     changed = [name for name in changed_files(*argv) if (ROOT / name).exists()]
     tests, rest = (found := tests_of(changed))[:MOST_TESTS], found[MOST_TESTS:]
-    python = [name for name in changed if name.endswith(".py")]
-    typed = [name for name in python if not name.startswith(("docs/", ".ci/"))]
-    steps = [["ruff", "check", *python], ["ruff", "format", "--check", *python]] if python else []
-    steps += [["mypy", *typed]] if typed else []
-    steps.append(["pytest", "-q", "-n", "4", "-m", "not slow and not gpu", *tests])
     failed = []
-    for step in steps:
+    for step in steps_of(changed, tests):
         print("+", *step, flush=True)
-        program = [sys.executable, "-m", *step]
-        if subprocess.run(program, cwd=ROOT, check=False).returncode:
-            failed.append(step[0])
+        if subprocess.run([sys.executable, *step], cwd=ROOT, check=False).returncode:
+            failed.append(step[step[0] == "-m"])
     if rest:
         print(f"left to `make test`: {len(rest)} more files, {', '.join(rest[:3])}, …")
     print(f"failed: {', '.join(failed)}" if failed else f"{len(changed)} changed files are fine")

@@ -17,6 +17,8 @@ constexpr size_t kStage = 2048;
 // Pieces up to this size, such as a pool's blocks: the processor's prefetchers restart at each, and
 // know nothing of the next one. In longer pieces they do better alone.
 constexpr size_t kPiece = 64 << 10;
+// Rows up to this size are copied many in one call of the kernel.
+constexpr size_t kRow = 2048;
 // On the way into a view the source is contiguous: shorter pieces gain nothing there.
 constexpr size_t kPage = 4096;
 
@@ -43,45 +45,86 @@ uint32_t Mover::move(const Chunk &chunk, bool digest) {
 
 // Copy the four quarters of the chunk in parallel lanes.
 void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest) {
-    char *payload[kLanes], *view[kLanes];
-    const char *next[kLanes] = {};
-    for (int lane = 0; lane < kLanes; lane++) payload[lane] = chunk.payload + lane * lane_nbytes;
-    if (mode_ == Mode::scan) return kernel_.digest(payload, lane_nbytes, crcs);
-
-    const bool into_view = mode_ == Mode::scatter;
+    if (mode_ == Mode::scan) {
+        const char *payload[kLanes];
+        for (int lane = 0; lane < kLanes; lane++)
+            payload[lane] = chunk.payload + lane * lane_nbytes;
+        return kernel_.digest(payload, lane_nbytes, crcs);
+    }
     Cursor cursors[kLanes];
     for (int lane = 0; lane < kLanes; lane++)
         cursors[lane].seek(*chunk.view, chunk.position + lane * lane_nbytes);
-    alignas(kLine) char stages[kLanes][kStage];
+    const size_t run = chunk.view->run;
+    const size_t most = run % kLine || run > kRow ? 0 : Steps::kMost;
 
     for (size_t done = 0; done < lane_nbytes;) {
-        size_t n = shortest(cursors, lane_nbytes - done);
-        bool direct = n >= kDirect || n == lane_nbytes - done;
-        n = direct ? n / kLine * kLine : std::min(lane_nbytes - done, kStage);
-        bool staged[kLanes];
-        for (int lane = 0; lane < kLanes; lane++) {
-            Cursor &cursor = cursors[lane];
-            staged[lane] = cursor.left < n;
-            view[lane] = staged[lane] ? stages[lane] : cursor.at;
-            if (staged[lane] && !into_view) cursor.move<false>(stages[lane], n);
-        }
-        char **dst = into_view ? view : payload, **src = into_view ? payload : view;
-        bool ahead = direct && n >= (into_view ? kPage : kDirect) && n <= kPiece;
-        for (int lane = 0; ahead && lane < kLanes; lane++)
-            next[lane] = into_view || staged[lane] ? src[lane] + n : cursors[lane].behind(n);
-        bool stream = stream_ && (direct || !into_view) && aligned(dst);
-        auto copy = digest ? (stream ? kernel_.stream_digest : kernel_.copy_digest)
-                           : (stream ? kernel_.stream : kernel_.copy);
-        copy(dst, src, n, crcs, ahead ? next : nullptr);
-        for (int lane = 0; lane < kLanes; lane++) {
-            if (!staged[lane])
-                cursors[lane].advance(n);
-            else if (into_view)
-                cursors[lane].move<true>(stages[lane], n);
-            payload[lane] += n;
-        }
-        done += n;
+        char *payload[kLanes];
+        for (int lane = 0; lane < kLanes; lane++)
+            payload[lane] = chunk.payload + lane * lane_nbytes + done;
+        size_t rows = std::min(most, (lane_nbytes - done) / run);
+        for (int lane = 0; rows > 1 && lane < kLanes; lane++) rows = cursors[lane].rows(rows);
+        if (rows > 1)
+            done += copy_rows(cursors, *chunk.view, rows, payload, crcs, digest);
+        else
+            done += copy_piece(cursors, lane_nbytes - done, payload, crcs, digest);
     }
+}
+
+// Copy so many rows in each lane; return their bytes.
+size_t Mover::copy_rows(Cursor *cursors, const View &view, size_t rows, char *const *payload,
+                        uint32_t *crcs, bool digest) {
+    const bool into_view = mode_ == Mode::scatter;
+    char *here[kLanes];
+    const char *next[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) {
+        here[lane] = cursors[lane].at;
+        cursors[lane].skip(rows);
+        next[lane] = cursors[lane].at ? cursors[lane].at : here[lane];
+    }
+    steps_.plan_rows(view, rows, into_view, kernel_.jumps);
+    Dst dst = into_view ? here : payload, src = into_view ? payload : here;
+    copy(dst, src, crcs, digest, aligned(dst), into_view ? nullptr : next);
+    return rows * view.run;
+}
+
+// Copy a piece of the view in each lane, or through a stage what is shorter; return its bytes.
+size_t Mover::copy_piece(Cursor *cursors, size_t left, char *const *payload, uint32_t *crcs,
+                         bool digest) {
+    const bool into_view = mode_ == Mode::scatter;
+    alignas(kLine) char stages[kLanes][kStage];
+    size_t n = shortest(cursors, left);
+    const bool direct = n >= kDirect || n == left;
+    n = direct ? n / kLine * kLine : std::min(left, kStage);
+    bool staged[kLanes];
+    char *view[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) {
+        Cursor &cursor = cursors[lane];
+        staged[lane] = cursor.left < n;
+        view[lane] = staged[lane] ? stages[lane] : cursor.at;
+        if (staged[lane] && !into_view) cursor.move<false>(stages[lane], n);
+    }
+    Dst dst = into_view ? view : payload, src = into_view ? payload : view;
+    const bool ahead = direct && n >= (into_view ? kPage : kDirect) && n <= kPiece;
+    const char *next[kLanes];
+    for (int lane = 0; ahead && lane < kLanes; lane++)
+        next[lane] = into_view || staged[lane] ? src[lane] + n : cursors[lane].behind(n);
+    steps_.plan_piece(n);
+    copy(dst, src, crcs, digest, (direct || !into_view) && aligned(dst), ahead ? next : nullptr);
+    for (int lane = 0; lane < kLanes; lane++) {
+        if (!staged[lane])
+            cursors[lane].advance(n);
+        else if (into_view)
+            cursors[lane].move<true>(stages[lane], n);
+    }
+    return n;
+}
+
+// Copy what is planned in all lanes.
+void Mover::copy(Dst dst, Src src, uint32_t *crcs, bool digest, bool aligned, Src next) {
+    bool stream = stream_ && aligned && steps_.are_lines();
+    auto kernel = digest ? (stream ? kernel_.stream_digest : kernel_.copy_digest)
+                         : (stream ? kernel_.stream : kernel_.copy);
+    kernel(dst, src, steps_.begin(), steps_.count(), crcs, next);
 }
 
 // Copy what four lanes of whole cache lines leave over: less than five lines.

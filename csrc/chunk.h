@@ -3,9 +3,12 @@
 #pragma once
 
 #include "kernel.h"
+#include "steps.h"
 #include "view.h"
 
 namespace kvl {
+
+class Cursor;
 
 // Gather: from a view; scatter: into a view; scan: digests only.
 enum class Mode { gather, scatter, scan };
@@ -28,12 +31,18 @@ class Mover {
 
   private:
     void lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest);
+    size_t copy_rows(Cursor *cursors, const View &view, size_t rows, char *const *payload,
+                     uint32_t *crcs, bool digest);
+    size_t copy_piece(Cursor *cursors, size_t left, char *const *payload, uint32_t *crcs,
+                      bool digest);
+    void copy(Dst dst, Src src, uint32_t *crcs, bool digest, bool aligned, Src next);
     uint32_t rest(const Chunk &chunk, size_t done, uint32_t crc, bool digest);
     uint32_t join(const uint32_t *crcs, size_t lane_nbytes);
 
     Mode mode_;
     bool stream_;
     const Kernel &kernel_;
+    Steps steps_;
     size_t shift_nbytes_ = 0;  // that shift_ was computed for; most chunks have the same size
     uint32_t shift_ = 0;
 };

@@ -6,12 +6,13 @@
 namespace kvl {
 namespace {
 
-constexpr uint32_t kPoly = 0x82F63B78;  // Castagnoli, bits reflected
-constexpr uint32_t kOne = 1u << 31;     // the polynomial 1, in reflected order
+constexpr uint32_t kPoly = 0x82F63B78;              // Castagnoli, bits reflected
+constexpr uint32_t kOne = 1u << 31;                 // the polynomial 1, in reflected order
+constexpr int64_t kOrder = (int64_t(1) << 31) - 1;  // x to this power is 1
 
 struct Tables {
     uint32_t bytes[8][256];  // bytes[k][b]: the CRC of byte b followed by k zero bytes
-    uint32_t powers[64];     // powers[k]: x to the 2^k
+    uint32_t powers[31];     // powers[k]: x to the 2^k
     Tables() {
         for (uint32_t byte = 0; byte < 256; byte++) {
             uint32_t crc = byte;
@@ -24,7 +25,7 @@ struct Tables {
                 bytes[k][byte] = (before >> 8) ^ bytes[0][before & 255];
             }
         powers[0] = kOne >> 1;
-        for (int k = 1; k < 64; k++) powers[k] = crc_multiply(powers[k - 1], powers[k - 1]);
+        for (int k = 1; k < 31; k++) powers[k] = crc_multiply(powers[k - 1], powers[k - 1]);
     }
 };
 
@@ -44,13 +45,16 @@ uint32_t crc_multiply(uint32_t a, uint32_t b) {
     return product;
 }
 
-uint32_t crc_shift(size_t n) {
+uint32_t crc_power(int64_t bits) {
     const Tables &t = tables();
-    uint32_t shift = kOne;
-    for (int k = 3; n; n >>= 1, k++)  // from the third power on: a byte has eight bits
-        if (n & 1) shift = crc_multiply(t.powers[k], shift);
-    return shift;
+    uint32_t power = kOne;
+    uint64_t n = uint64_t((bits % kOrder + kOrder) % kOrder);
+    for (int k = 0; n; n >>= 1, k++)
+        if (n & 1) power = crc_multiply(t.powers[k], power);
+    return power;
 }
+
+uint32_t crc_shift(size_t n) { return crc_power(8 * int64_t(n)); }
 
 uint32_t crc_portable(uint32_t crc, const void *data, size_t n) {
     const auto &t = tables().bytes;

@@ -34,6 +34,35 @@ class Cursor {
         if (!left) next();
     }
 
+    // The rows, pieces of the same length, that lie from here on at the view's own distances
+    // without its index: `most` or fewer; 0 amid a piece.
+    size_t rows(size_t most) const {
+        if (left != view_->run) return 0;
+        size_t count = 1;
+        for (int d = view_->dims - 1; d >= (view_->index ? 1 : 0); d--) {
+            size_t entries = view_->sizes[d] - entry_[d];
+            if (entry_[d] || count * entries > most)
+                return count * std::max<size_t>(1, std::min(entries, most / count));
+            count *= entries;
+        }
+        return count;
+    }
+
+    // Advance over so many rows.
+    void skip(size_t count) {
+        size_t more = count - 1;
+        int d = view_->dims - 1;
+        for (; more; d--) {
+            size_t entry = entry_[d] + more;
+            entry_[d] = entry % view_->sizes[d];
+            more = entry / view_->sizes[d];
+        }
+        for (d++; d < view_->dims; d++)
+            start_[d] =
+                (d ? start_[d - 1] : view_->origin) + ptrdiff_t(entry_[d]) * view_->strides[d];
+        next();
+    }
+
     // Where the bytes lie that follow the next n, which are the piece's rest or a part of it.
     const char *behind(size_t n) const {
         if (n < left) return at + n;

@@ -9,15 +9,19 @@
 namespace kvl {
 namespace {
 
-constexpr size_t kStep = 4096;  // copied, then hashed while it is in the first-level cache
+constexpr size_t kBlock = 4096;  // copied, then hashed while it is in the first-level cache
 
 template <bool kDigest>
-void copy(Dst dst, Src src, size_t n, uint32_t *crcs, Src) {
+void copy(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src) {
     for (int lane = 0; lane < kLanes; lane++)
-        for (size_t at = 0; at < n; at += kStep) {
-            size_t step = n - at < kStep ? n - at : kStep;
-            memcpy(dst[lane] + at, src[lane] + at, step);
-            if (kDigest) crcs[lane] = crc_portable(crcs[lane], dst[lane] + at, step);
+        for (const Step *step = steps; step < steps + count; step++) {
+            char *to = dst[lane] + step->to;
+            const char *from = src[lane] + step->from;
+            for (size_t at = 0; at < step->nbytes; at += kBlock) {
+                size_t n = step->nbytes - at < kBlock ? step->nbytes - at : kBlock;
+                memcpy(to + at, from + at, n);
+                if (kDigest) crcs[lane] = crc_portable(crcs[lane], to + at, n);
+            }
         }
 }
 
@@ -53,7 +57,8 @@ std::atomic<const Kernel *> current{nullptr};
 }  // namespace
 
 const Kernel kPortable = {
-    "portable", copy<false>, copy<true>, copy<false>, copy<true>, digest, crc_portable, fence,
+    "portable", copy<false>, copy<true>,   copy<false>, copy<true>,
+    false,      digest,      crc_portable, fence,
 };
 
 #if !defined(__x86_64__) && !defined(__AARCH64EL__)

@@ -16,19 +16,34 @@ constexpr size_t kLine = 64;
 using Dst = char *const *;
 using Src = const char *const *;
 
-// How far to prefetch ahead in a piece of n bytes: enough to hide the memory's latency, but no byte
-// behind the next piece.
-inline size_t distance(size_t n) { return n < 1024 ? n : n < 4096 ? 1024 : 2048; }
+// Factors that carry a CRC over a gap between two steps, which may be negative: powers of x.
+struct Gap {
+    uint32_t folded[2];  // by a line and the gap, in the order of the carry-less multiplication
+    uint32_t crc;        // by the gap alone, for a multiplication and a CRC instruction
+};
+
+// A run of bytes that every lane copies, by its distance from the lane's addresses.
+struct Step {
+    ptrdiff_t from, to;
+    // What to prefetch meanwhile: as many bytes from there on, of the lane's source or, with
+    // `behind`, of `next`.
+    ptrdiff_t ahead;
+    uint32_t nbytes;  // a multiple of kLine
+    bool behind;
+    bool jumps;  // whether there is a gap in the payload between it and the step before
+    Gap gap;
+};
 
 struct Kernel {
     const char *name;
-    // Copy n bytes (a multiple of kLine) in each lane, and continue each lane's CRC. With `next`,
-    // the address where each lane goes on to read, prefetch `distance(n)` bytes ahead. The stream
-    // variants require destinations aligned to kLine.
-    void (*copy)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
-    void (*copy_digest)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
-    void (*stream)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
-    void (*stream_digest)(Dst dst, Src src, size_t n, uint32_t *crcs, Src next);
+    // Copy the steps in each lane, and continue each lane's CRC over them. With `next`, the address
+    // where each lane goes on to read, prefetch. The stream variants require destinations aligned
+    // to kLine.
+    using Copy = void (*)(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs,
+                          Src next);
+    Copy copy, copy_digest, stream, stream_digest;
+    // Whether it carries CRCs over gaps: else steps come in the payload's order.
+    bool jumps;
     // The CRCs alone.
     void (*digest)(Src src, size_t n, uint32_t *crcs);
     // One CRC over any number of bytes.

@@ -44,23 +44,24 @@ inline __attribute__((always_inline)) void stream_line(char *to, const uint8x16x
 }
 
 template <bool kStream, bool kDigest>
-KVL_CRC void lanes(Dst dst, Src src, size_t n, uint32_t *crcs, Src) {
-    char *to[kLanes];
-    const char *from[kLanes];
+KVL_CRC void lanes(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src) {
     uint32_t crc[kLanes] = {};
-    for (int lane = 0; lane < kLanes; lane++) {
-        to[lane] = dst[lane], from[lane] = src[lane];
-        if (kDigest) crc[lane] = crcs[lane];
-    }
-    for (size_t at = 0; at < n; at += kLine) {
-        for (int lane = 0; lane < kLanes; lane++) {
-            uint8x16x4_t line = vld1q_u8_x4(reinterpret_cast<const uint8_t *>(from[lane] + at));
-            if (kStream)
-                stream_line(to[lane] + at, line);
-            else
-                vst1q_u8_x4(reinterpret_cast<uint8_t *>(to[lane] + at), line);
+    for (int lane = 0; lane < kLanes && kDigest; lane++) crc[lane] = crcs[lane];
+    for (const Step *step = steps; step < steps + count; step++) {
+        char *to[kLanes];
+        const char *from[kLanes];
+        for (int lane = 0; lane < kLanes; lane++)
+            to[lane] = dst[lane] + step->to, from[lane] = src[lane] + step->from;
+        for (size_t at = 0; at < step->nbytes; at += kLine) {
+            for (int lane = 0; lane < kLanes; lane++) {
+                uint8x16x4_t line = vld1q_u8_x4(reinterpret_cast<const uint8_t *>(from[lane] + at));
+                if (kStream)
+                    stream_line(to[lane] + at, line);
+                else
+                    vst1q_u8_x4(reinterpret_cast<uint8_t *>(to[lane] + at), line);
+            }
+            if (kDigest) crc_line(from, at, crc);
         }
-        if (kDigest) crc_line(from, at, crc);
     }
     if (kDigest)
         for (int lane = 0; lane < kLanes; lane++) crcs[lane] = crc[lane];
@@ -91,6 +92,7 @@ const Kernel kNeon = {
     lanes<false, true>,
     lanes<true, false>,
     lanes<true, true>,
+    false,
     digest,
     crc_of,
     fence,

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -49,7 +48,7 @@ class Stages:
     """Both stages as processes, which load their weights before they get orders."""
 
     def __init__(self, args: argparse.Namespace):
-        self._ends = link_ends(args)
+        self._ends, self._is_random = link_ends(args), args.is_random
         self._events, write_end = os.pipe()
         self._stages = {stage: start_stage(args, stage, write_end) for stage in ("ar", "dit")}
         os.close(write_end)
@@ -74,7 +73,7 @@ class Stages:
                 event = json.loads(line)
                 if event["event"] == "serving":  # only now is it known at which port
                     order(dit, {**self._ends["dit"], "url": event["url"]}, requests)
-                show(event)
+                show(event, is_random=self._is_random)
         return {name: stage.returncode for name, stage in self._stages.items() if stage.wait() != 0}
 
 
@@ -106,22 +105,16 @@ def start_stage(args: argparse.Namespace, stage: str, output: int) -> subprocess
 
 def link_ends(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """What the AR stage serves with, and the DiT stage connects with."""
-    ends = {"ar": {"url": args.connector}, "dit": {}}
+    ends = {"ar": {"url": args.url}, "dit": {}}
     if args.keys:
         keys = Path(args.keys)
-        if not keys.is_dir() or not any(keys.iterdir()):
-            make_keys(keys)
-        ends["ar"].update(keys=str(keys / "ar.secret"), peers=str(keys / "guests"))
-        ends["dit"].update(keys=str(keys / "dit.secret"), peers=str(keys / "ar.public"))
+        for name in ("producer", "consumer"):
+            if not (keys / f"{name}.secret").exists():
+                generate(args.keys, name)  # as `kvlink keygen DIRECTORY NAME` does
+        # Whose public key lies in the directory may connect.
+        ends["ar"].update(keys=str(keys / "producer.secret"), peers=args.keys)
+        ends["dit"].update(keys=str(keys / "consumer.secret"), peers=str(keys / "producer.public"))
     return ends
-
-
-def make_keys(directory: Path) -> None:
-    """As `kvlink-bench keygen` does; whose key lies in `guests`, the AR stage lets in."""
-    generate(str(directory), "ar")
-    _, public = generate(str(directory), "dit")
-    (directory / "guests").mkdir()
-    shutil.copy(public, directory / "guests")
 
 
 def order(stage: subprocess.Popen[str], end: dict[str, str], requests: list[Request]) -> None:
@@ -138,7 +131,7 @@ def orders() -> tuple[dict[str, Any], list[Request]]:
     return end, [Request(**request) for request in requests]
 
 
-def show(event: dict[str, Any]) -> None:
+def show(event: dict[str, Any], *, is_random: bool) -> None:
     kind = event["event"]
     if kind == "step":
         if sys.stdout.isatty():
@@ -150,13 +143,21 @@ def show(event: dict[str, Any]) -> None:
         return
     if kind == "answered":
         print(f"AR   {event['request']}: {event['question']}")
-        print(f"     {event['tokens']} tokens in {event['answer_ms']:.0f} ms: {event['text']!a}\n")
+        ids = event["token_ids"]
+        print(f"     {len(ids)} tokens in {event['answer_ms']:.0f} ms: {event['text']!a}")
+        if is_random:
+            print(f"     token ids: {' '.join(map(str, ids))}")
+        print()
         return
     ledger = event["ledger"]
     phases = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in ledger["seconds"].items())
+    copies = "copy" if ledger["copies"] == 1 else "copies"
+    if kind == "warmed up":
+        print(f"AR   first use of the link, which maps its memory: {ledger['nbytes']:,} bytes")
+        print(f"     ms: {phases}\n")
+        return
     if kind == "put":
         tokens = ", ".join(f"{name} {count}" for name, count in event["tokens"].items())
-        copies = "copy" if ledger["copies"] == 1 else "copies"
         print(f"AR   {event['request']}: prefill {event['prefill_ms']:.1f} ms; tokens: {tokens}")
         print(
             f"     sent {ledger['nbytes']:,} bytes with {ledger['copies']} {copies}; "
@@ -167,7 +168,7 @@ def show(event: dict[str, Any]) -> None:
         end = "\r" + " " * 60 + "\r" if sys.stdout.isatty() else ""
         parts = f"in {event['layers']} layers " if event["layers"] else ""
         print(f"{end}DiT  {event['request']}: received {parts}", end="")
-        print(f"with {ledger['copies']} copies, generated in {event['render_ms']:.0f} ms")
+        print(f"with {ledger['copies']} {copies}, generated in {event['render_ms']:.0f} ms")
         print(f"     previews: {event['previews']}")
     print(f"     ms: {phases}\n")
 

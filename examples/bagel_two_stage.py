@@ -8,7 +8,7 @@ is compared with a run in a single process; the exit status says whether all of 
     python examples/bagel_two_stage.py --checkpoint DIR     # published weights
     python examples/bagel_two_stage.py --in-place           # prefill in the link's memory: 0 copies
     python examples/bagel_two_stage.py --stream             # sent and received layer by layer
-    python examples/bagel_two_stage.py --connector zmq+tcp://127.0.0.1:0 --keys keys  # encrypted
+    python examples/bagel_two_stage.py --url zmq+tcp://127.0.0.1:0 --keys keys  # encrypted
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from omni_kvlink import (
     KVCacheBundle,
     KVCacheTransferData,
     KVLink,
+    KVLinkError,
     KVProducer,
     Receipt,
     Received,
     ReceivedStream,
     SchemaError,
+    TensorTransferData,
 )
 from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.models.bagel import (
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_ANSWER = 24  # tokens
+WARM_UP = "warm-up"
 PREVIEWS = 6  # in a strip, at most
 
 
@@ -80,6 +83,7 @@ def run_ar(args: argparse.Namespace) -> None:
     end, requests = orders()
     with KVLink.serve(**end) as link:
         report("serving", url=link.url)
+        warm_up(args, link)
         receipts, refused = [], []
         for request in requests:
             try:
@@ -94,6 +98,15 @@ def run_ar(args: argparse.Namespace) -> None:
             receipt.wait(timeout=args.timeout)
     if refused:
         sys.exit("\n".join(refused))
+
+
+def warm_up(args: argparse.Namespace, link: KVProducer) -> None:
+    """Send a payload before the requests: a link maps its memory at its first use."""
+    receipt = link.put(
+        TensorTransferData(WARM_UP, {"rows": torch.zeros(5, 1024)}), timeout=args.timeout
+    )
+    receipt.wait(timeout=args.timeout)
+    report("warmed up", ledger=dataclasses.asdict(receipt.ledger))
 
 
 def send(
@@ -131,7 +144,7 @@ def answer(args: argparse.Namespace, pipeline: BagelPipeline, request: Request) 
         request=request.request_id,
         question=request.question,
         text=found.text,
-        tokens=len(found.token_ids),
+        token_ids=found.token_ids,
         answer_ms=1e3 * (time.perf_counter() - start),
     )
 
@@ -186,6 +199,7 @@ def run_dit(args: argparse.Namespace) -> None:
     pipeline = load(args, "dit")
     end, requests = orders()  # not before the AR stage serves
     with KVLink.connect(**end, timeout=args.timeout) as link:
+        link.get(WARM_UP, timeout=args.timeout).release()
         for request in requests:
             received: Received | ReceivedStream
             if args.stream:
@@ -294,15 +308,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         args.scratch, args.is_random = scratch, not args.checkpoint
         args.checkpoint = args.checkpoint or str(make_tiny_checkpoint(Path(scratch) / "tiny"))
-        return direct(args)
+        try:
+            return direct(args)
+        except KVLinkError as error:
+            sys.exit(str(error))
 
 
 def direct(args: argparse.Namespace) -> int:
     weights = "random tiny weights" if args.is_random else args.checkpoint
-    print(f"BAGEL from {weights}, {args.dtype}, two processes over {args.connector}")
+    print(f"BAGEL from {weights}, {args.dtype}, two processes over {args.url}")
     if args.is_random:
         print("Pictures are noise and answers are meaningless: what counts is that two processes")
-        print("compute the same as one. The first transfer of a link maps its memory (reserve).")
+        print("compute the same as one.")
     print()
     alone = SingleProcess(args)
     with Stages(args) as stages, ThreadPoolExecutor(1) as beside:
@@ -354,9 +371,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", default="", help="a BAGEL checkpoint; tiny and random if none"
     )
-    parser.add_argument("--connector", default="shm://bagel-demo", help="the link's URL")
     parser.add_argument(
-        "--keys", default="", help="encrypt; keys are made in this directory if empty"
+        "--url", "--connector", default="shm://bagel-demo", help="the link's URL", metavar="URL"
+    )
+    parser.add_argument(
+        "--keys",
+        default="",
+        help="encrypt, by the pairs producer and consumer of this directory; made if missing",
     )
     parser.add_argument("--prefix-ar", default="", help="command to start the AR stage by")
     parser.add_argument("--prefix-dit", default="", help="... as in 'ip netns exec NAME'")

@@ -138,8 +138,8 @@ def decode(seed: int, params: dict[str, Any] | None) -> tuple[list[int], list[fl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--connector", default=f"shm://epd-{os.getpid()}", metavar="URL")
-    url = parser.parse_args().connector
+    parser.add_argument("--url", "--connector", default=f"shm://epd-{os.getpid()}", metavar="URL")
+    url = parser.parse_args().url
     spawn = multiprocessing.get_context("spawn")
     # "fail": the language model's engine must not encode what it was to load.
     reads = {"peers": [url], "load_failure_policy": "fail"}

@@ -6,8 +6,8 @@ and every bit of every logit is compared with a single process; the exit status 
 equal.
 
     python examples/pd_transformers.py                                  # one prompt, 32 tokens
-    python examples/pd_transformers.py --connector zmq+tcp://127.0.0.1:0
-    python examples/pd_transformers.py --connector 'ucx://127.0.0.1:0?trusted_network=1'
+    python examples/pd_transformers.py --url zmq+tcp://127.0.0.1:0
+    python examples/pd_transformers.py --url 'ucx://127.0.0.1:0?trusted_network=1'
     python examples/pd_transformers.py --prompts 200 --producers 2 --consumers 2 --steps 8
 """
 
@@ -42,7 +42,7 @@ def main() -> int:
         return 0
     print(
         f"Qwen2 of random weights, {args.dtype}: {args.prompts} prompts, {args.producers} "
-        f"producers, {args.consumers} consumers over {args.connector}\n"
+        f"producers, {args.consumers} consumers over {args.url}\n"
     )
     with tempfile.TemporaryDirectory() as scratch:
         args.scratch = scratch
@@ -53,19 +53,19 @@ def main() -> int:
 def run_stage(args: argparse.Namespace) -> None:
     engine, prompts = Engine(args.dtype), make_prompts(args.prompts)
     if args.stage.startswith("P"):
-        run_producer(engine, args.connector, prompts, int(args.budget * 2**20))
+        run_producer(engine, args.url, prompts, int(args.budget * 2**20))
     else:
         scratch = Path(args.scratch)
-        run_consumer(engine, args.connector, prompts, args.steps, args.timeout, scratch)
+        run_consumer(engine, args.url, prompts, args.steps, args.timeout, scratch)
 
 
 class Stage:
     """A stage's process, and the messages to and from it."""
 
     def __init__(self, args: argparse.Namespace, name: str):
-        is_tcp = args.connector.partition("?")[0].endswith(":0")
-        url = args.connector if is_tcp else f"{args.connector}-{name}"
-        own = {"stage": name, "connector": url}
+        is_tcp = args.url.partition("?")[0].endswith(":0")
+        url = args.url if is_tcp else f"{args.url}-{name}"
+        own = {"stage": name, "url": url}
         options = {name: value for name, value in {**vars(args), **own}.items() if value}
         arguments = [
             argument for name, value in options.items() for argument in (f"--{name}", str(value))
@@ -200,7 +200,9 @@ def report(args: argparse.Namespace, done: dict[int, Facts], stores: list[Facts]
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--connector", default="shm://pd", help="URL that the links' are made of")
+    parser.add_argument(
+        "--url", "--connector", default="shm://pd", help="URL that the links' are made of"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompts", default=1, type=int)
     parser.add_argument("--producers", default=1, type=int)

@@ -142,7 +142,7 @@ def verdict(length: int, load: str, fetched: Ending, hit: Ending) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--connector", default=f"shm://pd-{os.getpid()}", metavar="URL")
+    parser.add_argument("--url", "--connector", default=f"shm://pd-{os.getpid()}", metavar="URL")
     parser.add_argument("--load", default="sync", choices=["sync", "async"])
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
@@ -151,7 +151,7 @@ def main() -> int:
         links, stages = [], []
         for target, more in ((prefill, ()), (decode, (options.load,))):
             mine, theirs = spawn.Pipe()
-            arguments = (theirs, model, options.connector, *more)
+            arguments = (theirs, model, options.url, *more)
             stages.append(spawn.Process(target=target, args=arguments, daemon=True))
             stages[-1].start()
             theirs.close()  # then a stage that dies is heard of

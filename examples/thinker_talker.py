@@ -7,8 +7,8 @@ are compared, bit by bit, with what the model's own `generate` makes in one proc
 says whether all are equal. out/thinker_talker.svg shows when each step ran.
 
     python examples/thinker_talker.py                                  # 4 requests at once
-    python examples/thinker_talker.py --connector zmq+tcp://127.0.0.1:0
-    python examples/thinker_talker.py --connector 'ucx://127.0.0.1:0?trusted_network=1'
+    python examples/thinker_talker.py --url zmq+tcp://127.0.0.1:0
+    python examples/thinker_talker.py --url 'ucx://127.0.0.1:0?trusted_network=1'
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # the same number everywhere, for the same sums
     model, requests = omni_model.make_model(), omni_model.make_requests(args.requests)
-    print(f"Qwen2.5-Omni of random weights: {args.requests} requests over {args.connector}\n")
-    thoughts, spoken = run_both(model, requests, args.connector)
+    print(f"Qwen2.5-Omni of random weights: {args.requests} requests over {args.url}\n")
+    thoughts, spoken = run_both(model, requests, args.url)
     report(requests, thoughts, spoken)
     draw(args.out, thoughts, spoken)
     return 0 if verdict(model, requests, thoughts, spoken) else 1
@@ -118,7 +118,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = f"shm://thinker-talker-{os.getpid()}"
-    parser.add_argument("--connector", default=default, help="the link's URL")
+    parser.add_argument("--url", "--connector", default=default, help="the link's URL")
     parser.add_argument("--requests", default=4, type=int, help="requests at once")
     parser.add_argument("--out", default=Path("out"), type=Path, help="directory of the picture")
     return parser.parse_args()

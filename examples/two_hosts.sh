@@ -60,7 +60,7 @@ done
 
 echo "two hosts: AR $ar_host, DiT $dit_host"
 # In the background: bash handles signals only while it waits.
-TMPDIR=$scratch "$python" "$root/examples/bagel_two_stage.py" --connector "$url" \
+TMPDIR=$scratch "$python" "$root/examples/bagel_two_stage.py" --url "$url" \
     --keys "$scratch/keys" --prefix-ar "ip netns exec $ar" --prefix-dit "ip netns exec $dit" "$@" &
 demo=$!
 status=0

@@ -33,8 +33,14 @@ with contextlib.suppress(ImportError):  # the environments of the hosts do not h
         "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("tests")
+_began = time.monotonic()
 _numbers = itertools.count()
 _failed = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "skip the tests that would begin later, as `make check` does"
+    parser.addoption("--seconds", type=float, default=float("inf"), help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="kvl-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()  # not in the process that only distributes tests
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:  # a worker has none
+        session.config.pluginmanager.register(Failures(terminal))
 
 
 def pytest_unconfigure() -> None:
@@ -62,6 +74,26 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.excinfo is not None:
         item.stash[_failed] = True
     return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - _began > item.config.getoption("--seconds"):
+        pytest.skip("left to `make test`")
+
+
+class Failures:
+    """Names each failure when it happens, below the dots; the traceback comes at the end."""
+
+    def __init__(self, terminal: Any):
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = str(crash.message if crash else report.longrepr).partition("\n")[0]
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"FAILED {report.nodeid} ({report.when}): {reason}", red=True)
 
 
 @pytest.fixture(autouse=True)

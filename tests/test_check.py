@@ -38,12 +38,25 @@ def check() -> Any:
 def test_a_changed_file_has_its_tests(check: Any, changed: str, test: str) -> None:
     found = check["tests_of"]([changed])
     assert test in found
-    assert "tests/test_layout.py" in found
     assert len(found) < 60
 
 
 def test_a_changed_test_comes_first(check: Any) -> None:
     assert check["tests_of"](["docs/sending.md", "tests/test_check.py"])[0] == "tests/test_check.py"
+
+
+def test_the_layout_is_checked_whatever_changed(check: Any) -> None:
+    assert check["steps_of"]([], []) == [["tests/layout.py"]]
+    steps = check["steps_of"](["docs/conf.py", "omni_kvlink/errors.py"], ["tests/test_errors.py"])
+    assert [step[step[0] == "-m"] for step in steps] == [
+        "tests/layout.py",
+        "ruff",
+        "ruff",
+        "mypy",
+        "pytest",
+    ]
+    assert "docs/conf.py" in steps[1]
+    assert "docs/conf.py" not in steps[3]
 
 
 def test_what_make_help_lists_is_there() -> None:

@@ -93,6 +93,7 @@ def test_the_check_names_the_problem(project: Path, mutant: dict[str, str], text
     assert done.returncode == 1
 
 
+@pytest.mark.slow  # `make mutants-check` is the same
 def test_the_list_of_this_project_is_applicable() -> None:
     command = [sys.executable, str(SCRIPT), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)

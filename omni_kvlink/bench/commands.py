@@ -29,13 +29,14 @@ from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.format import MAX_LAYERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 COPIERS = ("auto", "native", "pinned", "torch")
 RENAMED = {
     "keygen": "has moved; use kvlink keygen DIRECTORY NAME",  # until 0.3
     "growing": "is now append-stream; use kvlink-bench append-stream",
+    "first": "has moved; use python benchmarks/first_transfer.py of a checkout",
 }
 """Subcommands of former versions, and what to use."""
 _COPIES = 3
@@ -57,23 +58,37 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def perform(arguments: argparse.Namespace) -> int:
-    """Measure, print the report, and write the document; return the exit status."""
+    """Measure what a command line of `kvlink-bench` says; return the exit status."""
+    kind = COMMANDS[arguments.command]
+
+    def measure(setup: Any, progress: Any) -> Any:
+        return import_module(f"omni_kvlink.bench.{kind.module}").measure(setup, progress)
+
+    return run_setup(f"kvlink-bench {arguments.command}", kind, measure, arguments)
+
+
+def run_setup(
+    command: str, kind: type[Any], measure: Callable[..., Any], arguments: argparse.Namespace
+) -> int:
+    """Measure, print the report, and write the document; return the exit status.
+
+    `measure(setup, progress)` measures a setup of this kind, and returns its result.
+    """
     is_quiet = arguments.json == "-"
-    setup = _setup(COMMANDS[arguments.command], vars(arguments))
+    setup = _setup(kind, vars(arguments))
     report.check_json(arguments.json)
-    module = import_module(f"omni_kvlink.bench.{setup.module}")
     machine = import_module("omni_kvlink.bench.machine")
     with interruptible():
-        result = module.measure(setup, functools.partial(report.progress, quiet=is_quiet))
+        result = measure(setup, functools.partial(report.progress, quiet=is_quiet))
     description = machine.describe()
     if not is_quiet:
         about = report.wrapped("machine", machine.one_line(description))
-        show("\n".join((f"kvlink-bench {arguments.command}", about, result.text())))
+        show("\n".join((command, about, result.text())))
         report.draw(*result.drawn)
     if arguments.json:
         parts = (dataclasses.asdict(setup), result.to_dict())
         with held():
-            report.write_json(arguments.json, arguments.command, description, *parts)
+            report.write_json(arguments.json, command.rpartition(" ")[2], description, *parts)
     return 1 if result.failed else 0
 
 
@@ -114,12 +129,12 @@ def make_parser() -> Parser:
             epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {setup.example}"),
             usage=f"kvlink-bench {name} [OPTION ...]",
         )
-        _add_options(subparser, setup)
+        add_options(subparser, setup)
     return parser
 
 
-def _add_options(parser: Parser, setup: type[Any]) -> None:
-    """Add the options of a command, in the order in which `--help` lists them."""
+def add_options(parser: Parser, setup: type[Any]) -> None:
+    """Add the options of a setup's fields, in the order in which `--help` lists them."""
     by_name = {field.name: field for field in dataclasses.fields(setup)}
     if "shape" in by_name:
         _add_payload(parser, setup.presets)
@@ -167,7 +182,10 @@ def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
 
 def _add_link(parser: Parser) -> None:
     add = parser.group("link").add_argument
-    connectors = f"how the two processes are connected: {', '.join(_schemes())} (default: shm)"
+    connectors = (
+        f"how the two processes are connected: {', '.join(_schemes())} (default: shm); "
+        "zmq+tcp without encryption, ucx with trusted_network=1, both on loopback"
+    )
     add("--connector", default="shm", choices=_schemes(), metavar="NAME", help=connectors)
     url = "the link's whole URL, with address and options, instead of --connector"
     add("--url", default=argparse.SUPPRESS, type=_link_url, help=url)

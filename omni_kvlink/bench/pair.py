@@ -140,6 +140,6 @@ def _fresh_address(connector: str) -> str:
     name = f"bench-{os.getpid()}-{os.urandom(3).hex()}"
     return {
         "zmq+tcp": "127.0.0.1:0?insecure=1",  # ZMQ alone, without encryption
-        "ucx": "127.0.0.1:0",
+        "ucx": "127.0.0.1:0?trusted_network=1",  # meanwhile this machine's users are trusted
         "zmq+ipc": f"{tempfile.gettempdir()}/kvlink-{os.geteuid()}/{name}.sock",
     }.get(connector, name)

@@ -257,24 +257,6 @@ class ManySetup(SmallSetup):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstSetup(LinkSetup):
-    """The setup of `first`: `rounds` links of each kind, in turn."""
-
-    about: ClassVar = (
-        "how much longer the first transfer of a link takes than its tenth, prefaulted and not"
-    )
-    example: ClassVar = "--connector zmq+tcp"
-    module: ClassVar = "first"
-    presets: ClassVar = tuple(PRESETS)
-
-    shape: Shape = dataclasses.field(kw_only=True)
-    rounds: int = option(5, "measurement", "links of each kind")
-    wait: float = option(
-        2.0, "measurement", "between a link's opening and its first transfer", SECONDS
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class CopySetup:
     """The setup of `copy`; `threads` are torch's."""
 
@@ -309,7 +291,6 @@ COMMANDS: dict[str, type[Any]] = {
     "stream": StreamSetup,
     "append-stream": AppendStreamSetup,
     "many": ManySetup,
-    "first": FirstSetup,
     "copy": CopySetup,
     "verify": VerifySetup,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import subprocess
 import sys
 
@@ -30,6 +31,17 @@ def test_an_error_is_one_line(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["verify --quick", "latency --preset tiny --rounds 2"])
+def test_over_ucx_without_an_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs; where ucxx is missing, one line says what installs it."""
+    is_here = importlib.util.find_spec("ucxx") is not None
+    assert run([*command.split(), "--connector", "ucx"]) == (0 if is_here else 2)
+    if not is_here:
+        error = capsys.readouterr().err
+        assert "pip install 'omni-kvlink[ucx]'" in error
+        assert error.count("\n") == 1
 
 
 def test_help_says_what_paged_is() -> None:

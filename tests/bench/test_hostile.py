@@ -16,7 +16,17 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hostile.py"
 TCP = ("zmq+tcp", "zmq+tcp-keys", "ucx", "auto")
 
 
-@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", *TCP])
+REPEATED = ("shm-sealed", "zmq+ipc", "zmq+tcp")
+"""Whose code the others run, too."""
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each in REPEATED else each
+        for each in ("shm", "shm-sealed", "zmq+ipc", *TCP)
+    ],
+)
 def test_an_honest_pair_beside_an_attacker(tmp_path: Path, connector: str) -> None:
     if connector == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed: make test-ucx")

@@ -133,8 +133,9 @@ def test_the_free_words_are_paths_and_names() -> None:
             "append-stream --rate nan",
             "argument --rate: wanted a number a second from 0.001 to 1,000,000",
         ),
-        ("first --connector carrier", "argument --connector: invalid choice: 'carrier' (choose"),
+        ("stream --connector carrier", "argument --connector: invalid choice: 'carrier' (choose"),
         ("growing --reader steps", "kvlink-bench: growing is now append-stream; use kvlink-bench"),
+        ("first", "first has moved; use python benchmarks/first_transfer.py of a checkout"),
         ("keygen keys a", "kvlink-bench: keygen has moved; use kvlink keygen DIRECTORY NAME"),
     ],
 )

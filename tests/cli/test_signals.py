@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from omni_kvlink.testing.rig import until
+from support.faults.leak_checks import left_over, shm_files
 from support.processes.command_process import Terminal
 from support.processes.fork_server import new_interpreters
 
@@ -27,9 +29,9 @@ SPAWN = f"subprocess.Popen {sys.executable}"
 @pytest.fixture
 def folder(sockets: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory of a command's sockets and temporary files; it must be empty at the end."""
-    shared = set(os.listdir("/dev/shm"))
+    before = shm_files()
     yield Path(sockets)
-    assert set(os.listdir("/dev/shm")) <= shared
+    until(lambda: not left_over(before), "no file in /dev/shm is left")
 
 
 def check_interrupted(terminal: Terminal, command: str) -> None:

@@ -20,7 +20,8 @@ struct ThreadEnd {
     }
 };
 
-void store(kvl::Dst dst, kvl::Src src, size_t n, uint32_t *crcs, kvl::Src next) {
+void store(kvl::Dst dst, kvl::Src src, const kvl::Step *steps, size_t count, uint32_t *crcs,
+           kvl::Src next) {
     thread_local ThreadEnd end;
     (void)end;
     stored_since_fence = true;
@@ -28,7 +29,7 @@ void store(kvl::Dst dst, kvl::Src src, size_t n, uint32_t *crcs, kvl::Src next) 
         std::lock_guard<std::mutex> lock(mutex);
         stores++;
     }
-    kvl::kPortable.stream(dst, src, n, crcs, next);
+    kvl::kPortable.stream(dst, src, steps, count, crcs, next);
 }
 
 void fence() { stored_since_fence = false; }

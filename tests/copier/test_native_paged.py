@@ -222,3 +222,39 @@ def test_a_layer_that_does_not_fit_is_named() -> None:
     region = Mapping.anonymous(plan.nbytes).region
     with pytest.raises(SchemaError, match="layer 1, K"):
         NativeCopier().gather([paged, paged], plan, region)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize(
+    ("size", "heads", "dim", "tokens"),
+    [
+        (16, 8, 64, 3000),  # rows of 128 bytes, as many as one call takes; two MiB, and a part
+        (16, 4, 128, 2051),  # a last block of three tokens
+        (16, 8, 128, 700),
+        (32, 8, 128, 999),  # a block has more rows than one call takes
+        (16, 3, 96, 1500),  # quarters of a MiB begin amid rows
+        (1, 8, 128, 400),  # a row for each slot
+        (16, 12, 1024, 300),  # rows of 2 KiB
+    ],
+)
+def test_rows_of_heads(features: str, size: int, heads: int, dim: int, tokens: int) -> None:
+    """Blocks that lie head by head: read in memory's order, sent token by token."""
+    blocks = -(-tokens // size)
+    ids = random.Random(tokens).sample(range(blocks + 3), blocks)
+    table = BlockTable.of_blocks(ids, block_size=size, tokens=tokens)
+    pools = [heads_first(blocks + 3, size, heads, dim, torch.bfloat16, seed) for seed in range(2)]
+    sources = [PagedTensor(pool, table) for pool in pools]
+    plan = plan_of(sources)
+    ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
+    with using(features):
+        copier = NativeCopier()
+        digests = copier.gather(sources, plan, ours)
+        assert digests == TorchCopier().gather(sources, plan, theirs)
+        assert bytes(ours.view()) == bytes(theirs.view())
+        targets = [torch.zeros(blocks + 3, heads, size, dim, dtype=torch.bfloat16) for _ in pools]
+        views = [PagedTensor(target.transpose(1, 2), table) for target in targets]
+        copier.scatter(plan.with_digests(digests), ours, views)
+    for pool, target in zip(pools, targets, strict=True):
+        got, expected = (naive(one, table) for one in (target.transpose(1, 2), pool))
+        assert as_bytes(got) == as_bytes(expected)

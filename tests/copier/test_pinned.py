@@ -59,7 +59,10 @@ def raw(tensor: torch.Tensor) -> bytes:
 # ---- the bytes
 
 
-@pytest.mark.parametrize("crossover", [ENGINES, MIXED, KERNEL, ""])
+@pytest.mark.parametrize(
+    "crossover",
+    [ENGINES, KERNEL, *(pytest.param(each, marks=pytest.mark.slow) for each in (MIXED, ""))],
+)
 def test_the_contract(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, crossover: str) -> None:
     monkeypatch.setenv(cuda.ENVIRONMENT, crossover)
     check_copier(PinnedCopier())

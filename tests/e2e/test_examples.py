@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from omni_kvlink.cli.commands import run as kvlink
 from support.engine.fixtures import WAIT
 from support.processes.fork_server import NESTED
 
@@ -34,7 +35,7 @@ def run(script: Path, *options: str, **environment: str) -> subprocess.Completed
 
 def run_demo(out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     name = f"shm://demo-{os.getpid()}"
-    common = ["--out", str(out), "--connector", name, "--steps", "4"]
+    common = ["--out", str(out), "--url", name, "--steps", "4"]
     return run(DEMO, *common, *options, **environment)
 
 
@@ -50,7 +51,7 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
     tmp_path: Path, options: list[str], copies: str
 ) -> None:
     if "--in-place" in options:  # room for one request: the second waits until it is released
-        options = [*options, "--connector", f"shm://demo-{os.getpid()}?quota=300000"]
+        options = [*options, "--url", f"shm://demo-{os.getpid()}?quota=300000"]
     done = run_demo(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(copies) == 2
@@ -69,18 +70,41 @@ def test_the_demo_ends_with_images_and_a_good_verdict(
     assert done.stdout.count("  text  same tokens") == 1
     assert "random tiny weights" in done.stdout
     assert "The same: 2 requests" in done.stdout.splitlines()[-2]
-    assert re.search(r"image-edit: what is in the image\?\n +\d+ tokens in", done.stdout)
+    answer = r"image-edit: what is in the image\?\n +(\d+) tokens in .*\n +token ids: ([\d ]+)\n"
+    found = re.search(answer, done.stdout)
+    assert found
+    assert len(found[2].split()) == int(found[1])
+    assert done.stdout.index("first use of the link") < done.stdout.index("text-to-image: prefill")
 
 
-@pytest.mark.parametrize("how", [["--in-place", "--stream"], ["--direct"]])
-def test_the_demo_over_tcp_at_any_port_and_encrypted(tmp_path: Path, how: list[str]) -> None:
-    link = ["--connector", "zmq+tcp://127.0.0.1:0", "--keys", str(tmp_path / "keys")]
+@pytest.mark.parametrize(
+    ("how", "pairs"), [(["--in-place", "--stream"], []), (["--direct"], ["producer", "consumer"])]
+)
+def test_the_demo_over_tcp_at_any_port_and_encrypted(
+    tmp_path: Path, how: list[str], pairs: list[str]
+) -> None:
+    """With pairs that the demo makes, and with those of the `kvlink keygen` lines of start.md."""
+    keys = str(tmp_path / "keys")
+    for name in pairs:
+        assert kvlink(["keygen", keys, name]) == 0
+    made = {file: file.read_bytes() for file in tmp_path.glob("keys/*")}
+    link = ["--url", "zmq+tcp://127.0.0.1:0", "--keys", keys]
     done = run_demo(tmp_path, *link, *how, "--timeout", "120")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"serves zmq\+tcp://127.0.0.1:[1-9]", done.stdout)
     assert done.stdout.count("bit-exact") == 4
     assert done.stdout.count("with 0 copies;") == 2
-    assert (tmp_path / "keys" / "guests" / "dit.public").exists()
+    assert len(list(tmp_path.glob("keys/*"))) == 4
+    assert all(file.read_bytes() == key for file, key in made.items())
+
+
+def test_the_demo_names_a_key_that_is_missing(tmp_path: Path) -> None:
+    kvlink(["keygen", str(tmp_path / "keys"), "producer"])
+    (tmp_path / "keys" / "producer.secret").unlink()
+    done = run_demo(tmp_path, "--url", "zmq+tcp://127.0.0.1:0", "--keys", str(tmp_path / "keys"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{tmp_path}/keys/producer.public exists; remove it")
+    assert done.stderr.count("\n") == 1
 
 
 def two_hosts(out: Path) -> subprocess.Popen[str]:
@@ -115,7 +139,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert output.count("bit-exact") == 4
     sent = re.search(r"AR host sent (\d+) bytes", output)
     assert sent
-    assert int(sent[1]) > 19_392 + 146_368, "not all of it went over the cable"
+    assert int(sent[1]) > 20_992 + 19_392 + 146_368, "not all of it went over the cable"
     assert left_behind(script, tmp_path) == []
 
 

@@ -22,7 +22,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version",
+    [each if each in EXTREMES else pytest.param(each, marks=pytest.mark.slow) for each in VERSIONS],
+)
 def test_it_compiles(version: str) -> None:
     assert COMPILER is not None
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]

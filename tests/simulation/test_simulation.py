@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SEEDS = int(os.environ.get("KVLINK_SEEDS", "20100"))
-QUICK = 900
+QUICK = 300
 """So many seeds are run by `make test`."""
 ONLY = os.environ.get("KVLINK_SEED")
 KEYS = "abc"

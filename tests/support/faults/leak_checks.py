@@ -57,11 +57,11 @@ def socket_dir() -> Iterator[str]:
 def shm_files() -> set[str]:
     """The files in /dev/shm: named shared memory would be left over there.
 
-    Not semaphores: the library makes none; `multiprocessing` makes each with a name that it removes
-    at once, in whatever process of the machine.
+    Not those of `multiprocessing`, of whatever process of the machine: semaphores, which it removes
+    at once, and `shared_memory`, which `layout.py` forbids the package.
     """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if not name.startswith("sem.")}
+    return {name for name in names if not name.startswith(("sem.", "psm_"))}
 
 
 def left_over(before: set[str]) -> set[str]:

@@ -1,10 +1,10 @@
-"""`ForkingPopen`: starts Python programs as forks of a process that has imported torch already.
+"""Python programs of tests start as forks of one process; `KVLINK_TESTS_FORK=0` switches it off.
 
 Importing torch takes about two seconds of a core, the engine most of another one, and the tests
-start hundreds of processes. A `ForkingPopen` is a `subprocess.Popen` in all else: the program is a
-child of the process that started it, with the arguments, environment, directory and descriptors
-that were given. What only a new interpreter can do (other options of Python, another host's
-namespace, settings that torch reads when it is loaded) starts one.
+start hundreds of processes; the server has imported both. A `ForkingPopen` is a `subprocess.Popen`
+in all else: the program is a child of the process that started it, with the arguments, environment,
+directory and descriptors that were given. What only a new interpreter can do (other options of
+Python, another host's namespace, settings that torch reads when it is loaded) starts one.
 
 Programs that such a program starts are new interpreters, unless its environment has `NESTED`.
 
@@ -46,6 +46,8 @@ _NAME = "omni_kvlink"
 _SETTINGS = "OMNI_KVLINK_"
 _READ_AT_IMPORT = ("CUDA_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 """Environment variables of which a change needs a new interpreter (but for PYTHONPATH)."""
+SWITCH = "KVLINK_TESTS_FORK"
+"""Environment variable: with "0", `install` does nothing."""
 NESTED = "KVLINK_TESTS_FORK_NESTED"
 """Environment variable: the program has a fork server of its own, its first child."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -203,7 +205,9 @@ def preload(*modules: str) -> None:
 
 
 def install() -> None:
-    """Let this process start Python programs as forks of a server."""
+    """Let this process start Python programs as forks of a server, unless `SWITCH` is "0"."""
+    if os.environ.get(SWITCH) == "0":
+        return
     _replace_starters()
     _server.begin()
     _torch_server.begin()  # not later: a test would find its socket left over
@@ -223,12 +227,12 @@ def _replace_starters() -> None:
 @contextlib.contextmanager
 def new_interpreters() -> Iterator[None]:
     """Start new interpreters meanwhile, for tests of what an import does."""
-    subprocess.Popen = _Popen  # type: ignore[misc]
-    _util.spawnv_passfds = _spawnv
+    before = subprocess.Popen, _util.spawnv_passfds
+    subprocess.Popen, _util.spawnv_passfds = _Popen, _spawnv  # type: ignore[misc]
     try:
         yield
     finally:
-        _replace_starters()
+        subprocess.Popen, _util.spawnv_passfds = before  # type: ignore[misc]
 
 
 @contextlib.contextmanager

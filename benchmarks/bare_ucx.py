@@ -1,6 +1,6 @@
 """The cost of `UcxTransport` over bare ucxx: the same bytes by both, and by TCP, in turn.
 
-`python -m omni_kvlink.bench.bare_ucx` starts the sender in a process of its own and prints, for
+`python benchmarks/bare_ucx.py` starts the sender in a process of its own and prints, for
 each transfer, milliseconds from the request to the last byte, and the ratio to a bare tag send.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,7 +129,9 @@ class _SenderCommands(CommandSet):
 
 def measure(nbytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds by transfer, which take turns; the first round is not counted."""
-    sender = ProcessPeer(module=__spec__.name, arguments=("--sender",), concurrent=False)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    sender = ProcessPeer(environment, module="bare_ucx", arguments=("--sender",), concurrent=False)
     with contextlib.closing(sender) as peer:
         transfers = make_transfers(nbytes, is_sender=False)
         addresses = peer.call("open", nbytes=nbytes)

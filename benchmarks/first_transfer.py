@@ -1,26 +1,51 @@
-"""Seconds of the first transfer of a link beside those of its tenth, prefaulted and not."""
+"""Seconds of the first transfer of a link beside those of its tenth, prefaulted and not.
+
+    python benchmarks/first_transfer.py [--connector NAME] [--preset bagel] [--json FILE]
+
+Options are those of `kvlink-bench latency` that say the payload and the link.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from omni_kvlink.bench.commands import add_options, run_setup
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import make_sample
 from omni_kvlink.bench.report import Progress, progress, row, table
 from omni_kvlink.bench.result import Result
+from omni_kvlink.bench.setups import PRESETS, LinkSetup, Shape, option
 from omni_kvlink.bench.stats import Timings
+from omni_kvlink.cli.arguments import SECONDS, Parser
+from omni_kvlink.cli.process import run_guarded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omni_kvlink.bench.payloads import Sample
-    from omni_kvlink.bench.setups import FirstSetup
 
 KEY = "bench"
 TRANSFERS = 10
 KINDS = {"prefault": "prefault= at both ends", "without": "without"}
 _SLOT_SPACE = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstSetup(LinkSetup):
+    """`rounds` links of each kind, in turn."""
+
+    presets: ClassVar = tuple(PRESETS)
+
+    shape: Shape = dataclasses.field(kw_only=True)
+    rounds: int = option(5, "measurement", "links of each kind")
+    wait: float = option(
+        2.0, "measurement", "between a link's opening and its first transfer", SECONDS
+    )
 
 
 def measure(setup: FirstSetup, progress: Progress = progress) -> Result:
@@ -105,3 +130,16 @@ def _result(setup: FirstSetup, times: Timings, mapping: dict[str, list[int]]) ->
         if setup.shape.nbytes >= 100 << 20
         else (),
     )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line in this process; return the exit status."""
+    parser = Parser(prog="first_transfer.py", description=(__doc__ or "").partition("\n")[0])
+    add_options(parser, FirstSetup)
+    arguments = parser.parse_args(argv)
+    name = "first_transfer"
+    return run_guarded(name, lambda: run_setup(name, FirstSetup, measure, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,18 +1,19 @@
-"""`kvlink-bench first`: the first transfer and the tenth of new links, prefaulted and not."""
+"""`benchmarks/first_transfer.py`: the first and the tenth transfer of links, prefaulted and not."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from omni_kvlink.bench.commands import run
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from first_transfer import run
 
-SMALL = ["first", "--layers", "3", "--tokens", "300", "--rounds", "2", "--wait", "0.1"]
+SMALL = ["--layers", "3", "--tokens", "300", "--rounds", "2", "--wait", "0.1"]
 
 
 @pytest.mark.parametrize("connector", ["shm", "inproc", "zmq+tcp"])

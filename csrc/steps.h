@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all lanes copy in one call of a kernel: a contiguous piece, or rows of a view.
+#pragma once
+
+#include "kernel.h"
+#include "view.h"
+
+namespace kvl {
+
+class Steps {
+  public:
+    // Rows in one call: their table, and the blocks of four lanes, stay in the processor's caches.
+    static constexpr size_t kMost = 128;
+
+    // Plan n contiguous bytes, a multiple of kLine.
+    void plan_piece(size_t n);
+    // Plan the first `count` rows of a view from an entry on that `Cursor::rows` allows. They lie
+    // in the payload one after the other. With `any_order`, a gather reads them as they lie in
+    // memory.
+    void plan_rows(const View &view, size_t count, bool into_view, bool any_order);
+
+    const Step *begin() const { return steps_; }
+    size_t count() const { return count_; }
+    // Whether all distances are multiples of kLine.
+    bool are_lines() const { return are_lines_; }
+
+  private:
+    const Gap &gap(ptrdiff_t nbytes);
+
+    Step steps_[kMost];
+    size_t count_ = 0;
+    bool are_lines_ = true;
+    const View *view_ = nullptr;  // of the rows that are planned
+    // The last gaps: rows of one view have two or three.
+    static constexpr int kGaps = 4;
+    ptrdiff_t nbytes_[kGaps] = {};
+    Gap gaps_[kGaps] = {};
+    int next_gap_ = 0;
+};
+
+}  // namespace kvl
