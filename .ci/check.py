@@ -69,7 +69,7 @@ def steps_of(changed: list[str], tests: list[str]) -> list[list[str]]:
         steps.append(["-m", "mypy", *typed])
     if tests:
         chosen = ["-m", "not slow and not gpu", f"--seconds={SECONDS}", *tests]
-        steps.append(["-m", "pytest", "-q", "-n", "4", "--dist", "worksteal", *chosen])
+        steps.append(["-m", "pytest", "-n", "4", *chosen])
     return steps
 
 

@@ -41,6 +41,7 @@ from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
 from omni_kvlink.errors import ConnectorError
+from omni_kvlink.link.end_metadata import decode_extra, encode_extra
 from omni_kvlink.link.kvlink import _parse
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
@@ -372,6 +373,13 @@ def read_keys(data: bytes) -> None:
         read_all(folder)
 
 
+def read_end(data: bytes) -> None:
+    """The metadata at the end of a stream: what is accepted encodes to what is read again."""
+    values = decode_extra(data)
+    with contextlib.suppress(SchemaError):  # too long, or a number that JSON cannot carry
+        assert decode_extra(encode_extra(values)) == values
+
+
 def read_ucx_address(data: bytes) -> None:
     unseal(data, own=seal(b"worker"))
 
@@ -385,6 +393,7 @@ DECODERS = {
     "file": Decoder(load_file, (WireError,), payloads),
     "received": Decoder(open_received, (WireError,), payloads),
     "chunk": Decoder(take_chunk_apart, (WireError,), chunk_seeds),
+    "end": Decoder(read_end, (WireError,), lambda: [b'{"first token":17,"nested":{"a":[1]}}']),
     "lookup": Decoder(read_lookup, (SchemaError,), lookup_seeds),
     "engine": Decoder(decode_engine, (WireError,), engine_seeds),
     "slot": Decoder(read_slot, (), lambda: [struct.pack("<8sQQQ", b"kvlslot1", 7, 1000, 7)]),

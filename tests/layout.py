@@ -111,6 +111,9 @@ THIRD_PARTY = {
 MOST_MODULES = {"": 5, "engine": 8, "connectors": 6}
 """Python files that may lie directly in a folder of the package."""
 
+MOST_PRIVATE = 530
+"""Private attributes that tests name without a comment on that line or the one before; it falls."""
+
 FORBIDDEN = {
     r"\b(c|cloud)?pickle\b|\bdill\b|\bshelve\b|allow_pickle=True": "pickle runs what a peer sends",
     r"\bmarshal\b": "marshal crashes on what a peer sends",
@@ -373,6 +376,33 @@ def support_errors(root: Path = ROOT) -> Iterator[str]:
             yield f"{name} belongs in tests/support"
 
 
+def private_accesses(source: str) -> Iterator[tuple[int, str]]:
+    """Private attributes of others, with their lines, but where a comment there says why."""
+    tree, lines = ast.parse(source), io.StringIO(source).readline
+    tokens = tokenize.generate_tokens(lines)
+    comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
+    modules = {
+        name.asname or name.name.partition(".")[0] for node in imports for name in node.names
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.match("_(?!_|replace|asdict)", node.attr):
+            continue
+        is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls", *modules}
+        if not is_own and not {node.lineno - 1, node.lineno} & comments:
+            yield node.lineno, ast.unparse(node)
+
+
+def private_errors(root: Path = ROOT, most: int = MOST_PRIVATE) -> Iterator[str]:
+    """The tests' private attributes without a reason, if there are more than `most`."""
+    count = Counter[str]()
+    for path in sorted((root / "tests").rglob("*.py")):
+        count[path.relative_to(root).as_posix()] += len(list(private_accesses(path.read_text())))
+    if count.total() > most:
+        worst = ", ".join(f"{name} {number}" for name, number in count.most_common(8))
+        yield f"{count.total()} private attributes without a comment, at most {most}: {worst}"
+
+
 def _of_files(errors: Callable[[list[Module]], Iterable[str]]) -> Callable[[], list[str]]:
     return lambda: list(errors(modules()))
 
@@ -413,6 +443,7 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "no loop variable after its loop": _of_files(_loops_of_files),
     "no retired name": lambda: list(vocabulary_errors()),
     "modules that tests share are in tests/support": lambda: list(support_errors()),
+    "tests reach into private attributes with a reason": lambda: list(private_errors()),
     "few names are pronouns or adverbs": _of_files(_names_of_files),
     "no docstring begins as a fragment": _of_files(_docstrings_of_files),
 }

@@ -158,7 +158,11 @@ def test_the_bars(gpu: Any) -> None:
         "28 layers × 4096 tokens, paged": FIGURES,
         "36 layers × 4096 tokens, paged": {**FIGURES, "added_streamed_ms": 1.5},
     }
-    assert gpu.bars(results) == "paged 0.95 of a plain copy (bar 0.90), pass + 1.50 ms (bar 1)"
+    stages = {"dense": {"added_after_ms": 0.25}, "paged": {"added_after_ms": 1.25}}
+    assert gpu.bars(results, stages) == (
+        "paged 0.95 of a plain copy (bar 0.90), pass + 1.50 ms (bar 1), "
+        "runner's step + 1.25 ms (bar 5)"
+    )
 
 
 def test_the_sanitizer_must_be_there_and_say_so(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

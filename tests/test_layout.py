@@ -177,6 +177,27 @@ def test_a_shared_module_among_the_tests_is_found(tmp_path: Path) -> None:
     assert list(layout.support_errors(tmp_path)) == ["tests/link/peers.py belongs in tests/support"]
 
 
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("x = link._end", 1),
+        ("link._end._session = 1", 2),
+        ("x = link._end  # it has no public name", 0),
+        ("# it has no public name\nx = link._end", 0),
+        ("class A:\n    def f(self):\n        return self._end", 0),
+        ("import os\nos._exit(0)", 0),
+        ("x = link.__dict__, pair._replace(a=1)", 0),
+    ],
+)
+def test_a_private_attribute_without_a_reason_is_found(
+    source: str, count: int, tmp_path: Path
+) -> None:
+    assert len(list(layout.private_accesses(source))) == count
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(source)
+    assert bool(list(layout.private_errors(tmp_path, 0))) is bool(count)
+
+
 def test_names_that_say_nothing_are_found() -> None:
     files = [Module("omni_kvlink.x", "def f(one):\n    found = self.left = one\n    lease = found")]
     assert "found" in next(layout._names_of_files(files))

@@ -209,7 +209,7 @@ def test_a_second_reader_of_a_payload_inside_its_offer(tmp_path: Path) -> None:
             send(sock, "Hello", [2, 2], "second")
             assert receive(sock)[0][0] == "Hello"
             send(sock, "Get", 1, "req-1")
-            (name, get_id, epoch, (_, _, length), _, _, payload), _ = receive(sock)
+            (name, get_id, epoch, (_, _, length), _, _, payload, *_), _ = receive(sock)
             assert (name, get_id, len(payload)) == ("Offer", 1, length)
             _, tensors = decode(payload)
             assert tensors["tensors/ids"][2] == bits(torch.arange(3))

@@ -35,13 +35,14 @@ from omni_kvlink.link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from typing_extensions import Self
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
+    from omni_kvlink.payload.schema import KVMetadata
 
 
 S = TypeVar("S", bound=ReceivedStream | ChunkStream[ReceivedChunk])
@@ -183,6 +184,16 @@ class AsyncReceivedStream(_AsyncReader[ReceivedStream]):
 
     A context manager: `with await consumer.stream_get(…) as stream: async for layer in stream: …`.
     """
+
+    @property
+    def metadata(self) -> Mapping[str, KVMetadata | Mapping[str, Any]]:
+        """`ReceivedStream.metadata`."""
+        return self.stream.metadata
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """`ReceivedStream.extra`."""
+        return self.stream.extra
 
     def __len__(self) -> int:
         """Layers of all branches together."""

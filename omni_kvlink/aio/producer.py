@@ -11,7 +11,7 @@ from omni_kvlink.aio.end import AsyncLinkEnd, in_thread, run_in_thread
 from omni_kvlink.link import AppendStream, KVProducer, PutStream, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import Self
 
@@ -65,6 +65,10 @@ class AsyncPutStream(_AsyncWriter[PutStream]):
     """
 
     write_layer = in_thread("out", PutStream.write_layer)
+
+    async def finish(self, extra: Mapping[str, Any] | None = None) -> Receipt:
+        """`PutStream.finish`, in a thread."""
+        return await asyncio.shield(run_in_thread(partial(self.out.finish, extra)))
 
 
 class AsyncAppendStream(_AsyncWriter[AppendStream]):

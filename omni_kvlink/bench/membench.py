@@ -21,13 +21,13 @@ from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.region import PAGE, Mapping, Region
+from omni_kvlink.payload.paged import PagedTensor
+from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import TensorView, dense, same_bytes, tensor_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from omni_kvlink.payload.schema import KVCacheTransferData
 
     MakeMapping = Callable[[str, int], Mapping]
 
@@ -110,6 +110,7 @@ class StagedPayload:
 
     def __init__(self, cache: KVCacheTransferData, region: Region | None = None, **plan: Any):
         self.sources, self.manifest = cache.tensors(), cache.plan(**plan)
+        self.layers, self.metadata = cache.layer_blocks, cache.metadata
         memory = region or Mapping.shared("kvlink-bench", self.manifest.nbytes).region
         self.region = memory
 
@@ -125,6 +126,24 @@ class StagedPayload:
     def commit(self, copier: Copier) -> None:
         """Copy the bytes, and add their digests to the plan."""
         self.manifest = self.manifest.with_digests(self.gather(copier))
+
+
+class PagedScatterMethod(CopyMethod):
+    """Copies a payload into the blocks of pools."""
+
+    def __init__(self, key: str, text: str, committed: StagedPayload, targets: list[PagedTensor]):
+        def scatter(copier: Copier) -> None:
+            copier.scatter(committed.manifest, committed.region, targets)
+
+        super().__init__(key, text, scatter, committed.tensors(), (), NativeCopier(threads=1))
+        self._blocks = targets
+
+    def moves_all_bytes(self) -> bool:
+        """Run on blank pools, and compare."""
+        for target in self._blocks:
+            target.pool.view(torch.uint8).zero_()
+        self.run()
+        return self.holds([dense(target) for target in self._blocks])
 
 
 class _VerifyMethod(CopyMethod):
@@ -175,10 +194,13 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     cache = _cache(shape, "contiguous")
     payload, committed = StagedPayload(cache), StagedPayload(cache)
     paged = StagedPayload(_cache(shape, "paged"))
+    by_head = StagedPayload(_by_head(paged))
     bare = StagedPayload(cache, payload.region, digests=False)  # the same warm memory
     committed.commit(single)
+    by_head.commit(single)
     sources, read = [dense(source) for source in payload.sources], committed.tensors()
     copied, scattered = ([torch.zeros_like(one) for one in tensors] for tensors in (sources, read))
+    blocks = [_heads_first(source) for source in by_head.sources]
 
     def copy_tensors(_: object) -> None:
         for source, target in zip(sources, copied, strict=True):
@@ -187,14 +209,18 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     def gather(key: str, text: str, copier: Copier, staged: StagedPayload) -> CopyMethod:
         return CopyMethod(key, text, staged.gather, staged.sources, staged.tensors(), copier)
 
-    def scatter(copier: Copier) -> None:
-        copier.scatter(committed.manifest, committed.region, scattered)
+    def scatter(key: str, text: str, targets: list[torch.Tensor]) -> CopyMethod:
+        def copy(copier: Copier) -> None:
+            copier.scatter(committed.manifest, committed.region, targets)
+
+        return CopyMethod(key, text, copy, read, targets, single)
 
     def verify(copier: Copier) -> None:
         copier.verify(committed.manifest, committed.region)
 
     torch_text, all_text = f"torch threads {threads}", f"a thread on each of {cores} cores, digests"
     out_text, read_text = "out of a payload, digests checked", "only read, digests checked"
+    digests, same_text = "digests", "to where the bytes lie in a payload's pages"
     fresh_text = "gather into a new memory file"
     return [
         PlainCopy(shape.nbytes),
@@ -204,8 +230,12 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
         gather("gather_auto_bare", "as many threads as a put takes", auto, bare),
         gather("gather_auto", "the same with digests", auto, payload),
         gather("gather_all_cores", all_text, all_cores, payload),
-        gather("gather_paged", f"random blocks of {BLOCK}, digests", single, paged),
-        CopyMethod("scatter", out_text, scatter, read, scattered, single),
+        gather("gather_paged", f"random blocks of {BLOCK}, {digests}", single, paged),
+        gather("gather_by_head", f"blocks that lie head by head (HND), {digests}", single, by_head),
+        scatter("scatter", out_text, scattered),
+        scatter("scatter_same_offset", same_text, _placed(read, 0)),
+        scatter("scatter_next_line", f"{same_text}, and a line further", _placed(read, 64)),
+        PagedScatterMethod("scatter_by_head", "into blocks head by head", by_head, blocks),
         _VerifyMethod("verify", read_text, verify, read, read, single),
         FirstTouchMethod("first_touch", fresh_text, single, payload, _untouched),
         FirstTouchMethod(
@@ -216,6 +246,30 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
 
 def _cache(shape: Shape, sources: Sources) -> KVCacheTransferData:
     return make_sample("copy", shape, np.random.default_rng(0), sources=sources).cache
+
+
+def _heads_first(blocks: TensorView | None) -> PagedTensor:
+    """The same blocks in a pool [blocks, heads, tokens, dim]."""
+    assert isinstance(blocks, PagedTensor)
+    pool = blocks.pool.transpose(1, 2).contiguous().transpose(1, 2)
+    return PagedTensor(pool, blocks.block_table)
+
+
+def _by_head(paged: StagedPayload) -> KVCacheTransferData:
+    """The cache of a paged payload, in pools that lie head by head."""
+    layers = {name: list(map(_heads_first, blocks)) for name, blocks in paged.layers.items()}
+    return KVCacheTransferData("copy", layers, metadata=paged.metadata)
+
+
+def _placed(tensors: Sequence[torch.Tensor], further: int) -> list[torch.Tensor]:
+    """Blank tensors `further` than the page offsets of others: stores and loads may alias."""
+    placed = []
+    for tensor in tensors:
+        memory = torch.zeros(tensor.nbytes + 2 * PAGE, dtype=torch.uint8)
+        start = (tensor.data_ptr() + further - memory.data_ptr()) % PAGE
+        flat = memory[start : start + tensor.nbytes]
+        placed.append(flat.view(tensor.dtype).view(tensor.shape))
+    return placed
 
 
 def _untouched(name: str, nbytes: int) -> Mapping:

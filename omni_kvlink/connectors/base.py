@@ -285,12 +285,13 @@ class Producer(Connector):
         ttl: float,
         ledgers: Sequence[Ledger],
         deadline: float = 0.0,
+        extra: bytes = b"",
     ) -> list[Receipt]:
         """Commit payloads and spend their leases; readers that wait are woken before this returns.
 
         All of them are committed, or, on an error, none; an interrupt may leave some. They expire
         after `ttl` seconds. A payload of the caller's tensors waits for its readers until
-        `deadline` (`time.monotonic`).
+        `deadline` (`time.monotonic`). `extra` is the metadata at the end of the first, a stream.
 
         Raises:
             DuplicateKeyError: a live payload has the key of one that was packed.

@@ -42,6 +42,7 @@ class OmniDiffusionRequest:
     emit: Any = None  # takes its events; set where it runs
     token_log: Any = None  # the `TokenLog` of its text; set by the runner
     past_key_values: Any = None  # its KV in the model's form; set by the runner for one pass
+    kv_stream: Any = None  # the `KVStream` that sends its KV; set by an AR stage's runner
     lora: ActiveLoRA | None = None  # the adapter of its pass; set by the runner
     is_cancelled: Callable[[], bool] = not_cancelled  # read before a batch and between steps
 

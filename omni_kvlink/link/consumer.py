@@ -15,6 +15,7 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.link.chunk_stream import ChunkStream
 from omni_kvlink.link.end import LinkEnd
+from omni_kvlink.link.end_metadata import extra_of
 from omni_kvlink.link.read_block import ReceivedPayload, scatter_delivery
 from omni_kvlink.link.received_batch import PendingBatch, ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedStream
@@ -289,6 +290,11 @@ class Received(ReceivedPayload):
         except BaseException as error:
             delivery.end_after(error)
             raise
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """`ReceivedStream.extra` of a payload that was a stream; else it is empty."""
+        return extra_of(self._delivery)
 
     @property
     def data(self) -> Payload:

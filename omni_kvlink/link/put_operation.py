@@ -137,10 +137,10 @@ class CopiedPut(PayloadPut):
         lease.region.write(0, self.header)
         self.ledger.nbytes = self.plan.nbytes
 
-    def publish(self, lease: Lease, digests: Sequence[str]) -> Receipt:
+    def publish(self, lease: Lease, digests: Sequence[str], extra: bytes = b"") -> Receipt:
         """Write the header and commit a payload whose tensors were copied one by one."""
         self.write_header(lease, digests)
-        return self.operation.publish([self], [lease])[0]
+        return self.operation.publish([self], [lease], extra)[0]
 
     def _gather(self, lease: Lease) -> tuple[list[str], bool]:
         """Copy the tensors that are not in place; return digests, and whether there were any."""
@@ -287,7 +287,9 @@ class PutOperation:
         for put in puts:
             put.ledger.seconds["reserve"] = seconds
 
-    def publish(self, puts: Sequence[PayloadPut], leases: Sequence[Lease]) -> list[Receipt]:
+    def publish(
+        self, puts: Sequence[PayloadPut], leases: Sequence[Lease], extra: bytes = b""
+    ) -> list[Receipt]:
         """Commit the payloads, which are complete; blocks only for readers of direct ones."""
         fault_points.point("put.encoded")
         started, ledgers = time.perf_counter(), [put.ledger for put in puts]
@@ -297,6 +299,7 @@ class PutOperation:
             ttl=self.ttl,
             ledgers=ledgers,
             deadline=self.deadline.at,
+            extra=extra,
         )
         seconds = time.perf_counter() - started
         for ledger in ledgers:

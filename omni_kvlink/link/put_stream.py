@@ -6,15 +6,18 @@ import threading
 import time
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.errors import ClosedError, SchemaError
+from omni_kvlink.link.end_metadata import encode_extra
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.payload.views import check_view
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from omni_kvlink.connectors.protocol.transfer import Receipt
     from omni_kvlink.copier import StreamEvents
     from omni_kvlink.link.put_operation import CopiedPut
@@ -95,15 +98,23 @@ class PutStream:
             del self._missing[layer_key]
 
     def commit(self) -> Receipt:
-        """Commit the payload, once every copy has ended. The end of the block calls this.
+        """`finish` without metadata, unless that was called. The end of the block calls this."""
+        self._check_process()
+        with self._lock:
+            return self.finish() if self.receipt is None else self.receipt
 
-        SchemaError if a layer is missing; TransferFailed if a reader ended or aborted the transfer.
+    def finish(self, extra: Mapping[str, Any] | None = None) -> Receipt:
+        """Commit the payload, once every copy has ended, with the metadata that is known now.
+
+        `extra` is a JSON object of at most 4,096 bytes, such as a first token and a reason to
+        stop; every reader has it at its end, as `ReceivedStream.extra`.
+
+        SchemaError if a layer is missing, or `extra` is no such object; the stream goes on then.
+        TransferFailed if a reader ended or aborted the transfer. ClosedError if it was committed.
         """
         self._check_process()
         with self._lock:
-            if self.receipt is not None:
-                return self.receipt
-            lease = self._open_lease()
+            lease, about_end = self._open_lease(), encode_extra(extra)
             if self._missing:
                 text, more = f"{self._first_missing()} was never written", len(self._missing) - 1
                 self.fail(text)
@@ -116,7 +127,7 @@ class PutStream:
                 raise
             self._close()
             with lease:
-                self.receipt = self._put.publish(lease, self._digests)
+                self.receipt = self._put.publish(lease, self._digests, about_end)
             return self.receipt
 
     def fail(self, reason: str) -> None:

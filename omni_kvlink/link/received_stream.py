@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger
@@ -15,12 +16,14 @@ from omni_kvlink.errors import (
     WireError,
     format_seconds,
 )
+from omni_kvlink.link.end_metadata import extra_of
 from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
+from omni_kvlink.payload.schema import KVMetadata
 from omni_kvlink.payload.views import TensorView, payload_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     import torch
@@ -119,6 +122,29 @@ class ReceivedStream(ReadBlock):
         except BaseException as error:
             delivery.end_after(error)
             raise
+
+    @property
+    def metadata(self) -> Mapping[str, KVMetadata | Mapping[str, Any]]:
+        """Metadata that `stream_put` gave for each branch ("kv" is a single cache), from the start.
+
+        Of a branch of other tensors it is their JSON metadata.
+        """
+        return MappingProxyType(
+            {
+                branch.name: KVMetadata.from_branch(branch)
+                if branch.tree is None
+                else MappingProxyType(branch.extra)
+                for branch in self.manifest.branches
+            }
+        )
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Metadata that `PutStream.finish` was given; empty before the commit, and if none was.
+
+        It is there once `wait` has returned. WireError if it is no JSON object.
+        """
+        return extra_of(self.delivery)
 
     def __len__(self) -> int:
         """Layers of all branches together."""

@@ -79,6 +79,18 @@ class LinkCommands(CommandSet):
         """Wait for a stream's commit; the fingerprint of its payload."""
         return fingerprint(self.kept[key].wait(timeout=timeout))
 
+    def stream_metadata(self, key: str) -> list[dict[str, Any]]:
+        """The lengths of each branch of a stream by its metadata, and the metadata at its end."""
+        stream = self.kept[key]
+        lens = {name: getattr(each, "kv_lens", ()) for name, each in stream.metadata.items()}
+        return [lens, dict(stream.extra)]
+
+    def get_extra(self, link: str, key: str, **options: Any) -> dict[str, Any]:
+        """Get a payload, and release it; the metadata at its end."""
+        received = self._links[link].get(key, **options)
+        with received:
+            return dict(received.extra)
+
     def read_stream(self, link: str, key: str, **options: Any) -> None:
         """Wait until an append stream is opened, and keep it for `receive`."""
         self.kept[key] = self._links[link].read_stream(key, **options)

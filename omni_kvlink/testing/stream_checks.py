@@ -212,6 +212,42 @@ def check_late_reader_of_a_stream(rig: Rig) -> None:
     finish(reader, late.data, late.out.commit())
 
 
+def check_metadata_at_the_end(rig: Rig) -> None:
+    """Every reader has what the writer said last, whenever it came; before the end there is none.
+
+    What `stream_put` said is there from the start.
+    """
+    producer, reader = rig.serve(), rig.connect()
+    waiting, late, here = rig.connect(), rig.connect(), rig.connect_here()
+    extra = {"first token": 17, "finish reason": "stop", "nested": {"é": [1, None, 0.5]}}
+    for recipe in (THREE, Recipe("s", bundle=True, layers=2), Recipe("s", tokens=2000, heads=8)):
+        stream = LayerStream(producer, reader, recipe.make(), readers=4)
+        about = partial(reader.peer.call, "stream_metadata", key="s")
+        lens = {branch.name: list(branch.kv_lens) for branch in stream.out.manifest.branches}
+        found, before = about()
+        assert {name: list(each) for name, each in found.items()} == lens
+        assert before == {}
+        get = request(waiting, producer, "s", requests=2, command="get_extra")
+        stream.write()
+        expect(SchemaError, stream.out.finish, {"long": "x" * 5000}, mentions=("limit is 4096",))
+        expect(SchemaError, stream.out.finish, {"not JSON": {1}}, mentions=("extra",))
+        receipt = stream.out.finish(extra)
+        expect(ClosedError, stream.out.finish, extra)
+        assert stream.out.commit() is receipt
+        assert get.result(PATIENCE) == extra
+        assert late.call("get_extra", key="s", timeout=60) == extra
+        with here.stream_get("s", timeout=60) as last:
+            last.wait(timeout=60)
+            assert last.extra == extra
+            assert not hasattr(last.extra, "__setitem__"), "it can be modified"
+        assert reader.peer.call("wait_stream", key="s", timeout=60) == fingerprint(stream.data)
+        assert about()[1] == extra
+        reader.peer.call("release", key="s")
+        receipt.wait(timeout=60)
+    producer.put(THREE.make())
+    assert reader.call("get_extra", key="s", timeout=60) == {}
+
+
 def check_one_stream_get_too_many(rig: Rig) -> None:
     """A reader beyond those declared gets nothing of a stream, and its key is in use."""
     producer, reader, other = rig.serve(), rig.connect(), rig.connect_here()

@@ -76,9 +76,11 @@ def test_waiting_for_layers_holds_no_threads(run: Callable[[Test], None]) -> Non
                 before = threading.active_count()
                 assert before < 20
                 await write(out, 2, 1, 0)
-                await out.commit()
+                await out.finish({"first token": 17})
                 for wait in waits:
                     await wait
+                assert stream.extra == {"first token": 17}
+                assert getattr(stream.metadata["kv"], "num_layers", 0) == 3
                 del waits, wait
 
     run(test)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -244,7 +245,7 @@ def test_rows_of_heads(features: str, size: int, heads: int, dim: int, tokens: i
     ids = random.Random(tokens).sample(range(blocks + 3), blocks)
     table = BlockTable.of_blocks(ids, block_size=size, tokens=tokens)
     pools = [heads_first(blocks + 3, size, heads, dim, torch.bfloat16, seed) for seed in range(2)]
-    sources = [PagedTensor(pool, table) for pool in pools]
+    sources: Any = [PagedTensor(pool, table) for pool in pools]
     plan = plan_of(sources)
     ours, theirs = Mapping.anonymous(plan.nbytes).region, Mapping.anonymous(plan.nbytes).region
     with using(features):

@@ -19,7 +19,9 @@ from omni_kvlink import (
     SchemaError,
     TensorTransferData,
     TransferFailed,
+    WireError,
 )
+from omni_kvlink.link import put_stream
 from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import Recipe, fill, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
@@ -310,3 +312,20 @@ def test_rows_of_a_layer(ends: Ends) -> None:
         for wrong in (range(6, 11), range(-1, 4), range(4, 9, 2), range(4, 8)):
             with pytest.raises(SchemaError):
                 layer.begin_scatter(*targets, rows=wrong)
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff", b"[" * 4000])
+def test_an_end_that_is_no_object_is_refused(
+    ends: Ends, text: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that is not this library sends anything; the receipt says what its reader found."""
+    producer, consumer = ends
+    monkeypatch.setattr(put_stream, "encode_extra", lambda extra: text)
+    with producer.stream_put(cache()) as out, consumer.stream_get("s", timeout=60) as stream:
+        assert stream.extra == {}
+        for (_, layer), views in layers_of(cache()).items():
+            out.write_layer(layer, *views)
+        receipt = out.finish({})
+        stream.wait(timeout=60)
+        expect(WireError, lambda: stream.extra, mentions=("no JSON object", "'s'"))
+    expect(TransferFailed, lambda: receipt.wait(timeout=60), mentions=("no JSON object",))

@@ -66,6 +66,18 @@ def no_known_layout(
 layouts = LayoutCache()
 
 
+def kept_plans() -> list[Layout]:
+    """The layouts of what was put, of two generations."""
+    # A layout that was not kept costs time and changes no byte: nothing public shows it.
+    return [*layouts._planned.values(), *layouts._planned_before.values()]
+
+
+def kept_headers() -> tuple[Layout, ...]:
+    """The layouts of what arrived."""
+    # As above.
+    return layouts._received
+
+
 def forget() -> None:
     vars(layouts).update(vars(LayoutCache()))
 
@@ -156,7 +168,7 @@ def assert_alike(known: Manifest, payload: bytes, total: int) -> None:
     cold = outcome(payload, total)
     forget()
     layouts.decode(known.encode(), known.nbytes)
-    assert layouts._received
+    assert kept_headers()
     assert outcome(payload, total) == cold
 
 
@@ -186,12 +198,12 @@ def test_the_bytes_are_those_of_one_encoder(
 def test_a_plan_of_a_known_layout_is_the_plan(data: Payload, name: str, digests: bool) -> None:
     forget()
     planned(data, digests=digests)
-    assert len(layouts._planned) + len(layouts._planned_before) == 1
+    assert len(kept_plans()) == 1
     data.request_id = name
     for branch in data._owners() if isinstance(data, KVCacheBundle) else []:
         branch.request_id = name
     cold, warm = planned_cold(data, digests=digests), planned(data, digests=digests)
-    assert len(layouts._planned) + len(layouts._planned_before) == 1
+    assert len(kept_plans()) == 1
     assert (warm, warm.encode()) == (cold, cold.encode())
     assert warm.header_nbytes == len(warm.encode())
 
@@ -211,7 +223,7 @@ def test_too_much_for_a_header_is_refused_as_ever() -> None:
     assert planned(cache("x", layers=1, extra=extra)).header_nbytes < 1 << 19
     with pytest.raises(SchemaError, match="header"):
         planned(cache("\x01" * 1000, layers=1, extra=extra))
-    assert len(layouts._planned) + len(layouts._planned_before) == 0
+    assert len(kept_plans()) == 0
 
 
 @pytest.mark.parametrize(
@@ -241,9 +253,9 @@ def test_a_header_of_a_known_layout(
     total = plan.nbytes - plan.header_nbytes
     forget()
     layouts.decode(first, len(first) + total)
-    (known,) = layouts._received
+    (known,) = kept_headers()
     warm = layouts.decode(header, len(header) + total)
-    assert layouts._received == (known,)
+    assert kept_headers() == (known,)
     forget()
     assert layouts.decode(header, len(header) + total) == warm
     assert warm.encode() == header
@@ -254,7 +266,7 @@ def test_other_request_ids_are_decoded_in_full(name: str) -> None:
     """Their layouts are not remembered: they would replace those that can be compared."""
     plan = planned(cache(name))
     assert layouts.decode(plan.encode(), plan.nbytes) == plan
-    assert len(layouts._received) == (name == "x" * 1024)
+    assert len(kept_headers()) == (name == "x" * 1024)
     assert bool(match(plan, plan.encode()[8:])) is (name == "x" * 1024)
 
 
@@ -387,25 +399,25 @@ def test_few_received_layouts_are_kept_the_last_ones() -> None:
     plans = [planned(cache("r", shape=(3, 2, size))) for size in range(1, 40)]
     for plan in plans:
         assert layouts.decode(plan.encode(), plan.nbytes) == plan
-    assert len(layouts._received) == 16
+    assert len(kept_headers()) == 16
     oldest = plans[-16]
     assert layouts.decode(oldest.encode(), oldest.nbytes) == oldest
-    first = layouts._received[0]
+    first = kept_headers()[0]
     text = oldest.encode()[8:]
     assert first.manifest(first.match(text, oldest.nbytes), text) == oldest
     assert first.match(text, oldest.nbytes + 1) == ""
-    assert len(layouts._received) == 16
+    assert len(kept_headers()) == 16
 
 
 def test_few_planned_layouts_are_kept() -> None:
     hot = cache(layers=1, shape=(1, 1, 1))
     planned(hot)
-    (kept,) = layouts._planned.values()
+    (kept,) = kept_plans()
     for size in range(2, 400):
         planned(cache(layers=1, shape=(1, 1, size)))
         planned(hot)
-    assert 128 <= len(layouts._planned) + len(layouts._planned_before) <= 256
-    everything = chain(layouts._planned.values(), layouts._planned_before.values())
+    assert 128 <= len(kept_plans()) <= 256
+    everything = kept_plans()
     assert kept in list(everything)
 
 
@@ -414,11 +426,11 @@ def test_large_headers_and_long_block_ids_are_not_kept() -> None:
     for data in (large, cache(block_ids=range(65)), cache(extra={"a": [[]] * 15_000})):
         plan = planned(data)
         assert planned(data) == plan
-        assert len(layouts._planned) + len(layouts._planned_before) == 0
+        assert len(kept_plans()) == 0
     plan = planned(large)
     for _ in range(2):
         assert layouts.decode(plan.encode(), plan.nbytes) == plan
-    assert layouts._received == ()
+    assert kept_headers() == ()
 
 
 def nested(request_id: str) -> KVCacheBundle:
@@ -471,7 +483,7 @@ def test_layouts_differ_in_what_the_header_shows(extra: dict[str, Any]) -> None:
     others = ({"a": 1}, {"a": 1.0}, {"a": True}, {"a": 2**70}, {"b": 1})
     for other in others:
         planned(cache(extra=other))
-    assert len(layouts._planned) + len(layouts._planned_before) == len(others)
+    assert len(kept_plans()) == len(others)
     assert planned(cache(extra=extra)).encode() == planned_cold(cache(extra=extra)).encode()
 
 
@@ -505,7 +517,7 @@ def caches() -> list[KVCacheTransferData]:
 def test_layouts_differ_in_the_metadata_of_a_cache() -> None:
     for data in (*caches(), *caches()):
         assert planned(data) == planned_cold(data)
-    assert len(layouts._planned) + len(layouts._planned_before) == len(caches())
+    assert len(kept_plans()) == len(caches())
     for data in caches():
         layout = data.layout_or_plan(layouts, digests=True)
         assert isinstance(layout, Layout)
@@ -533,7 +545,7 @@ def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:
         assert planned(data) == planned_cold(data)
         assert planned(bundle) == planned_cold(bundle)
         assert planned(data, digests=False) == planned_cold(data, digests=False)
-    assert len(layouts._planned) + len(layouts._planned_before) == 3 * len(tensors)
+    assert len(kept_plans()) == 3 * len(tensors)
 
 
 def test_layouts_differ_in_names_and_nesting() -> None:
@@ -550,7 +562,7 @@ def test_layouts_differ_in_names_and_nesting() -> None:
         for metadata in ({}, {"a": 1}):
             data = TensorTransferData("r", tree, metadata)
             assert planned(data) == planned_cold(data)
-    assert len(layouts._planned) + len(layouts._planned_before) == 2 * len(trees)
+    assert len(kept_plans()) == 2 * len(trees)
 
 
 def test_a_deep_extra_is_copied() -> None:
@@ -583,7 +595,7 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(layouts._received) <= 16
+    assert len(kept_headers()) <= 16
 
 
 def test_a_cache_that_was_received_has_metadata_of_its_own() -> None:

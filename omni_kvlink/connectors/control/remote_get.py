@@ -180,6 +180,7 @@ class InboundTransfer:
         self._region: Region | None = None
         self._manifest: Manifest | None = None
         self._waiting_messages: list[Layer | Committed] = []
+        self._extra = self.offer.extra  # or that of its `Committed`
         self._uncommitted: list[Layer] = []
         self._lock = threading.Lock()
         self._is_committed = False
@@ -222,6 +223,7 @@ class InboundTransfer:
             manifest=manifest,
             copies=1,
             is_verified=is_verified,
+            extra=self._extra,
         )
 
     # In the loop's thread
@@ -345,7 +347,7 @@ class InboundTransfer:
         if self._is_committed:
             raise WireError(f"a layer or a commit of {self.key!r} came after its commit")
         if isinstance(message, Committed):
-            self._is_committed = True
+            self._is_committed, self._extra = True, message.extra
             self.plan.request(0, self.offer.location.nbytes, _WHOLE)
             return
         tensors = self._manifest.tensors[message.first :][: len(message.digests)]
@@ -424,7 +426,7 @@ class InboundTransfer:
                 self._expect(spec, digest)
         if self.streamed:
             if not self.offer.draft:
-                messages.append(Committed(0))
+                messages.append(Committed(0, self._extra))
             self._set_ready()
         for message in messages:
             if not self._error_text:
@@ -455,7 +457,7 @@ class InboundTransfer:
         if self.progress is not None:
             for layer in self._uncommitted:
                 self.progress.announce(layer.first, layer.digests)
-            self.progress.commit()
+            self.progress.commit(self._extra)
         elif self._is_as_announced():
             self._set_ready()
 

@@ -435,7 +435,13 @@ class ControlSession(LeadingReceiver, Session):
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self.get_table, offer.get_id, offer.epoch)
         get.delivery = Delivery(
-            get.get_state.key, region, lease, manifest=manifest, copies=1, is_verified=is_verified
+            get.get_state.key,
+            region,
+            lease,
+            manifest=manifest,
+            copies=1,
+            is_verified=is_verified,
+            extra=offer.extra,
         )
 
     def _free_share_in_loop(self, get_id: int) -> None:

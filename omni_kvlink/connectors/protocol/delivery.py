@@ -95,7 +95,8 @@ class Delivery:
         is_verified: whether every byte was, or is before its layer is announced, compared with its
             digest on arrival.
 
-    `head`, if it is given, is what the region begins with: a copy of the header at least.
+    `head`, if it is given, is what the region begins with: a copy of the header at least; `extra`
+    is the metadata at the end of a stream that was offered after it.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Delivery:
         copies: int = 0,
         is_verified: bool = False,
         head: memoryview | None = None,
+        extra: bytes = b"",
     ):
-        self._head = head
+        self._head, self._extra = head, extra
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self.region: Region | None = region
@@ -120,6 +122,11 @@ class Delivery:
 
     def __repr__(self) -> str:
         return f"<Delivery of {self.key!r}{', released' if self.region is None else ''}>"
+
+    @property
+    def extra(self) -> bytes:
+        """The metadata at the end of a stream, as it was sent; b"" before the end, and if none."""
+        return self._extra if self.progress is None else self.progress.extra
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child: the memory may be reused without its knowledge."""

@@ -298,7 +298,7 @@ class GetTable:
             if isinstance(message, Layer):
                 progress.announce(message.first, message.digests)
             else:
-                progress.commit()
+                progress.commit(message.extra)
         else:
             unexpected(message)
 

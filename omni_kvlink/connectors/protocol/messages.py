@@ -32,10 +32,13 @@ MAX_BATCH = 256
 """Messages of the longest `Batch`."""
 MAX_TEXT = 4096
 """Characters of the longest text field."""
+MAX_EXTRA = 4096
+"""Bytes of the longest metadata at the end of a stream."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Address = Annotated[bytes, msgspec.Meta(max_length=8192)]
+Extra = Annotated[bytes, msgspec.Meta(max_length=MAX_EXTRA)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Outcome = Literal["read", "unread", "rejected"]
 Ending = Literal["failed", "aborted", "expired", "closed", "complete"]
@@ -117,7 +120,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True, gc=False):
     that lies behind the payload: 0 if the payload is committed; else its layers are announced one
     by one, and at last its commit. The bytes of a `direct` one are sent from the caller's tensors,
     and are valid after the commit only. `inline`, unless it is empty, is the payload itself: then
-    `location` has its length alone.
+    `location` has its length alone. `extra` is that of `Committed`, if the stream is committed.
     """
 
     get_id: Number
@@ -126,6 +129,7 @@ class Offer(_Message, frozen=True, array_like=True, tag=True, gc=False):
     draft: Number = 0
     direct: bool = False
     inline: memoryview = NOTHING
+    extra: Extra = b""
 
     @property
     def first(self) -> tuple[int, int]:
@@ -146,9 +150,13 @@ class Layer(_Message, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Committed(_Message, frozen=True, array_like=True, tag=True, gc=False):
-    """Producer: a streamed payload is complete."""
+    """Producer: a streamed payload is complete; `extra` is its metadata at its end, a JSON object.
+
+    It is empty if the writer gave none.
+    """
 
     get_id: Number
+    extra: Extra = b""
 
 
 class Status(_Message, frozen=True, array_like=True, tag=True, gc=False):

@@ -28,6 +28,7 @@ class Progress:
         self._is_whole = False
         self._waiting: dict[Answer[None], range] = {}
         self.whole: Answer[None] = Answer()
+        self.extra = b""  # of the commit
 
     def announce(self, first: int, digests: tuple[bytes, ...]) -> None:
         """The tensors from number `first` on are there; WireError if a payload cannot have them."""
@@ -45,8 +46,9 @@ class Progress:
         for answer in ready:
             answer.set_result(None)
 
-    def commit(self) -> None:
+    def commit(self, extra: bytes = b"") -> None:
         """All tensors are there; waiting for one that was not announced fails."""
+        self.extra = extra
         gap = WireError("it was committed, but not every layer of it was announced")
         if self._close(gap, whole=True):
             self.whole.set_result(None)

@@ -67,6 +67,7 @@ class Transfer:
     has_writer: bool = True  # whether the producer may still write to the memory
     views: frozenset[object] = frozenset()  # of the memory: the caller's, and what is being sent
     done_callbacks: list[Callable[[], None]] | None = None
+    extra: bytes = b""  # the metadata at the end of a stream, as messages carry it
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     window: ChunkWindow[Transfer] | None = None  # the chunks and readers of an append stream
 

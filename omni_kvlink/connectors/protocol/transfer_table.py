@@ -423,7 +423,7 @@ class TransferTable:
                 transfer.direct.release_tensors()
             transfer.state = LEASED if transfer.leases else COMMITTED
             for peer, get_id in transfer.leases:
-                self._send(peer, Committed(get_id))
+                self._send(peer, Committed(get_id, transfer.extra))
             if transfer.window is not None:
                 self._appends.fail_gets(transfer.window, "the stream has ended", "complete")
             self._offer(transfer)
@@ -511,7 +511,9 @@ class TransferTable:
         if transfer.state is not STREAMING:
             transfer.state = LEASED
             inline = memoryview(transfer.inline)
-            self._send(peer, Offer(get_id, transfer.epoch, location, inline=inline))
+            extra = transfer.extra
+            offer = Offer(get_id, transfer.epoch, location, inline=inline, extra=extra)
+            self._send(peer, offer)
             return
         direct = transfer.direct is not None
         self._send(peer, Offer(get_id, transfer.epoch, location, transfer.draft, direct))

@@ -202,8 +202,14 @@ class MappedGet(SessionGet):
             else:
                 get_table.drop(get_state)  # now: the error's traceback may keep the get
             raise
-        progress = get_state.progress
-        delivery = Delivery(get_state.key, region, lease, draft=header, progress=progress)
+        delivery = Delivery(
+            get_state.key,
+            region,
+            lease,
+            draft=header,
+            progress=get_state.progress,
+            extra=offer.extra,
+        )
         get_state.settle()
         return delivery
 

@@ -388,6 +388,7 @@ class PooledProducer(Producer):
         ttl: float,
         ledgers: Sequence[Ledger],
         deadline: float = 0.0,
+        extra: bytes = b"",
     ) -> list[Receipt]:
         """Commit the payloads; blocks only for readers of the caller's own tensors."""
         if self._closed:  # the call costs more than the test
@@ -398,6 +399,8 @@ class PooledProducer(Producer):
         try:
             fault_points.point("publish.before")
             payloads = list(map(self._complete, leases))
+            if extra:
+                _transfer(leases[0]).extra = extra
             while (unsent := self._commit(payloads, readers, expires)) is not None:
                 unsent.wait_sent(deadline)
             for listener in self._queueing:

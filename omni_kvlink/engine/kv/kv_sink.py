@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from omni_kvlink import KVCacheBundle, KVLink, KVPayload
+from omni_kvlink import KVLink, KVPayload
 from omni_kvlink.engine.kv.hidden_states import hidden_key, hidden_payload, hidden_readers
 from omni_kvlink.engine.kv.kv_partition import KVPartition
-from omni_kvlink.engine.kv_sent import KVSent
+from omni_kvlink.engine.kv.kv_stream import KVStream
 
 if TYPE_CHECKING:
     import torch
 
     from omni_kvlink.engine.config import KVConfig
+    from omni_kvlink.engine.kv_sent import KVSent
 
 _MAX_HIDDEN_REQUESTS = 1024  # whose hidden states `fail` releases; `ttl` releases older ones
 
@@ -34,20 +34,19 @@ class KVSink:
         self._hidden_sent: deque[str] = deque(maxlen=_MAX_HIDDEN_REQUESTS)
         self.link = KVLink.serve(config.sinks[tensor], **config.sink_options)
 
-    def send(self, payload: KVPayload) -> KVSent:
-        """Copy a request's KV into the link, as `KVProducer.put`, within `put_timeout` seconds.
+    def open(self) -> KVStream:
+        """A `KVStream` for one request's KV."""
+        return KVStream(self.link, self._parts, self._parts_each, self._config)
 
-        The caller's tensors may be modified again after it. After an error, call `fail`: some of
-        the parts may have been sent.
+    def send(self, payload: KVPayload) -> KVSent:
+        """Copy a request's whole KV into the link, as `KVProducer.put`.
+
+        Blocks up to `put_timeout` seconds for memory. The caller's tensors may be modified again
+        after it. After an error, call `fail`: some of the parts may have been sent.
         """
-        ttl, largest = self._config.ttl, 0
-        deadline = time.monotonic() + self._config.put_timeout
-        for part in self._parts:
-            timeout, piece = max(0.0, deadline - time.monotonic()), part.cut(payload)
-            receipt = self.link.put(piece, readers=part.readers, ttl=ttl, timeout=timeout)
-            largest = max(largest, receipt.ledger.nbytes * self._parts_each)
-        first = payload[next(iter(payload))] if isinstance(payload, KVCacheBundle) else payload
-        return KVSent(largest, first.metadata.image_shape, first.metadata.seq_len)
+        stream = self.open()
+        stream.begin(payload)
+        return stream.finish()
 
     def send_hidden(self, request_id: str, hidden: torch.Tensor) -> None:
         """Send a request's hidden states [tokens, hidden]; before its KV, as `send`."""

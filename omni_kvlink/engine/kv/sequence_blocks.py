@@ -10,7 +10,7 @@ from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.errors import CapacityError, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omni_kvlink import KVCacheTransferData, KVMetadata
     from omni_kvlink.engine.kv.block_manager import KVPools
@@ -25,9 +25,20 @@ class SequenceBlocks:
     def __init__(self, pools: KVPools, block_ids: list[int], cached_ids: Sequence[int] = ()):
         self.pools, self.block_ids, self.claimed = pools, block_ids, 0
         self.cached_ids = list(cached_ids)
+        self._total = -1  # of `watch`
+        self._on_layer: Callable[[int], None] = _ignore
         size = pools.block_size
         blocks = torch.tensor(block_ids, dtype=torch.long)
         self._slots = (blocks[:, None] * size + torch.arange(size)).flatten().to(pools.device)
+
+    def watch(self, tokens: int, on_layer: Callable[[int], None]) -> None:
+        """Have `on_layer` called with each layer in which K and V of so many tokens are written."""
+        self._total, self._on_layer = tokens, on_layer
+
+    def on_written(self, layer: int, tokens: int) -> None:
+        """K and V of the first tokens are written in a layer: call what `watch` was given."""
+        if tokens == self._total:
+            self._on_layer(layer)
 
     def claim(self, rows: int) -> range:
         """Use the next `rows` slots; CapacityError if the blocks have fewer left."""
@@ -67,3 +78,7 @@ class SequenceBlocks:
         pools = self.pools
         cache = PagedCache(pools.keys, pools.values, pools.block_size, self.block_ids)
         return PagedAdapter().export(cache, request_id=request_id, metadata=metadata)
+
+
+def _ignore(layer: int) -> None:
+    """Nobody waits for the layers."""

@@ -260,7 +260,7 @@ def _paged_bundle(request_id: str, contexts: BagelContexts, shard: Shard | None)
             raise SchemaError(f"{name} of {request_id!r} is not in its blocks")
         elif name == "gen" or cache.table is not gen.table:
             branches[name] = cache.export(request_id, metadata)
-        elif tokens == gen.tokens:
+        elif tokens == contexts.gen.kv_lens[0]:
             branches[name] = SameAs("gen", metadata)
         else:
             branches[name] = PrefixOf("gen", tokens, metadata)

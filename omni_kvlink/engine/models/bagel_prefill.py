@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from omni_kvlink.engine.models.paged_naive_cache import PagedNaiveCache
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.worker.model import ModelUtility
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel import BagelContext
+from omni_kvlink.models.bagel import BagelContext, BagelContexts
 from omni_kvlink.models.bagel.prefill_steps import PromptTokens
 
 if TYPE_CHECKING:
@@ -65,21 +66,38 @@ class BagelPrefill(ModelUtility):
         if params.is_text_only:
             return (yield from answer_steps(pipeline, request, think=self._think, caches=caches))
         generator = torch.Generator().manual_seed(params.seed or 0)
+        on_last_pass = partial(self._begin_stream, request, generator)
         contexts = yield from pipeline.prefill_steps(
             readable(request.prompt),
             image_shape=_shape(params.height, params.width),
             generator=generator,
             caches=caches,
+            on_last_pass=on_last_pass if request.kv_stream is not None else None,
             **plan_options(pipeline, request, think=self._think),
         )
-        pipeline.release_caches()
-        contexts.extra = {"generator": pack_generator(generator)}
-        if (identity := identity_of(request.lora)) is not None:
-            contexts.extra["lora"] = identity
+        contexts.extra = _extra(request, generator)
+        _check_announced(request, contexts)
         request.past_key_values = contexts
         hidden = None if contexts.gen.hidden is None else contexts.gen.hidden.tensor()
         fields = text_fields(request, pipeline.special_tokens.eos, contexts.text)
         return DiffusionOutput(request.request_id, hidden_states=hidden, **fields)
+
+    def _begin_stream(
+        self, request: OmniDiffusionRequest, generator: torch.Generator, coming: BagelContexts
+    ) -> None:
+        """Let each layer leave when its K and V are in the blocks; `coming` are the contexts."""
+        stream = request.kv_stream
+        assert stream is not None
+        coming.extra = _extra(request, generator)
+        request.past_key_values = coming
+        stream.begin(self.extract(request))
+        tables: dict[SequenceBlocks, tuple[int, str]] = {}
+        for name in ("cfg_img", "gen"):  # the last: where both are in one table, its rows are gen's
+            context: BagelContext = getattr(coming, name)
+            if isinstance(context.past_key_values, PagedNaiveCache):
+                tables[context.past_key_values.table] = context.kv_lens[0], name
+        for table, (tokens, name) in tables.items():
+            table.watch(tokens, partial(stream.write_layer, branch=name))
 
     def prefix_tokens(self, request: OmniDiffusionRequest) -> list[int]:
         """Return the leading token ids that other requests may share.
@@ -109,9 +127,32 @@ class BagelPrefill(ModelUtility):
         _, hidden = yield PromptTokens(context, ids[n:])
         return torch.as_tensor(hidden[-1:])
 
+    def release_caches(self) -> None:
+        """Drop the contexts of the last request, which its blocks hold."""
+        self._pipeline.release_caches()
+
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Read the next tokens of several texts in one pass."""
         return list(self._pipeline.advance(passes))
+
+
+def _extra(request: OmniDiffusionRequest, generator: torch.Generator) -> dict[str, Any]:
+    """Return what the next stage needs beside K and V: the generator's state, the adapter."""
+    identity = identity_of(request.lora)
+    extra = {"generator": pack_generator(generator)}
+    return extra if identity is None else {**extra, "lora": identity}
+
+
+def _check_announced(request: OmniDiffusionRequest, contexts: BagelContexts) -> None:
+    """Raise SchemaError if the KV that is being sent was announced as something else."""
+    stream, coming = request.kv_stream, request.past_key_values
+    if stream is not None and stream.is_begun and _about(coming) != _about(contexts):
+        raise SchemaError(f"the KV of {request.request_id!r} is not what was announced")
+
+
+def _about(contexts: BagelContexts) -> tuple[Any, ...]:
+    each = (contexts.gen, contexts.cfg_text, contexts.cfg_img)
+    return [(c.kv_lens, c.ropes) for c in each], contexts.image_shape, contexts.extra
 
 
 def _shape(height: int | None, width: int | None) -> tuple[int, int] | None:

@@ -53,6 +53,7 @@ class PagedNaiveCache(NaiveCache):
         """Write the new rows to their slots; returns all rows of the layer, for attention."""
         self.table.write(self.table.pools.keys[layer], self._rows, k)
         self.table.write(self.table.pools.values[layer], self._rows, v)
+        self.table.on_written(layer, self.tokens)
         return joined(past, k, v)
 
     def snapshot(self) -> NaiveCache:

@@ -24,6 +24,7 @@ from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.tokens.outputs import KVConnectorOutput
 from omni_kvlink.engine.tokens.token_log import TokenLog, step_outputs
 from omni_kvlink.engine.worker.model import ModelUtility, model_utility
+from omni_kvlink.engine.worker.pass_clock import PassClock
 from omni_kvlink.engine.worker.prefill_utility import PrefillSteps, TextPass
 from omni_kvlink.engine.worker.token_budget import divide_tokens
 
@@ -43,6 +44,7 @@ class _Prefill:
 
     request: OmniDiffusionRequest
     steps: PrefillSteps
+    clock: PassClock
     next_pass: TextPass | None = None
     result: Any = None
     is_new: bool = True
@@ -114,10 +116,12 @@ class GPUARModelRunner:
         """Run one step of all scheduled requests; its tokens, and a result for each that ends.
 
         One request reads an image. All texts that are written get their next token, and prompts
-        their next tokens up to `max_num_batched_tokens`, in one pass. The KV of a request is sent
-        with its last step, and its blocks are free then: the link has a copy. That of a request for
+        their next tokens up to `max_num_batched_tokens`, in one pass. Each layer of a request's KV
+        leaves in the last pass that extends it, when its computation is enqueued; with the last
+        step all of it is sent, and its blocks are free: the link has a copy. That of a request for
         a text alone is not sent. EngineDeadError: a rank that computes with this one is gone.
         """
+        self.utility.release_caches()
         ids = scheduler_output.request_ids
         self._batch_sync.begin(ids)
         for key in [key for key in self._prefills if key not in ids]:  # they failed elsewhere
@@ -134,12 +138,27 @@ class GPUARModelRunner:
         key = request.request_id
         computed = output.num_computed_tokens.get(key, 0)
         request.token_log = TokenLog(request.sampling_params.logprobs)
-        prefill = _Prefill(request, self._steps(request, output.block_ids[key], computed))
+        if self.kv_sink is not None and not request.sampling_params.is_text_only:
+            request.kv_stream = self.kv_sink.open()
+        steps = self._steps(request, output.block_ids[key], computed)
+        prefill = _Prefill(request, steps, PassClock(self.device))
         try:
             request.lora = self.lora_manager.resolve(request.sampling_params)
         except Exception as error:
             prefill.error = error
         return prefill
+
+    def get_past_key_values(self) -> Any:
+        """Return the cache of the request that the last step ended, in the model's form.
+
+        It lies in the request's blocks, which the next step may give to others: it is valid until
+        then, and until `release_caches` or `sleep`. RuntimeError if that step ended no request.
+        """
+        return self.utility.pipeline.get_past_key_values()
+
+    def release_caches(self) -> None:
+        """Drop what `get_past_key_values` returns."""
+        self.utility.release_caches()
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Count the first tokens of each running request that are in its blocks, at least."""
@@ -155,6 +174,7 @@ class GPUARModelRunner:
         """Close the link; what the next stage has not received is lost."""
         for key in list(self._prefills):
             self._end(key)
+        self.release_caches()
         for end in (self.kv_transfer, self.kv_sink):
             if end is not None:
                 end.close()
@@ -235,25 +255,30 @@ class GPUARModelRunner:
         """Send a request's KV, unless the request was aborted; return its error, if any."""
         if aborted := self._aborted(prefill):
             return aborted
+        prefill.clock.stop()
         try:
-            output.seconds["prefill"] = time.perf_counter() - prefill.started
             if (transfer := self.config.kv_transfer) is not None and transfer.is_producer:
                 return {}  # a prefill stage, which has no answer of its own
             if prefill.request.sampling_params.is_text_only:
                 _check_text(prefill.request, output)
                 return {}
-            if self.kv_sink is None:
+            stream = prefill.request.kv_stream
+            if stream is None:
                 raise EngineError(
                     "this stage has no next one: set kv.sinks, or ask for modalities ('text',)"
                 )
             hidden = prefill.request.sampling_params.transfer_hidden_states
             if hidden:
                 self._send_hidden(prefill.request, output)
-            sent = self.kv_sink.send(self._extract_kv_cache(prefill.request))
+            if not stream.is_begun:  # no layer of it has left: all leave now
+                stream.begin(self._extract_kv_cache(prefill.request))
+            sent = stream.finish()
             output.kv_sent = dataclasses.replace(sent, has_hidden_states=hidden)
             output.seconds["execute"] = time.perf_counter() - prefill.started
         except Exception as error:
             return {prefill.key: error}
+        finally:
+            output.seconds["prefill"] = prefill.clock.seconds()
         return {}
 
     def _send_hidden(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> None:
@@ -310,7 +335,7 @@ class GPUARModelRunner:
         ]
 
     def _extract_kv_cache(self, request: OmniDiffusionRequest) -> KVPayload:
-        """Views of the request's KV in its blocks; `put` copies from there."""
+        """Views of the request's KV in its blocks, from where it is copied."""
         return self.utility.extract(request)
 
     def _aborted(self, prefill: _Prefill) -> dict[str, Exception]:
@@ -321,17 +346,20 @@ class GPUARModelRunner:
     def _failed(self, prefill: _Prefill, error: Exception) -> DiffusionOutput:
         """The output of a request that failed; the next stage gets the error, too."""
         key = prefill.key
-        self._end(key)
+        self._end(key, str(error) or repr(error))
         if self.kv_sink is not None:
             self.kv_sink.fail(key, str(error) or repr(error))
         output = DiffusionOutput(key, error=as_engine_error(error, f"request {key!r} failed"))
         output.clear_traceback()
         return output
 
-    def _end(self, request_id: str) -> None:
-        """Drop what a request holds: its contexts, and the frames of its steps."""
+    def _end(self, request_id: str, reason: str = "its stage gave it up") -> None:
+        """Drop what a request holds: its KV unless it is sent, its contexts, its steps' frames."""
         prefill = self._prefills.pop(request_id)
         prefill.steps.close()
+        if (stream := prefill.request.kv_stream) is not None:
+            stream.fail(reason)
+            prefill.request.kv_stream = None
         prefill.request.past_key_values = prefill.request.lora = None
         prefill.next_pass = prefill.result = None
 

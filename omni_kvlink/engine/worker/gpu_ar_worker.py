@@ -55,6 +55,7 @@ class GPUARWorker(WorkerBase[GPUARModelRunner]):
         if level > 1 and self.ar_config.kv_transfer is not None:
             raise EngineError("sleep level 2 with kv_transfer: K and V of the weights are in use")
         slept = super().sleep(level)
+        self.runner.release_caches()
         self.runner.pools.sleep()
         return slept
 

@@ -63,8 +63,10 @@ class PrefillUtility:
         The generator yields None before it computes by itself, such as an image; one request at a
         time does so. It yields a `TextPass` that `advance` can run together with those of other
         requests, and whose result is sent to it. Its value is the request's output; `extract` then
-        reads the KV. The first blocks of the first branch have the KV of so many `prefix_tokens`
-        already.
+        reads the KV, which is sent. It may be sent sooner: before the last pass, `begin` of
+        `request.kv_stream`, unless that is None, takes where the whole KV will be; in the pass,
+        `write_layer` sends a layer whose computation is enqueued. The first blocks of the first
+        branch have the KV of so many `prefix_tokens` already.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prefill_steps")
 
@@ -84,6 +86,9 @@ class PrefillUtility:
         As `prefill_steps`, for the prefill stage of a decode stage.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prefix_steps")
+
+    def release_caches(self) -> None:
+        """Drop what the model's pipeline keeps of the last request's cache; by default nothing."""
 
     def advance(self, passes: Sequence[Any]) -> list[Any]:
         """Run one pass of several requests together; returns a result for each."""

@@ -119,6 +119,11 @@ class BagelContext:
         cache = past.snapshot() if isinstance(past, NaiveCache) else snapshot(past)
         return BagelContext(list(self.kv_lens), list(self.ropes), cache)
 
+    def longer(self, tokens: int, positions: int) -> BagelContext:
+        """Return what it will be after so many more; its cache lacks their K and V yet."""
+        lens, ropes = [self.kv_lens[0] + tokens], [self.ropes[0] + positions]
+        return BagelContext(lens, ropes, self.past_key_values)
+
     def moved(self, into: NaiveCache) -> BagelContext:
         """Copy the rows into another, empty cache and return the context with it."""
         cache = into.after(self.kv_lens[0])

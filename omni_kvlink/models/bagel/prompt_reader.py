@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Generator, Tensor
@@ -33,9 +33,13 @@ from omni_kvlink.models.bagel.text_writer import TextWriter
 from omni_kvlink.models.bagel.token_sampler import TokenSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from omni_kvlink.models.bagel.text_output import OnToken
+
+OnLastPass: TypeAlias = "Callable[[BagelContexts], None]"
+"""Called with the contexts as they will be: lengths, positions and `image_shape` are final, and the
+caches are those that the last passes extend. Nothing draws from the generator after it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -110,6 +114,7 @@ class PromptReader(TextWriter):
         caches: Mapping[str, NaiveCache] | None = None,
         keep_hidden: Keep | None = None,
         on_token: OnToken | None = None,
+        on_last_pass: OnLastPass | None = None,
         **sampling: Any,
     ) -> Steps[BagelContexts]:
         """Read a prompt: the AR half of a request.
@@ -131,6 +136,7 @@ class PromptReader(TextWriter):
             keep_hidden: keep the hidden states of all tokens of `gen`, or of the last one, as
                 `contexts.gen.hidden`.
             on_token: called with each token of the plan; see `OnToken`.
+            on_last_pass: called before the last pass over `gen`, for an image; see `OnLastPass`.
             **sampling: of the plan, as of `TokenSampler`, but for `seen` and `generator`: the
                 penalty is for tokens of the prompt's texts, too.
         """
@@ -151,26 +157,41 @@ class PromptReader(TextWriter):
         if first:
             gen = yield from self._prompt_steps(gen, self.encode_prompt(first))
             cfg_img = gen.snapshot()
-        images = False
-        for item in prompt_items(inputs):
+        images, items, plans = False, prompt_items(inputs), think and not understanding
+        text: str | None = None
+
+        def announce(gen: BagelContext, cfg_img: BagelContext) -> None:
+            if on_last_pass is not None and not understanding:
+                on_last_pass(BagelContexts(gen, cfg_text, cfg_img, shape, text))
+
+        for number, item in enumerate(items, 1):
+            is_last = number == len(items) and not plans
             if is_text(item):
                 ids = self._text_ids(item)
                 cfg_text = gen.snapshot()
+                if images and not understanding and own_cfg_img is not None:
+                    cfg_img, own_cfg_img = cfg_img.moved(own_cfg_img), None
+                if is_last:
+                    longer = gen.longer(len(ids), len(ids))
+                    announce(longer, cfg_img.longer(len(ids), len(ids)) if images else longer)
                 gen = yield from self._prompt_steps(gen, ids)
                 if not images:  # the two are the same tokens at the same positions
                     cfg_img = gen.snapshot()
                 elif not understanding:
-                    if own_cfg_img is not None:
-                        cfg_img, own_cfg_img = cfg_img.moved(own_cfg_img), None
                     cfg_img = yield from self._prompt_steps(cfg_img, ids)
             else:
                 yield None
                 image = resize(load_image(cast("ImageLike", item)), self.config.vae_resize)
-                gen = self._append_image(gen, image, generator, latent=not understanding)
                 images, shape = True, image_size(image)
+                if not understanding:
+                    gen = self._append_latent(gen, image, generator)
+                pixels = to_pixels(resize(image, self.config.vit_resize))
+                if is_last:
+                    cfg_text = gen.longer(self._count_vit(*pixels.shape[1:]), 1)
+                    announce(cfg_text, cfg_img)
+                gen = self.append_vit_image(gen, pixels)
                 cfg_text = gen.snapshot()
-        text = None
-        if think and not understanding:
+        if plans:
             plan = yield from self.text_steps(
                 gen,
                 max_length=max_think_tokens,
@@ -180,7 +201,9 @@ class PromptReader(TextWriter):
                 **sampling,
             )
             text = plan.text
-            gen = yield from self._prompt_steps(gen, self.encode_prompt(text))
+            ids = self.encode_prompt(text)
+            announce(gen.longer(len(ids), len(ids)), cfg_img)
+            gen = yield from self._prompt_steps(gen, ids)
         self._last = BagelContexts(gen, cfg_text, cfg_img, None if understanding else shape, text)
         return self._last
 
@@ -252,19 +275,21 @@ class PromptReader(TextWriter):
         assert answer is not None
         return answer[0]
 
-    def _append_image(
-        self, context: BagelContext, image: ImageLike, generator: Generator | None, *, latent: bool
+    def _append_latent(
+        self, context: BagelContext, image: ImageLike, generator: Generator | None
     ) -> BagelContext:
-        if latent:
-            # The rule is applied twice, as published: to a very long image it is not idempotent.
-            pixels = to_pixels(resize(image, self.config.vae_resize))
-            context = self.append_vae_latent(context, self.encode_image(pixels, generator))
-        return self.append_vit_image(context, to_pixels(resize(image, self.config.vit_resize)))
+        # The rule is applied twice, as published: to a very long image it is not idempotent.
+        pixels = to_pixels(resize(image, self.config.vae_resize))
+        return self.append_vae_latent(context, self.encode_image(pixels, generator))
 
     def _count_image(self, item: ImageLike, *, latent: bool) -> int:
         """Return the tokens of an image in the ViT's block, and in the latent one if it has one."""
         height, width = self.config.vae_resize.size(*image_size(load_image(item)))
-        stride, patch = self.config.latent_stride, self.config.vit.patch_size
+        stride = self.config.latent_stride
         count = (height // stride) * (width // stride) + 2 if latent else 0
-        height, width = self.config.vit_resize.size(height, width)
-        return count + (height // patch) * (width // patch) + 2
+        return count + self._count_vit(*self.config.vit_resize.size(height, width))
+
+    def _count_vit(self, height: int, width: int) -> int:
+        """Return the tokens of the ViT's block of an image, its markers included."""
+        patch = self.config.vit.patch_size
+        return (height // patch) * (width // patch) + 2

@@ -20,11 +20,14 @@ from omni_kvlink.engine import (
     RequestAborted,
 )
 from omni_kvlink.testing.rig import until
-from support.engine.ar_stage import Passes, ar_engine, prompt
+from support.engine.ar_stage import Passes, ar_engine, on_finish, prompt, runner_of
 from support.engine.fixtures import SHAPE, WAIT, alone, checkpoint, pipeline, request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from omni_kvlink.engine.kv.kv_stream import KVStream
+    from omni_kvlink.engine.kv_sent import KVSent
 
 PROMPTS = ("a fox", "two owls in the rain", "the sea")
 
@@ -211,14 +214,12 @@ def test_a_request_that_is_no_longer_scheduled_is_forgotten(sockets: str) -> Non
 
 def test_an_abort_after_the_kv_was_sent_frees_it(sockets: str) -> None:
     with ar_engine(sockets) as engine:
-        sink = engine.executor.worker.runner.kv_sink  # type: ignore[attr-defined]
-        send = sink.send
 
-        def abort_then(payload: Any) -> Any:
-            sent = send(payload)
+        def abort_then(stream: KVStream, finish: Callable[[], KVSent]) -> KVSent:
+            sent = finish()
             engine.abort("a")
             return sent
 
-        sink.send = abort_then
+        on_finish(runner_of(engine), abort_then)
         assert isinstance(engine.submit(prompt("a")).result(WAIT).error, RequestAborted)
         assert engine.stats()["link"]["memory"]["used"] == 0

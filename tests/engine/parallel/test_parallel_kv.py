@@ -42,6 +42,8 @@ from support.engine.parallel_ranks import EDIT, digest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink.engine.kv_sent import KVSent
+
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
 HEADS = 4
@@ -83,9 +85,11 @@ class Stages:
             source = self._own(PartitionedKVSource.connect_parts(self.config, partition, coords))
             self.managers[coords] = self._own(DiffusionKVManager(source, self.config))
 
-    def send(self, data: KVCacheBundle) -> list[Any]:
+    def send(self, data: KVCacheBundle, *, streamed: bool = False) -> list[Any]:
         return [
-            kv_sink.send(self.part_of(data, shard_of(rank, len(self.kv_sinks), heads=HEADS)))
+            (stream if streamed else KVSink.send)(
+                kv_sink, self.part_of(data, shard_of(rank, len(self.kv_sinks), heads=HEADS))
+            )
             for rank, kv_sink in enumerate(self.kv_sinks)
         ]
 
@@ -166,6 +170,18 @@ def bits(data: KVCacheBundle, names: Any, start: int, stop: int) -> dict[str, li
     }
 
 
+def stream(kv_sink: KVSink, data: KVCacheBundle) -> KVSent:
+    """Send a KV layer by layer, the last layer first; each leaves when it is written."""
+    sending = kv_sink.open()
+    sending.begin(data)
+    for name, branch in data.branches.items():
+        if isinstance(branch, KVCacheTransferData):
+            for layer in reversed(range(branch.metadata.num_layers)):
+                sending.write_layer(layer, name)
+    assert not sending._layers, "these did not leave"
+    return sending.finish()
+
+
 def edit(name: str, tokens: int = 9) -> KVCacheBundle:
     """gen, cfg_text as its prefix, cfg_img of its own; 4 KV heads."""
     return make_bundle(Recipe(name, heads=HEADS, tokens=tokens))
@@ -173,9 +189,10 @@ def edit(name: str, tokens: int = 9) -> KVCacheBundle:
 
 @pytest.mark.parametrize("guidance", [1, 2, 3])
 @pytest.mark.parametrize(("senders", "tensor"), DEGREES)
-def test_bit_exact(stages: Any, senders: int, guidance: int, tensor: int) -> None:
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_bit_exact(stages: Any, streamed: bool, senders: int, guidance: int, tensor: int) -> None:
     setup, data = stages(senders, guidance, tensor), edit("r")
-    sent = setup.send(data)
+    sent = setup.send(data, streamed=streamed)
     for coords, manager in setup.managers.items():
         kv_request = begin(manager, "r", kv_nbytes=sent[0].nbytes)
         assert finish(manager, kv_request) == [KVState.READY], manager.error("r")
@@ -208,12 +225,18 @@ def test_bit_exact(stages: Any, senders: int, guidance: int, tensor: int) -> Non
         (2, 1, {"pipeline_parallel_size": 2, "ring_degree": 2}),
     ],
 )
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_heads_of_ulysses_ranks_and_layers_of_pipeline_ranks_are_bit_exact(
-    stages: Any, senders: int, tensor: int, degrees: dict[str, int], guidance: int
+    stages: Any,
+    streamed: bool,
+    senders: int,
+    tensor: int,
+    degrees: dict[str, int],
+    guidance: int,
 ) -> None:
     """Ranks of a ring receive the same part; the sender's memory is released after the last."""
     setup, data = stages(senders, guidance, tensor, degrees), edit("r")
-    sent, heads_of = setup.send(data), tensor * degrees.get("ulysses_degree", 1)
+    sent, heads_of = setup.send(data, streamed=streamed), tensor * degrees.get("ulysses_degree", 1)
     ranks = degrees.get("pipeline_parallel_size", 1)
     for coords, manager in setup.managers.items():
         kv_request = begin(manager, "r", kv_nbytes=sent[0].nbytes)

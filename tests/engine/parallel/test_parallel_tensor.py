@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,6 +32,7 @@ from omni_kvlink.engine.models.bagel_text import readable
 from omni_kvlink.engine.worker import GPUDiffusionWorker
 from omni_kvlink.engine.worker.offload import weights_nbytes
 from omni_kvlink.errors import TransferFailed
+from support.engine.ar_stage import on_finish
 from support.engine.fixtures import WAIT, bundle, checkpoint, params, pipeline
 from support.engine.lora_adapters import bagel_adapter
 from support.engine.parallel_ranks import (
@@ -273,14 +275,14 @@ def run_prompts(worker: Any, *batch: OmniDiffusionRequest) -> list[Any]:
             tables[one.request_id][name] = list(range(start, stop))
             start = stop
 
-    def recorded(request: OmniDiffusionRequest) -> Any:
-        data = type(runner)._extract_kv_cache(runner, request)
-        sent[request.request_id] = {
+    def recorded(stream: Any, finish: Any) -> Any:
+        data = stream._payload
+        sent[data.request_id] = {
             name: digests(one.dense() for one in data[name].tensors()) for name in data
         }
-        return data
+        return finish()
 
-    runner._extract_kv_cache = recorded
+    on_finish(runner, recorded)
     results = dict[str, Any]()
     step = ARSchedulerOutput(list(batch), block_ids=tables)
     while step.request_ids:
@@ -355,14 +357,15 @@ def test_keys_and_values_are_those_of_one_process_but_for_rounding(stages: dict[
 
 def fail_send(worker: Any, name: str) -> None:
     """Let this rank's link fail to send one request."""
-    send = worker.runner.kv_sink.send
+    sink = worker.runner.kv_sink
+    put, stream_put = sink.link.put, sink.link.stream_put
 
-    def full(payload: Any) -> Any:
-        if payload.request_id == name:
+    def full(send: Any, payload: Any, **options: Any) -> Any:
+        if payload.request_id.startswith(name):
             raise MemoryError("no memory")
-        return send(payload)
+        return send(payload, **options)
 
-    worker.runner.kv_sink.send = full
+    sink.link.put, sink.link.stream_put = partial(full, put), partial(full, stream_put)
 
 
 def abort_during_prefill(worker: Any, name: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel.images import load_image, resize
+from omni_kvlink.models.bagel.images import load_image, resize, to_pixels
 from omni_kvlink.models.bagel.prefill_steps import NextToken
 
 from .conftest import stored
@@ -137,7 +137,9 @@ def test_hidden_states_are_the_models(pipeline: BagelPipeline, photo: Any, keep:
             else:
                 seeded = torch.Generator().manual_seed(0)
                 image = resize(load_image(part), pipeline.config.vae_resize)
-                context = pipeline._append_image(context, image, seeded, latent=True)
+                context = pipeline._append_latent(context, image, seeded)
+                pixels = to_pixels(resize(image, pipeline.config.vit_resize))
+                context = pipeline.append_vit_image(context, pixels)
     finally:
         del model.extend
     expected = torch.cat(rows)

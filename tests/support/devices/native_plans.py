@@ -20,6 +20,8 @@ from omni_kvlink.payload.manifest import Manifest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from omni_kvlink.payload.views import TensorView
+
 X86, ARM = ("avx2", "avx512", "avx512+clmul"), ("neon",)
 FEATURES = ("portable", *(ARM if platform.machine() == "aarch64" else X86))
 NEEDS_LIBRARY = pytest.mark.skipif(bool(host.missing()), reason=host.missing() or "")
@@ -47,7 +49,7 @@ def using(features: str) -> Iterator[None]:
         host.select("auto")
 
 
-def plan_of(tensors: Sequence[torch.Tensor], *, digests: bool = True) -> Manifest:
+def plan_of(tensors: Sequence[TensorView], *, digests: bool = True) -> Manifest:
     """A plan with one tensor after another, which is all that copiers need of a manifest."""
     named = [
         (f"kv.{layer}.key", DTYPES[tensor.dtype], tuple(tensor.shape))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_kvlink import KVCacheBundle
 from omni_kvlink.engine import (
     AREngine,
     DiffusionParallelConfig,
@@ -19,6 +21,9 @@ from support.engine.fixtures import SHAPE, checkpoint, params, pipeline, url
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from omni_kvlink.engine.kv.kv_stream import KVStream
+    from omni_kvlink.engine.kv_sent import KVSent
+    from omni_kvlink.engine.worker import GPUARModelRunner
     from omni_kvlink.models.bagel import BagelContexts
     from omni_kvlink.models.bagel.prefill_steps import TextPass
 
@@ -71,18 +76,38 @@ class SentKV:
 
     def __init__(self, engine: AREngine):
         self.of = dict[str, dict[str, list[torch.Tensor]]]()
-        utility = engine.executor.worker.runner.utility  # type: ignore[attr-defined]
-        extract = utility.extract
+        on_finish(runner_of(engine), self._keep)
 
-        def kept(request: OmniDiffusionRequest) -> Any:
-            bundle = extract(request)
-            self.of[request.request_id] = {
-                name: [one.dense() if hasattr(one, "dense") else one.clone() for one in tensors]
-                for name, tensors in ((name, bundle[name].tensors()) for name in bundle)
-            }
-            return bundle
+    def _keep(self, stream: KVStream, finish: Callable[[], KVSent]) -> KVSent:
+        bundle = stream._payload
+        assert isinstance(bundle, KVCacheBundle)
+        self.of[bundle.request_id] = {
+            name: [one.dense() if hasattr(one, "dense") else one.clone() for one in tensors]
+            for name, tensors in ((name, bundle[name].tensors()) for name in bundle)
+        }
+        return finish()
 
-        utility.extract = kept
+
+def runner_of(engine: AREngine) -> GPUARModelRunner:
+    """The runner of an engine in this process."""
+    runner: GPUARModelRunner = engine.executor.worker.runner  # type: ignore[attr-defined]
+    return runner
+
+
+def on_finish(
+    runner: GPUARModelRunner, call: Callable[[KVStream, Callable[[], KVSent]], KVSent]
+) -> None:
+    """Have this called instead of each stream's `finish`, with that."""
+    sink = runner.kv_sink
+    assert sink is not None
+    open_stream = sink.open
+
+    def opened() -> KVStream:
+        stream: KVStream = open_stream()
+        stream.finish = partial(call, stream, stream.finish)  # type: ignore[method-assign]
+        return stream
+
+    sink.open = opened  # type: ignore[method-assign]
 
 
 def read_alone(text: Any, *, think: bool = False, seed: int = 0, **fields: Any) -> BagelContexts:

@@ -42,9 +42,10 @@ FEATURES = {
 
 `small`, `put`, `bundle`: `put` and `get` of payloads inside offers, of all sizes, and of many
 tensors. `scatter`: received into the reader's own tensors. `many`: `put_many`, `get_many`.
-`allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`. `stream`: an append
-stream, from `open_stream` to `read_stream`; `requests`: of many requests in each chunk;
-`streams`: three, in one thread (`ChunkStreams`). `aio`: the reader awaits. `lookup`: by tokens.
+`allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`, and the metadata at
+the end. `stream`: an append stream, from `open_stream` to `read_stream`; `requests`: of many
+requests in each chunk; `streams`: three, in one thread (`ChunkStreams`). `aio`: the reader awaits.
+`lookup`: by tokens.
 """
 GROWING = ("stream", "requests", "streams", "aio-stream")
 PLAIN = ("put",)
@@ -98,6 +99,11 @@ def incarnation_of(data: Payload) -> int:
     part: Any = data["gen"] if isinstance(data, KVCacheBundle) else data
     notes = part.metadata if isinstance(part, TensorTransferData) else part.metadata.extra
     return (int(notes["seed"]) - 1) // 1000
+
+
+def end_of(data: Payload) -> dict[str, Any]:
+    """What a writer of layers says at the end of its stream."""
+    return {"key": data.request_id, "incarnation": incarnation_of(data)}
 
 
 def chunk_count(key: str) -> int:

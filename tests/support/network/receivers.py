@@ -25,6 +25,7 @@ from support.network.features import (
     REQUESTS,
     chunk_count,
     chunk_of,
+    end_of,
     feature_of,
     incarnation_of,
     prompt_of,
@@ -283,7 +284,7 @@ class Receiver:
             incarnation = self._check(key, data)
             views = data.tensors()
             expected = [hash_tensors(views[n : n + 2]) for n in range(0, len(views), 2)]
-            same = sorted(hashes) == sorted(expected)
+            same = sorted(hashes) == sorted(expected) and stream.stream.extra == end_of(data)
             del data, views, layer
             self._log.write(key, "read" if same else "WRONG", incarnation)
             self._done.add(key)

@@ -15,7 +15,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.testing.caches import layers_of
-from support.network.features import chunk_count, chunk_of, feature_of, recipe, sizes_of
+from support.network.features import chunk_count, chunk_of, end_of, feature_of, recipe, sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +129,7 @@ class Sender:
                 if fails and number == len(layers) - 1:
                     raise ProducerError
                 out.write_layer(number, *views)
-        return [out.commit()]
+            return [out.finish(end_of(data))]
 
     def _append(self, keys: Sequence[str], readers: Mapping[str, int]) -> list[Receipt]:
         """Open a stream for each key, and append their chunks in turn; or fail them all."""
