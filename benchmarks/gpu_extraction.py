@@ -26,7 +26,7 @@ from omni_kvlink._native import cuda
 from omni_kvlink.bench import machine, report
 from omni_kvlink.bench.stats import Summary
 from omni_kvlink.copier import GatherHandle, PinnedCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

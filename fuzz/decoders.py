@@ -12,6 +12,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.keys import read_all
 from omni_kvlink.connectors.protocol import messages
 from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
-from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState, GetTable
 from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
 from omni_kvlink.connectors.registry import split_url
@@ -46,7 +47,7 @@ from omni_kvlink.link.kvlink import _parse
 from omni_kvlink.lookup import messages as lookup
 from omni_kvlink.lookup import tokens
 from omni_kvlink.lookup.tokens import DIGEST_SIZE, digest
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.bundle import PAYLOAD_KINDS, open_payload
 from omni_kvlink.payload.chunk_requests import ChunkRequests, read_sizes
 from omni_kvlink.payload.manifest import Manifest
@@ -114,7 +115,7 @@ def joined(parts: list[bytes]) -> bytes:
 def feed_consumer(data: bytes) -> None:
     """The consumer's table, which has two gets and a stream, is sent messages."""
     ignore: Callable[[object], None] = lambda message: None  # noqa: E731
-    table = GetTable(ignore, ignore, ignore)
+    table = GetTable(partial(GetState, None), ignore, ignore, ignore)
     states = table.request([GetRequest("k"), GetRequest("k2", streamed=True)])
     for part in split(data):
         with contextlib.suppress(WireError):

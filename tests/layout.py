@@ -26,7 +26,8 @@ NAME = "omni_kvlink"
 
 LAYERS = (
     "errors _version",
-    "system settings",
+    "settings",
+    "system",
     "memory",
     "_native",
     "payload",
@@ -136,7 +137,7 @@ FORBIDDEN_EXCEPT = {
         "before Python 3.12 all objects share its lock, which a fork may leave locked",
         {"models.bagel.tokenizer"},
     ),
-    r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.views"}),
+    r"\btorch\.frombuffer\b": ("one place makes tensors of memory", {"payload.tensor_memory"}),
 }
 """Patterns that only the named files and folders may contain."""
 

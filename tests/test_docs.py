@@ -18,7 +18,7 @@ from omni_kvlink.connectors.runtime import consumer
 from omni_kvlink.connectors.shm.channel import MAX_BACKLOG
 from omni_kvlink.connectors.shm.listener import MAX_PEERS
 from omni_kvlink.memory import arena
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,12 +12,16 @@ import os
 import threading
 import weakref
 from array import array
+from typing import TYPE_CHECKING
 
 from omni_kvlink._native import host
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
-from omni_kvlink.memory.region import MappedPages, Region
+from omni_kvlink.memory.mapping import MappedPages
 from omni_kvlink.settings import Size, from_environment
+
+if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
 
 ABI = 4
 LIBRARY = "_kvlink_cuda.so"
@@ -111,7 +115,7 @@ class DeviceBatch(host.CopyBatch):
         status = getattr(_load(), f"kvlc_{verb}")(
             *self._payload,
             packed.buffer_info()[0] if packed else None,
-            len(self),
+            self._count,
             options,
             self.report,
             ticket._number,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from omni_kvlink._native import cuda
 from omni_kvlink.errors import NativeError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

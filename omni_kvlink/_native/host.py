@@ -19,7 +19,7 @@ from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import dlpack
 from omni_kvlink._native.loader import CompiledPart
 from omni_kvlink.errors import NativeError
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,8 @@ _LAST_SECOND = 1e9
 """A moment of the monotonic clock, after 30 years of a machine: a later deadline is none."""
 _FLAT = (*_ONES, *_ZEROS, 0, 0, 1, 0)
 _VIEW, _SPAN = 16, 3
+_SWAPS = sys.byteorder == "little"
+"""Whether digests, which travel big-endian, have another byte order here."""
 
 
 class _CopyOptions(ctypes.Structure):
@@ -140,11 +142,11 @@ class CopyBatch:
         self._options = _CopyOptions(threads, stores, nanoseconds)
         self._views: list[int] = []
         self._spans: list[int] = []
-        self._num_digests = 0
+        self._count = self._num_digests = 0
         self.report = Report()
 
     def __len__(self) -> int:
-        return len(self._spans) // _SPAN
+        return self._count
 
     def add(self, start: int, nbytes: int, view: PackedView = (), *, digest: bool) -> None:
         """Add the tensor at byte `start` of the payload; with `digest`, also its digests.
@@ -156,36 +158,40 @@ class CopyBatch:
             self._views += view
             self._views += span
         self._spans += span
+        self._count += 1
         if digest:
             self._num_digests += -(-nbytes // CHUNK)
 
     def gather(self) -> bytes:
         """Copy the views into the payload; return all digests, 4 bytes each."""
-        return self._compute("kvl_gather", self._copies())
+        return self._call("kvl_gather", self._copies())
 
     def digest(self) -> bytes:
         """Return the digests of the bytes in the payload."""
-        return self._compute("kvl_digest", self._spans)
+        return self._call("kvl_digest", self._spans)
 
     def scatter(self, digests: bytes) -> None:
         """Copy the payload into the views and compare it with `digests`."""
-        self._call("kvl_scatter", self._copies(), big_endian(array("I", digests)))
+        self._call("kvl_scatter", self._copies(), digests)
 
     def verify(self, digests: bytes) -> None:
         """Compare the bytes in the payload with `digests`."""
-        self._call("kvl_verify", self._spans, big_endian(array("I", digests)))
+        self._call("kvl_verify", self._spans, digests)
+
+    def error(self, failed: CopyFailed) -> Exception:
+        """Return the error to raise when the library has failed; subclasses name the tensor."""
+        return failed
 
     def _copies(self) -> list[int]:
-        if len(self._views) != len(self) * (_VIEW + _SPAN):
+        if len(self._views) != self._count * (_VIEW + _SPAN):
             raise ValueError("a copy without a view")
         return self._views
 
-    def _compute(self, name: str, entries: list[int]) -> bytes:
-        digests = array("I", bytes(4 * self._num_digests))
-        self._call(name, entries, digests)
-        return big_endian(digests).tobytes()
-
-    def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
+    def _call(self, name: str, entries: list[int], expected: bytes | None = None) -> bytes:
+        """Call the library, with the digests to compare with, if any; return all digests."""
+        digests = array("I", bytes(4 * self._num_digests) if expected is None else expected)
+        if _SWAPS:
+            digests.byteswap()
         if len(digests) != self._num_digests:
             raise ValueError(f"{len(digests)} digests for {self._num_digests} chunks")
         library, packed = _load(), array("q", entries)
@@ -193,14 +199,17 @@ class CopyBatch:
         status = getattr(calls, name)(
             *self._payload,
             packed.buffer_info()[0] if packed else None,
-            len(self),
+            self._count,
             digests.buffer_info()[0] if digests else None,
             len(digests),
             ctypes.byref(self._options),
             ctypes.byref(self.report),
         )
         if status:
-            raise CopyFailed(_last_error(library), status, self.report)
+            raise self.error(CopyFailed(_last_error(library), status, self.report)) from None
+        if _SWAPS:
+            digests.byteswap()
+        return digests.tobytes()
 
 
 def gather_dense(
@@ -432,6 +441,6 @@ def _last_error(library: ctypes.CDLL) -> str:
 
 def big_endian(digests: array[int]) -> array[int]:
     """Convert digests between this machine's byte order and big-endian, in place."""
-    if sys.byteorder == "little":
+    if _SWAPS:
         digests.byteswap()
     return digests

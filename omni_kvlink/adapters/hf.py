@@ -22,7 +22,8 @@ from omni_kvlink.payload.bundle import KVCacheBundle
 from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
-from omni_kvlink.payload.views import TensorView, dense, dtype_name
+from omni_kvlink.payload.tensor_memory import dtype_name
+from omni_kvlink.payload.views import TensorView, dense
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

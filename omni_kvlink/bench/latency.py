@@ -25,7 +25,7 @@ from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Bars, Lines, Result
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
 from omni_kvlink.bench.stats import Summary, Timings
-from omni_kvlink.memory.region import PAGE
+from omni_kvlink.memory.mapping import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

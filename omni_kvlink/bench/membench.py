@@ -21,13 +21,16 @@ from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
-from omni_kvlink.memory.region import PAGE, Mapping, Region
+from omni_kvlink.memory.mapping import PAGE, Mapping
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData
-from omni_kvlink.payload.views import TensorView, dense, same_bytes, tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
+from omni_kvlink.payload.views import TensorView, dense, same_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from omni_kvlink.memory.region import Region
 
     MakeMapping = Callable[[str, int], Mapping]
 

@@ -22,7 +22,7 @@ from omni_kvlink.bench.pipelined import get_batches, get_singly
 from omni_kvlink.bench.setups import Paced, Shape
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStream, KVLink, ReceivedChunk, begin_get
-from omni_kvlink.memory.region import PAGE
+from omni_kvlink.memory.mapping import PAGE
 from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import parts_of
 from omni_kvlink.testing.peer_harness import CommandSet, serve

@@ -15,7 +15,7 @@ from omni_kvlink.bench.report import Progress, progress
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, named_copier
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.schema import KVCacheTransferData
 from omni_kvlink.payload.views import dense
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from omni_kvlink.bench.setups import StreamSetup
+    from omni_kvlink.memory.region import Region
 
 KEY = "bench"
 MEASUREMENTS = {

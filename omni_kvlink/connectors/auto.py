@@ -24,7 +24,7 @@ from omni_kvlink.connectors.ucx.sender import UcxSender
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.errors import ConnectorError, KVLinkError, TransferTimeout
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.answer import LazyEvent
     from omni_kvlink.connectors.protocol.delivery import Delivery as Delivery
     from omni_kvlink.connectors.protocol.get_table import GetRequest
     from omni_kvlink.connectors.protocol.transfer import Ledger as Ledger
     from omni_kvlink.connectors.protocol.transfer import Receipt as Receipt
     from omni_kvlink.memory.region import Lease, Region
-    from omni_kvlink.system.deadline import Deadline
+    from omni_kvlink.system.waits import Deadline, LazyEvent
 
 _SLOT_OVERHEAD = SLOT + 2 * (8 + MAX_HEADER)
 """Bytes of a payload's slot that are no tensors: its head, the header, and the draft of one."""

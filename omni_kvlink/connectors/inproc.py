@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import SLOT, Location, Message
-from omni_kvlink.connectors.runtime.consumer import MappedSession, SessionConsumer, closed_here
+from omni_kvlink.connectors.runtime.consumer import (
+    MappedGet,
+    MappedSession,
+    SessionConsumer,
+    closed_here,
+)
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.errors import (
@@ -22,10 +27,12 @@ from omni_kvlink.errors import (
     TransferTimeout,
     format_seconds,
 )
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omni_kvlink.memory.region import Region
 
 _listeners: dict[str, InprocListener] = {}
 _changed = threading.Condition()
@@ -79,7 +86,8 @@ class InprocSession(MappedSession, PeerHandle):
         self._url, self._producer = url, listener.producer
         self._loop = self._producer.loop
         self.incarnation = self._producer.incarnation
-        self.get_table = GetTable(self.send, self.send, self.send_all)
+        make = partial(MappedGet, self)
+        self.get_table = GetTable(make, self.send, self.send, self.send_all)
         listener.sessions.add(self)
 
     def slot(self, location: Location, draft: int) -> Region:

@@ -7,7 +7,7 @@ from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer, keep_freed_memory
 from omni_kvlink.connectors.control.listener import ChunkSender, ControlListener
 from omni_kvlink.connectors.runtime.producer import PooledProducer
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 
 def _serve(protocol: str, location: str, options: Options) -> PooledProducer:

@@ -9,7 +9,7 @@ import torch
 
 from omni_kvlink.copier.streams import DeviceEvent, StreamEvents, device_of
 from omni_kvlink.memory.region import Scratch
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,14 +53,11 @@ class Copier(ABC):
     name: ClassVar[str]
     uses_device_memory: ClassVar[bool] = False
     """Whether a payload's region may be memory of a CUDA device (`Region.device`)."""
+    features: str = ""
+    """The instruction set in use; empty if the copier does not choose one."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
-
-    @property
-    def features(self) -> str:
-        """The instruction set in use; empty if the copier does not choose one."""
-        return ""
 
     def device_copies(self) -> dict[str, int]:
         """Bytes of device tensors copied so far, by kind; empty if not counted.

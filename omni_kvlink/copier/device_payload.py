@@ -10,8 +10,8 @@ from omni_kvlink.copier.streams import synchronize
 from omni_kvlink.payload.digests import compare
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.tensor_memory import readable, writable
-from omni_kvlink.payload.views import Views, dense, tensor_view
+from omni_kvlink.payload.tensor_memory import readable, tensor_view, writable
+from omni_kvlink.payload.views import Views, dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

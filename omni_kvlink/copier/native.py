@@ -15,20 +15,16 @@ from omni_kvlink.payload.digests import mismatch
 from omni_kvlink.payload.manifest import SIMPLE_QUOTES, quote_id
 from omni_kvlink.payload.overlap import check_targets
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.tensor_memory import address_of, are_whole, writable
-from omni_kvlink.payload.views import (
-    TensorView,
-    Views,
-    check_fit,
+from omni_kvlink.payload.tensor_memory import (
+    are_whole,
     dense_addresses,
-    is_dense,
-    packed_view,
     tensor_view,
+    writable,
 )
-from omni_kvlink.system.deadline import NEVER, check_deadline, deadline_passed
+from omni_kvlink.payload.views import TensorView, Views, check_fit, packed_view
+from omni_kvlink.system.waits import NEVER, check_deadline, deadline_passed
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
@@ -57,14 +53,9 @@ class NativeCopier(Copier):
         reason = host.missing()
         if reason:
             raise NativeError(reason)
-        self.threads = threads
+        self.threads, self.features = threads, host.features()
         self._copies = DeviceCopies()
         self._describe = dlpack.describer_of(torch.Tensor)
-
-    @property
-    def features(self) -> str:
-        """The instruction set in use, as of `host.features`."""
-        return host.features()
 
     def device_copies(self) -> dict[str, int]:
         """Bytes of device tensors copied so far, by torch."""
@@ -74,18 +65,35 @@ class NativeCopier(Copier):
         self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER
     ) -> list[str]:
         """Copy in one call of the library; torch copies what it cannot address."""
-        sources = check_fit(sources, manifest, region)
+        addresses, specs = None, manifest.tensors
+        if region.nbytes >= manifest.nbytes:
+            addresses = dense_addresses(sources, specs)
+        if addresses is None:  # strided, paged, on a device; or refused, by name
+            return self._gather_views(sources, manifest, region, deadline)
         if manifest.nbytes <= _SMALL and len(sources) <= _FEW:
-            digests = self._gather_few(sources, manifest, region)
+            digests = self._gather_few(addresses, manifest, region)
             if digests is not None:
                 return digests
+        batch = _Batch(manifest, region, self.threads, deadline)
+        for address, spec in zip(addresses, specs, strict=True):
+            batch.add_tensor(spec, host.packed_flat_view(address, spec.stop - spec.start))
+        return split_digests(batch.gather().hex(), specs)
+
+    def _gather_views(
+        self, sources: Views, manifest: Manifest, region: Region, deadline: float
+    ) -> list[str]:
+        """Gather tensors of any kind."""
+        sources = check_fit(sources, manifest, region)
         native, torch_batch, torch_copies = self._split(sources, manifest, region, deadline)
         for source, target, spec in torch_copies:
             for _ in gather_steps(source, target, spec, LARGE_STEP):
                 check_deadline(deadline, COPYING)
-        by_name = native.by_name(native.gather())
-        if torch_batch is not None:
-            by_name |= torch_batch.by_name(torch_batch.digest())
+        digests = split_digests(native.gather().hex(), native.specs)
+        if torch_batch is None:
+            return digests
+        specs = [*native.specs, *torch_batch.specs]
+        digests += split_digests(torch_batch.digest().hex(), torch_batch.specs)
+        by_name = {spec.name: digest for spec, digest in zip(specs, digests, strict=True)}
         return [by_name[spec.name] for spec in manifest.tensors]
 
     def pack(self, sources: Views, manifest: Manifest) -> bytes:
@@ -136,14 +144,13 @@ class NativeCopier(Copier):
         except RuntimeError:  # torch cannot describe one
             return None
 
-    def _gather_few(self, sources: Views, manifest: Manifest, region: Region) -> list[str] | None:
-        """Gather dense tensors, each by one call; None if a tensor is not dense, or was refused."""
+    def _gather_few(
+        self, addresses: Sequence[int], manifest: Manifest, region: Region
+    ) -> list[str] | None:
+        """Gather dense tensors, each by one call; None if the library refused one."""
         data, digests = manifest.header_nbytes, []
-        for view, spec in zip(sources, manifest.tensors, strict=True):
-            if not is_dense(view):
-                return None
+        for address, spec in zip(addresses, manifest.tensors, strict=True):
             start, nbytes, digest = data + spec.start, spec.stop - spec.start, bool(spec.digest)
-            address = address_of(view, spec.where)
             crc = host.gather_dense(
                 region.address, region.nbytes, start, address, nbytes, digest=digest
             )
@@ -172,7 +179,7 @@ class NativeCopier(Copier):
         batch = _Batch(manifest, region, self.threads, deadline)
         for spec in manifest.tensors:
             batch.add_tensor(spec)
-        return list(batch.by_name(batch.digest()).values())
+        return split_digests(batch.digest().hex(), batch.specs)
 
     def verify(self, manifest: Manifest, region: Region) -> None:
         """Check all digests in one call of the library."""
@@ -224,27 +231,19 @@ class _Batch(host.CopyBatch):
             region.address, region.nbytes, threads=count, stores=stores, deadline=deadline
         )
         self._data = manifest.header_nbytes
-        self._specs: list[TensorSpec] = []
+        self.specs: list[TensorSpec] = []
 
     def add_tensor(self, spec: TensorSpec, view: host.PackedView = ()) -> None:
-        self._specs.append(spec)
+        self.specs.append(spec)
         start, nbytes = self._data + spec.start, spec.stop - spec.start
         self.add(start, nbytes, view, digest=bool(spec.digest))
 
     def committed(self) -> bytes:
         """The digests that the manifest has."""
-        return bytes.fromhex("".join([spec.digest for spec in self._specs]))
+        return bytes.fromhex("".join([spec.digest for spec in self.specs]))
 
-    def by_name(self, digests: bytes) -> dict[str, str]:
-        """The digests of each tensor, as `TensorSpec.digest` holds them."""
-        names = [spec.name for spec in self._specs]
-        return dict(zip(names, split_digests(digests.hex(), self._specs), strict=True))
-
-    def _call(self, name: str, entries: list[int], digests: array[int]) -> None:
-        try:
-            super()._call(name, entries, digests)
-        except host.CopyFailed as failed:
-            raise copy_error(failed, self._specs) from None
+    def error(self, failed: host.CopyFailed) -> Exception:
+        return copy_error(failed, self.specs)
 
 
 def split_digests(text: str, specs: Sequence[TensorSpec]) -> list[str]:

@@ -23,7 +23,7 @@ from omni_kvlink.payload.views import (
     check_view_fits,
     packed_view,
 )
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +60,8 @@ class PinnedCopier(NativeCopier):
         threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._native = NativeCopier(threads=threads)
         self._crossover = cuda.crossover()
+        self.features += f", {cuda.describe(0)}"  # CUDA's version, and the first device's name
         self._warned = False
-
-    @property
-    def features(self) -> str:
-        """The host's instruction set, CUDA's version, and the first device's name."""
-        return f"{host.features()}, {cuda.describe(0)}"
 
     def gather(
         self, sources: Views, manifest: Manifest, region: Region, *, deadline: float = NEVER

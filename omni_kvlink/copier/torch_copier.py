@@ -11,9 +11,9 @@ from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.payload.digests import ChunkDigest, compare, tensor_digest, verify
 from omni_kvlink.payload.overlap import check_targets
 from omni_kvlink.payload.paged import STEP, PagedTensor
-from omni_kvlink.payload.tensor_memory import readable, writable
-from omni_kvlink.payload.views import TensorView, Views, check_fit, tensor_view
-from omni_kvlink.system.deadline import NEVER, check_deadline
+from omni_kvlink.payload.tensor_memory import readable, tensor_view, writable
+from omni_kvlink.payload.views import TensorView, Views, check_fit
+from omni_kvlink.system.waits import NEVER, check_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Links: `KVLink` opens a `KVProducer` or a `KVConsumer`; streams and allocations."""
 
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT as MAX_TIMEOUT
-from omni_kvlink.connectors.protocol.answer import check_timeout as check_timeout
 from omni_kvlink.link.allocation import Allocation as Allocation
 from omni_kvlink.link.append_stream import AppendStream as AppendStream
 from omni_kvlink.link.background_get import BackgroundGet as BackgroundGet
@@ -36,3 +34,5 @@ from omni_kvlink.link.received_batch import ReceivedBatch as ReceivedBatch
 from omni_kvlink.link.received_stream import ReceivedLayer as ReceivedLayer
 from omni_kvlink.link.received_stream import ReceivedStream as ReceivedStream
 from omni_kvlink.payload.bundle import Payload as Payload
+from omni_kvlink.system.waits import MAX_TIMEOUT as MAX_TIMEOUT
+from omni_kvlink.system.waits import check_timeout as check_timeout

@@ -8,7 +8,6 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.errors import (
     CapacityError,
     ClosedError,
@@ -20,7 +19,7 @@ from omni_kvlink.link.put_operation import PutOperation
 from omni_kvlink.payload.append_stream import StreamPosition
 from omni_kvlink.payload.chunk_requests import PackedRequests
 from omni_kvlink.system import process
-from omni_kvlink.system.deadline import Deadline
+from omni_kvlink.system.waits import Deadline, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

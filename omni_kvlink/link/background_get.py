@@ -7,12 +7,11 @@ import threading
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.base import MAX_RETRIES
-from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
 from omni_kvlink.link.consumer import begin, can_retry, get_requests, stream_request
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.system.deadline import Deadline
+from omni_kvlink.system.waits import Deadline, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

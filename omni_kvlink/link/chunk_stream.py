@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
@@ -22,6 +21,7 @@ from omni_kvlink.payload.append_stream import (
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.manifest import header_bytes
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
+from omni_kvlink.system.waits import Answer, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

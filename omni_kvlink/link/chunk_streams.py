@@ -8,10 +8,10 @@ from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
-from omni_kvlink.connectors.protocol.answer import LazyEvent, check_timeout
 from omni_kvlink.errors import ClosedError, TransferTimeout, format_seconds
 from omni_kvlink.link.chunk_stream import C, ChunkStream
 from omni_kvlink.link.read_block import ReadBlock
+from omni_kvlink.system.waits import LazyEvent, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

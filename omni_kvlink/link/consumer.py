@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from omni_kvlink.connectors.base import MAX_RETRIES, Consumer, PendingGet
-from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.get_table import ChunkOf, GetRequest
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
@@ -28,7 +27,7 @@ from omni_kvlink.payload.manifest import KnownHeader
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.settings import Choice, Integer
-from omni_kvlink.system.deadline import Deadline
+from omni_kvlink.system.waits import Deadline, check_timeout
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
@@ -74,7 +73,7 @@ class KVConsumer(LinkEnd):
         """
         check_verify(verify)
         started = time.perf_counter()
-        deadline = Deadline(check_timeout(timeout))
+        deadline = Deadline(timeout)
         requests = [GetRequest(check_request_id(request_id))]
         [pending] = begin(self, requests, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
@@ -96,7 +95,7 @@ class KVConsumer(LinkEnd):
         Raises what `get` raises for the first payload, in this order, that cannot be had. The
         others are released unread then: another call can have them.
         """
-        deadline = Deadline(check_timeout(timeout))
+        deadline = Deadline(timeout)
         batch = self.begin_get_many(request_ids, timeout=deadline.seconds_left(), verify=verify)
         return batch.wait(timeout=deadline.seconds_left())
 
@@ -124,7 +123,7 @@ class KVConsumer(LinkEnd):
         for the announcement, and again for each layer. Errors are those of `get`. Bytes are checked
         as `get` does with `verify="auto"`, before their layer is there.
         """
-        started, deadline = time.perf_counter(), Deadline(check_timeout(timeout))
+        started, deadline = time.perf_counter(), Deadline(timeout)
         request = GetRequest(check_request_id(request_id), streamed=True)
         [pending] = begin(self, [request], timeout=deadline.seconds_left())
         _, delivery = self._await(request, pending, deadline, "auto")
@@ -356,8 +355,9 @@ class Received(ReceivedPayload):
                 'checked: put it with digests=True, or get it with verify="auto"'
             )
         if not on_arrival:
-            with self.ledger.phase("verify"):
-                self._copier.verify(manifest, region)
+            started = time.perf_counter()
+            self._copier.verify(manifest, region)
+            self.ledger.seconds["verify"] = time.perf_counter() - started
 
     def scatter(self, into: Payload | Mapping[str, Any] | Sequence[TensorView]) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.

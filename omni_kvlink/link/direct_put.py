@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from omni_kvlink.errors import SchemaError
+from omni_kvlink.errors import SchemaError, TransferTimeout
 from omni_kvlink.link.put_operation import CopiedPut, announcement_steps
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.tensor_memory import address_of
@@ -44,12 +45,12 @@ class DirectPut(CopiedPut):
             tensors=list(zip(starts, self._regions, strict=True)),
             nbytes=plan.nbytes,
         )
-        with self.ledger.phase("digest"):
-            digests = list[str]()
-            for step in announcement_steps(plan):
-                new = [self._digest(plan.tensors[n], self._regions[n]) for n in step]
-                self.announce(lease, step.start, new)
-                digests += new
+        started, digests = time.perf_counter(), list[str]()
+        for step in announcement_steps(plan):
+            new = [self._digest(plan.tensors[n], self._regions[n]) for n in step]
+            self.announce(lease, step.start, new)
+            digests += new
+        self.ledger.seconds["digest"] = time.perf_counter() - started
         self.write_header(lease, digests)
 
     def _digest(self, spec: TensorSpec, tensor: Region) -> str:
@@ -57,9 +58,11 @@ class DirectPut(CopiedPut):
             return ""
         alone = self.plan.only([msgspec.structs.replace(spec, start=0, stop=spec.nbytes)])
         payload = msgspec.structs.replace(alone, header_nbytes=0, nbytes=spec.nbytes)
-        deadline = self.operation.deadline
-        with deadline.naming(self.key):
-            return self.operation.copier.digest(payload, tensor, deadline=deadline.work)[0]
+        copier, deadline = self.operation.copier, self.operation.deadline
+        try:
+            return copier.digest(payload, tensor, deadline=deadline.work)[0]
+        except TransferTimeout as error:
+            raise deadline.passed(self.key, error.phase) from None
 
     def _find_regions(self) -> list[Region]:
         """Return the memory of the tensors, once all work queued on their devices is done."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from omni_kvlink.errors import ClosedError
-from omni_kvlink.memory.ownership import CallAtEnd
+from omni_kvlink.memory.region import CallAtEnd
 from omni_kvlink.system import process
 from omni_kvlink.system.threads import uninterrupted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer
+from omni_kvlink.system.waits import MAX_TIMEOUT, Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.tensor_memory import address_of
-from omni_kvlink.payload.views import dtype_code
-from omni_kvlink.system.deadline import NEVER
+from omni_kvlink.payload.tensor_memory import address_of, dtype_code
+from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

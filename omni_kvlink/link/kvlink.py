@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
-from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.copier import COPIER, Copier, named_copier
@@ -19,6 +18,7 @@ from omni_kvlink.payload.bundle import PAYLOAD_TYPES
 from omni_kvlink.settings import Flag, Text, shown, there_are
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import uninterrupted
+from omni_kvlink.system.waits import check_timeout
 
 if TYPE_CHECKING:
     import os

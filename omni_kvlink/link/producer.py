@@ -6,7 +6,6 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger, Receipt
 from omni_kvlink.errors import (
     ClosedError,
@@ -27,7 +26,7 @@ from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.settings import Flag, Integer, Seconds
-from omni_kvlink.system.deadline import Deadline
+from omni_kvlink.system.waits import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -159,7 +158,7 @@ class KVProducer(LinkEnd):
             SchemaError: the plan is not valid, or this link's payloads lie on a device.
         """
         self._check_open()
-        deadline = Deadline(check_timeout(timeout))
+        deadline = Deadline(timeout)
         if self._end.device:
             raise SchemaError(
                 f"allocate() gives memory of the host, this link's is on {self._end.device}: "
@@ -283,7 +282,7 @@ class KVProducer(LinkEnd):
         """Check that the link is open, and the arguments of a put; return its operation."""
         if self._closed:  # the call costs more than the test
             self._check_open()
-        deadline = Deadline(check_timeout(timeout))
+        deadline = Deadline(timeout)
         _check_delivery(readers, ttl)
         with_digests = self._digests if digests is None else _FLAG.read(digests, "digests")
         return PutOperation(self._end, self._copier, deadline, readers, ttl, with_digests)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
-from omni_kvlink.errors import CapacityError
+from omni_kvlink.errors import CapacityError, TransferTimeout
 from omni_kvlink.link.in_place import gather_into
-from omni_kvlink.payload.manifest import Layout, Manifest
+from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.system.threads import start_detached
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.bundle import Payload
     from omni_kvlink.payload.views import TensorView
-    from omni_kvlink.system.deadline import Deadline
+    from omni_kvlink.system.waits import Deadline
 
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
@@ -85,13 +85,6 @@ class CopiedPut(PayloadPut):
         """Whether the digest of each tensor fits into a message."""
         return all(len(spec.digest) <= MAX_DIGITS for spec in self.plan.tensors)
 
-    @property
-    def has_waiting_reader(self) -> bool:
-        """Whether a remote reader could fetch the first tensors while the last are being copied."""
-        if self.nbytes <= 2 * FIRST_STEP_NBYTES or not self.can_announce:
-            return False
-        return self.operation.producer.has_waiting_reader(self.key)
-
     def fill(self, lease: Lease) -> None:
         """Copy the tensors that are not in place yet, and write the header.
 
@@ -99,10 +92,14 @@ class CopiedPut(PayloadPut):
         """
         if self.allocation is not None:
             self.allocation.data.close()
-        with self.ledger.phase("copy"):
-            gather = self._gather_in_steps if self.draft else self._gather
+        started = time.perf_counter()
+        gather = self._gather_in_steps if self.draft else self._gather
+        try:
             digests, is_copied = gather(lease)
-            self.ledger.copies = int(is_copied)
+        except TransferTimeout as error:
+            raise self.operation.deadline.passed(self.key, error.phase) from None
+        self.ledger.copies = int(is_copied)
+        self.ledger.seconds["copy"] = time.perf_counter() - started
         self.write_header(lease, digests)
 
     def begin(self, lease: Lease) -> None:
@@ -145,11 +142,10 @@ class CopiedPut(PayloadPut):
     def _gather(self, lease: Lease) -> tuple[list[str], bool]:
         """Copy the tensors that are not in place; return digests, and whether there were any."""
         copier, deadline, plan = self.operation.copier, self.operation.deadline, self.plan
-        with deadline.naming(self.key):
-            if self.allocation is not None:
-                return gather_into(copier, self.views, plan, lease, deadline.work)
-            digests = copier.gather(self.views, plan, lease.region, deadline=deadline.work)
-            return digests, self.nbytes > plan.header_nbytes
+        if self.allocation is not None:
+            return gather_into(copier, self.views, plan, lease, deadline.work)
+        digests = copier.gather(self.views, plan, lease.region, deadline=deadline.work)
+        return digests, self.nbytes > plan.header_nbytes
 
     def _gather_in_steps(self, lease: Lease) -> tuple[list[str], bool]:
         """Gather, and announce each step to the readers."""
@@ -158,8 +154,7 @@ class CopiedPut(PayloadPut):
         digests, is_copied = list[str](), False
         for step in announcement_steps(self.plan):
             views, part = self.views[step.start : step.stop], self.plan.part(step)
-            with deadline.naming(self.key):
-                new, is_step_copied = gather_into(copier, views, part, lease, deadline.work)
+            new, is_step_copied = gather_into(copier, views, part, lease, deadline.work)
             self.announce(lease, step.start, new)
             digests += new
             is_copied |= is_step_copied
@@ -188,16 +183,16 @@ class PutOperation:
     def prepare(self, data: Payload, *, stream: Lease | None = None) -> PayloadPut:
         """Pack a payload, or plan its copy; `stream` if it is a chunk of that append stream."""
         started, producer, key = time.perf_counter(), self.producer, data.request_id
-        layout = data.layout_or_plan(producer.layouts, digests=self.digests)
+        layout = data.find_layout(producer.layouts, digests=self.digests)
         limit, views = producer.inline_limit, data.tensors()
         planned, packed = time.perf_counter(), None
-        if isinstance(layout, Layout) and layout.data_nbytes < limit:
+        if layout.data_nbytes < limit:
             packed = self.copier.pack_known(views, layout, key)
         if packed is None or len(packed) > limit:
-            plan = layout.plan(key) if isinstance(layout, Layout) else layout
+            plan = layout.plan(key)
             planned = time.perf_counter()
             if plan.nbytes > limit or any(map(is_on_device, views)):
-                return self._copied(data, plan, planned - started, stream=stream)
+                return self._copied(data, plan, views, planned - started, stream=stream)
             packed = self.copier.pack(views, plan)
         ledger = self.ledger(data, planned - started)
         ledger.nbytes, ledger.copies = len(packed), int(layout.data_nbytes > 0)
@@ -208,8 +203,9 @@ class PutOperation:
     def prepare_allocated(self, data: Payload, allocation: Allocation) -> CopiedPut:
         """Plan the copy of what does not lie in the allocated memory yet."""
         started = time.perf_counter()
-        plan = data.plan(digests=self.digests, capacity=allocation.capacity)
-        return self._copied(data, plan, time.perf_counter() - started, allocation=allocation)
+        plan, views = data.plan(digests=self.digests, capacity=allocation.capacity), data.tensors()
+        seconds = time.perf_counter() - started
+        return self._copied(data, plan, views, seconds, allocation=allocation)
 
     def prepare_stream(
         self, data: Payload | Manifest, allocation: Allocation | None = None
@@ -232,14 +228,20 @@ class PutOperation:
         self,
         data: Payload,
         plan: Manifest,
+        views: Sequence[TensorView],
         plan_seconds: float,
         *,
         allocation: Allocation | None = None,
         stream: Lease | None = None,
     ) -> CopiedPut:
-        ledger = self.ledger(data, plan_seconds)
-        put = CopiedPut(self, plan, data.tensors(), ledger, allocation=allocation, stream=stream)
-        if put.has_waiting_reader:
+        """Return the put of a payload; announced before it is written if that saves time.
+
+        A remote reader that waits can fetch the first tensors while the last are being copied.
+        """
+        ledger, producer = self.ledger(data, plan_seconds), self.producer
+        put = CopiedPut(self, plan, views, ledger, allocation=allocation, stream=stream)
+        is_long = plan.nbytes > 2 * FIRST_STEP_NBYTES and put.can_announce
+        if is_long and producer.has_waiting_reader(put.key):
             put.draft = plan.header_nbytes
         return put
 

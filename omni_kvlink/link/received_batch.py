@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
-from omni_kvlink.connectors.protocol.answer import check_timeout
 from omni_kvlink.connectors.protocol.delivery import send_separately
 from omni_kvlink.errors import ClosedError
 from omni_kvlink.link.read_block import ReadBlock, ReceivedPayload
-from omni_kvlink.system.deadline import Deadline
+from omni_kvlink.system.waits import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +48,7 @@ class PendingBatch(Generic[R]):
         Raises what `KVConsumer.get_many` raises, which calls it; ClosedError if it has been called,
         or the batch was cancelled.
         """
-        deadline = Deadline(check_timeout(timeout))
+        deadline = Deadline(timeout)
         pending, self._pending = self._pending, None  # of two calls, one has them
         if pending is None:
             raise ClosedError("this batch was waited for, or cancelled; request it again")

@@ -6,7 +6,6 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from omni_kvlink.connectors.protocol.answer import Answer, check_timeout
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
     KVLinkError,
@@ -20,7 +19,9 @@ from omni_kvlink.link.end_metadata import extra_of
 from omni_kvlink.link.read_block import ReadBlock, scatter_delivery
 from omni_kvlink.payload.bundle import Payload, open_payload
 from omni_kvlink.payload.schema import KVMetadata
-from omni_kvlink.payload.views import TensorView, payload_views
+from omni_kvlink.payload.tensor_memory import payload_views
+from omni_kvlink.payload.views import TensorView
+from omni_kvlink.system.waits import Answer, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from omni_kvlink.copier import Copier, StreamEvents
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.payload.views import TensorView
 
 LayerKey: TypeAlias = tuple[str, int]
 """A layer's branch and index."""

@@ -29,7 +29,6 @@ from omni_kvlink.link import (
     Verify,
     begin_get,
     can_retry,
-    check_timeout,
     check_verify,
     open_delivery,
 )
@@ -37,8 +36,8 @@ from omni_kvlink.lookup import messages
 from omni_kvlink.lookup.match import Match
 from omni_kvlink.lookup.tokens import TokenIds, count, encode
 from omni_kvlink.settings import Flag
-from omni_kvlink.system.deadline import Deadline
 from omni_kvlink.system.threads import uninterrupted
+from omni_kvlink.system.waits import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -213,7 +212,7 @@ class LookupConsumer:
             SchemaError: a producer is of another model, or of a version without namespaces; or the
                 namespace is none.
         """
-        deadline = Deadline(check_timeout(timeout))
+        deadline = Deadline(timeout)
         Flag().read(wait, "wait")
         prompt = encode(tokens, roi, namespace)
         stores = list(self._stores)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink.connectors.protocol.answer import LazyEvent
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.errors import (
     CapacityError,
@@ -27,6 +26,7 @@ from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.settings import Flag
+from omni_kvlink.system.waits import LazyEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,14 +11,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
-from omni_kvlink.memory.region import check_available
-from omni_kvlink.system.deadline import NEVER, check_deadline
+from omni_kvlink.memory.mapping import Mapping, check_available
 from omni_kvlink.system.threads import start_thread
+from omni_kvlink.system.waits import NEVER, check_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omni_kvlink.memory.region import Mapping, Region
+    from omni_kvlink.memory.region import Region
 
 _logger = logging.getLogger("omni_kvlink")
 

@@ -1,60 +1,140 @@
-"""Ownership of memory: `Mapping` (mapped pages), `Region` (a span of them), `Lease` (its owner).
+"""Regions of memory and their owners: `Region`, `Lease`, and the `Finalizer` that ends ownership.
 
-Nothing is unmapped explicitly: every region, view and tensor holds a reference to its mapping,
-which is unmapped when the last of them is freed. A view never points at unmapped memory.
+An exception of a signal handler, which comes in the main thread wherever a Python function begins,
+a call of C returns or a loop repeats, must lose nothing that is owned. So nothing is owned by a
+value that is on its way from a call to a variable:
 
-A forked child has none of the memory that `Mapping` made: the parent goes on reusing it, so that
-inherited views would show other bytes, and it would stay allocated after the parent's end. In the
-child the addresses are inaccessible (an access is a SIGSEGV) and `Lease.region` raises ClosedError.
+- What the library takes from itself (memory, a key) is written into its owner in the same
+  assignment that takes it. The owner exists before: `ArenaPool.reserve(nbytes, owner)`.
+- What the system gives as a number, such as a descriptor, is appended to a list by `take`.
+- What is released when an object is freed is released by a `Finalizer`.
 
-One long file: the three keep each other alive, and nothing else may know their addresses.
+Nothing is freed under a reader: every view and tensor of a region holds its owner.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
-import mmap
 import os
+import weakref
 from collections import deque
-from errno import EINVAL
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, UnavailableError
-from omni_kvlink.memory.ownership import CallAtEnd, closer, take
-from omni_kvlink.system import process
-from omni_kvlink.system.failures import cure_of
+from omni_kvlink.errors import ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-PAGE = mmap.PAGESIZE
+T = TypeVar("T")
 _BOUNDARY = 256  # of a payload in memory
 _Byte = ctypes.c_char
-STEP = 16 << 20
-"""Bytes of an arena that are allocated at a time; a few milliseconds."""
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
-_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_MFD_FLAGS = 0x1 | 0x2  # linux/memfd.h: CLOEXEC | ALLOW_SEALING; Python has them only if libc does
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # linux/mman.h
-F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # linux/fcntl.h; Python has them only if libc does
-SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL | SHRINK | GROW | FUTURE_WRITE
+LOST = "the memory belongs to the process that this one was forked from"
 
-# Its calls release the GIL, which those of the module mmap do not.
-_libc = ctypes.CDLL(None, use_errno=True)
-_FAILED = ctypes.c_void_p(-1).value
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+def take(into: list[T], function: Callable[..., T], *arguments: object) -> T:
+    """Append what a function of C returns to `into`, in one step; return it.
+
+    The caller has `into` before, and releases what it has then after any exception.
+    """
+    into.extend(map(function, *[(argument,) for argument in arguments]))
+    return into[-1]
+
+
+def closer(descriptors: list[Any]) -> Callable[[], object]:
+    """Return a function that closes the descriptors of a list, each once, and empties it.
+
+    No signal handler runs in between. The list gets a None as its first element here.
+    """
+    descriptors.insert(0, None)  # `iter` ends at it
+    return partial(deque, map(os.close, iter(descriptors.pop, None)), 0)
+
+
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    """Call a method, if its object still lives."""
+    bound = method()
+    if bound is not None:
+        bound(*arguments)
+
+
+class Finalizer(weakref.ref[Any]):
+    """Calls `end` once, when its object was freed or, by `run`, before; not at exit.
+
+    Unlike a `weakref.finalize` or a `__del__`, it loses no call to a signal handler's exception,
+    which Python ignores there. After one, `end` is called again: it may run twice. It runs in any
+    thread, and must neither block nor take a lock.
+    """
+
+    __slots__ = ("is_alive",)
+
+    is_alive: bool
+    """Whether `end` has not been called."""
+    # Here, since a module's names are gone at exit.
+    _alive: ClassVar[dict[int, _SecondCall]] = {}
+
+    def end(self) -> None:
+        """Release what the object had."""
+        raise NotImplementedError
+
+    def begin(self, owner: object) -> None:
+        """Watch `owner`, the object that this was made of, from now on."""
+        second = _SecondCall(owner, _SecondCall.run)
+        second.first = self
+        self.is_alive = True
+        self._alive[id(self)] = second
+
+    def run(self) -> None:
+        """Call `end` now; a second call does nothing."""
+        was_alive = False
+        try:
+            was_alive, self.is_alive = self.is_alive, False
+            if was_alive:
+                self.end()
+        except BaseException:
+            if was_alive:
+                self.end()
+            raise
+        finally:
+            self._alive.pop(id(self), None)
+
+    def detach(self) -> bool:
+        """Leave the release to the caller; False if it was done."""
+        was_alive, self.is_alive = self.is_alive, False
+        self._alive.pop(id(self), None)
+        return was_alive
+
+
+class _SecondCall(weakref.ref[Any]):
+    """Runs a finalizer whose own call was interrupted before its first line."""
+
+    __slots__ = ("first",)
+    first: Finalizer
+
+    def run(self) -> None:
+        if self.first.is_alive:
+            self.first.run()
+
+
+class CallAtEnd(Finalizer):
+    """Calls a function when an object was freed; see `Finalizer`."""
+
+    __slots__ = ("_function",)
+    _function: Callable[[], object]
+
+    @classmethod
+    def of(cls, owner: object, function: Callable[[], object]) -> CallAtEnd:
+        """Return a new one; `function` must not refer to `owner`."""
+        call = cls(owner, cls.run)
+        call._function = function
+        call.begin(owner)
+        return call
+
+    def end(self) -> None:
+        """Call the function."""
+        self._function()
 
 
 @runtime_checkable
@@ -117,7 +197,7 @@ class Region:
     @classmethod
     def of_buffer(cls, buffer: memoryview) -> Region:
         """Return the memory of a buffer, which the region keeps."""
-        return cls(_address_of(buffer), buffer.nbytes, buffer, readonly=buffer.readonly)
+        return cls(address_of_buffer(buffer), buffer.nbytes, buffer, readonly=buffer.readonly)
 
     def __repr__(self) -> str:
         access = ", readonly" if self.readonly else ""
@@ -214,6 +294,11 @@ def _aligned(nbytes: int) -> tuple[bytearray, int, int]:
     return owner, -address % _BOUNDARY, address
 
 
+def address_of_buffer(buffer: memoryview) -> int:
+    """Return the address of a buffer's first byte."""
+    return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
 class Lease:
     """The only owner of a region until it is released or moved; a context manager that releases.
 
@@ -269,289 +354,3 @@ class Lease:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-
-class _FilePages:
-    """Pages of a memfd, unmapped when this is freed; an `mmap` would keep a copy of its descriptor.
-
-    Raises OSError if the system refuses them.
-    """
-
-    def __init__(self, fd: int, nbytes: int, rights: int):
-        mapped: list[int] = []
-        CallAtEnd.of(self, partial(_unmap, mapped, nbytes))
-        address = take(mapped, _libc.mmap, None, nbytes, rights, mmap.MAP_SHARED, fd, 0)
-        if address == _FAILED:
-            error = ctypes.get_errno()
-            mapped.clear()
-            raise OSError(error, os.strerror(error))
-        self.address: int = address
-
-
-def _unmap(mapped: list[int], nbytes: int) -> None:
-    for address in mapped.copy():
-        del mapped[0]  # first: the addresses are another's once unmapped
-        _libc.munmap(address, nbytes)
-
-
-class MappedPages:
-    """Owner of the regions of a mapping; holds the only reference to its pages.
-
-    A finalizer of this object runs before the memory is unmapped (an object's weak references are
-    cleared before its attributes); one of the pages themselves would run after.
-
-    Attributes:
-        is_lost: whether this is a forked child and the memory only its parent's.
-    """
-
-    def __init__(self, pages: mmap.mmap | _FilePages, nbytes: int, *, readonly: bool):
-        if isinstance(pages, _FilePages):
-            self.address = pages.address
-        else:
-            self.address = _address_of(memoryview(pages))
-        self.nbytes, self.readonly, self.is_lost = nbytes, readonly, False
-        self._pages = pages
-
-    def lose(self) -> None:
-        """Release the memory in a forked child, keeping the addresses from being used again."""
-        self.is_lost = True
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        if _libc.mmap(self.address, self.nbytes, 0, flags, -1, 0) != self.address:
-            raise OSError(ctypes.get_errno(), "inherited memory could not be released")
-
-
-class Mapping:
-    """A mapping of `nbytes` of memory, all of which is its `region`.
-
-    It closes `fd`, the file behind it (-1: none), when it is freed. A forked child inherits neither
-    the memory nor the file of a mapping that one of the class methods made.
-
-    Attributes:
-        readers: the same memory mapped for reading, if readers in this process need it.
-    """
-
-    readers: Mapping | None = None
-
-    def __init__(
-        self, pages: mmap.mmap | _FilePages, nbytes: int, *, fd: int = -1, readonly: bool = False
-    ):
-        self.fd, self.nbytes = fd, nbytes
-        self._file = None if fd < 0 else CallAtEnd.of(self, closer([fd]))
-        self._pages = MappedPages(pages, nbytes, readonly=readonly)
-        self.region = Region(self._pages.address, nbytes, self._pages, readonly=readonly)
-
-    def __repr__(self) -> str:
-        return f"<Mapping of {self.region!r}>"
-
-    @classmethod
-    def anonymous(cls, nbytes: int, is_wanted: Callable[[], bool] = lambda: True) -> Mapping:
-        """Map private memory, with its pages allocated, so that a copy into it has no page faults.
-
-        Allocating takes a second a gigabyte, and more; other threads run meanwhile. `is_wanted` is
-        asked every `STEP` bytes, and may raise an error of its own. Raises CapacityError if the
-        machine has not enough memory, and ClosedError if it is not wanted any more.
-        """
-        check_available(nbytes)
-        with _refusals(nbytes):
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping = cls(pages, nbytes)._not_inherited()
-        with contextlib.suppress(OSError, ValueError):  # else all copies use small pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        mapping.populate(is_wanted)
-        return mapping
-
-    @classmethod
-    def shared(
-        cls, name: str, nbytes: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Mapping:
-        """Map a new memfd that is writable through this mapping only.
-
-        Its pages are allocated, so that no access raises SIGBUS. Its seals forbid every process to
-        resize it or to write to it in another way: a receiver of the descriptor can only read.
-        Blocks and raises as `anonymous` does.
-        """
-        check_available(nbytes)
-        fd = -1
-        try:
-            with _refusals(nbytes):
-                fd = _memfd(name)
-                os.ftruncate(fd, nbytes)
-                pages = _FilePages(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        except BaseException:
-            if fd >= 0:
-                os.close(fd)
-            raise
-        mapping = cls(pages, nbytes, fd=fd)._not_inherited()
-        if _has_huge_shared_pages():
-            mapping._touch_huge_pages(is_wanted)
-        with _refusals(nbytes):
-            for start, length in _steps(nbytes, is_wanted):
-                os.posix_fallocate(fd, start, length)
-            seal(fd)
-        mapping.populate(is_wanted)
-        return mapping
-
-    @classmethod
-    def readonly(cls, fd: int, nbytes: int, *, populate: bool = True) -> Mapping:
-        """Map a peer's memfd for reading, and close `fd`; the caller has checked `is_sealed`.
-
-        Without `populate`, the first access to each page is a page fault, until `populate` is done.
-        """
-        try:
-            mapping = cls._readonly(fd, nbytes)
-        finally:
-            os.close(fd)
-        if populate:
-            mapping.populate()
-        return mapping
-
-    @classmethod
-    def _readonly(cls, fd: int, nbytes: int) -> Mapping:
-        with _refusals(nbytes):
-            pages = _FilePages(fd, nbytes, mmap.PROT_READ)
-        return cls(pages, nbytes, readonly=True)._not_inherited()
-
-    @classmethod
-    def for_readers(
-        cls, name: str, nbytes: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Mapping:
-        """Map as `shared` does, and once more for readers in this process, who cannot write."""
-        mapping = cls.shared(name, nbytes, is_wanted)
-        mapping.readers = cls._readonly(mapping.fd, nbytes)
-        mapping.close_file()
-        mapping.readers.populate()
-        return mapping
-
-    def _not_inherited(self) -> Mapping:
-        process.call_in_children(self, Mapping.close_file)  # the file would keep the memory, too
-        process.call_in_children(self._pages, MappedPages.lose)
-        return self
-
-    def _touch_huge_pages(self, is_wanted: Callable[[], bool]) -> None:
-        """Have the kernel allocate huge pages where it can; before the file's pages exist."""
-        _libc.madvise(self.region.address, self.nbytes, mmap.MADV_HUGEPAGE)
-        for start, length in _steps(self.nbytes, is_wanted):
-            # What fails here is allocated, or reported, with the file.
-            _libc.madvise(self.region.address + start, length, _MADV_POPULATE_WRITE)
-
-    def populate(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Map every page, so that the first copy has no page faults; the GIL is released.
-
-        Raises ClosedError if it is not wanted any more: `is_wanted` is asked every `STEP` bytes.
-        """
-        readonly = self.region.readonly
-        advice = _MADV_POPULATE_READ if readonly else _MADV_POPULATE_WRITE
-        for start, length in _steps(self.nbytes, is_wanted):
-            address = self.region.address + start
-            if _libc.madvise(address, length, advice) == 0:
-                continue
-            if ctypes.get_errno() != EINVAL or readonly:
-                return  # optional
-            ctypes.memset(address, 0, length)  # an older kernel; nobody has written to it yet
-
-    def close_file(self) -> None:
-        """Close the descriptor; the memory stays mapped."""
-        self.fd = -1  # first: its number is another's once closed
-        if self._file is not None:
-            self._file.run()
-
-
-def _address_of(buffer: memoryview) -> int:
-    return np.frombuffer(buffer, np.uint8).ctypes.data
-
-
-LOST = "the memory belongs to the process that this one was forked from"
-
-
-def _has_huge_shared_pages() -> bool:
-    """Whether a memfd has huge pages if its mapping asks for them."""
-    with contextlib.suppress(OSError):
-        return "[advise]" in _SHMEM_HUGE_PAGES.read_text()
-    return False
-
-
-def available_bytes() -> int:
-    """Return the bytes that the machine has available and the process's cgroup allows."""
-    available = [1 << 62]
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:  # else not Linux: unknown
-        matching_lines = (line for line in lines if line.startswith("MemAvailable:"))
-        available += [int(line.split()[1]) * 1024 for line in matching_lines]
-    # Without cgroup v2 only the machine's figure counts.
-    with contextlib.suppress(OSError, ValueError):
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            available.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(0, min(available))
-
-
-def check_available(nbytes: int) -> None:
-    """Raise CapacityError if `nbytes` are not available: else the kernel would kill a process."""
-    free = available_bytes()
-    if nbytes > free:
-        raise CapacityError(
-            f"{nbytes} bytes of memory requested, {free} are available on this machine",
-            requested=nbytes,
-            free=free,
-        )
-
-
-def _steps(nbytes: int, is_wanted: Callable[[], bool]) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each step; ClosedError if the memory is not wanted any more."""
-    for start in range(0, nbytes, STEP):
-        if not is_wanted():
-            raise ClosedError("the memory is not wanted any more")
-        yield start, min(STEP, nbytes - start)
-
-
-def _memfd(name: str) -> int:
-    """Make a memory file; by libc itself, where Python was built for one that lacks the call.
-
-    UnavailableError if this libc has none.
-    """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, _MFD_FLAGS)
-    try:
-        create = _libc.memfd_create
-    except AttributeError:
-        raise UnavailableError(
-            "this libc has no memfd_create, which shared memory takes: use glibc 2.27 or later, or "
-            "zmq+ipc://"
-        ) from None
-    fd: int = create(name.encode(), _MFD_FLAGS)
-    if fd < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return fd
-
-
-@contextlib.contextmanager
-def _refusals(nbytes: int) -> Iterator[None]:
-    """Raise CapacityError for a system call of this block that fails."""
-    try:
-        yield
-    except KVLinkError:  # also a TransferTimeout, which is an OSError
-        raise
-    except OSError as error:
-        cure = cure_of(error.errno or 0)
-        raise CapacityError(
-            f"the system refused {nbytes} bytes of memory: {error.strerror}; {cure}",
-            requested=nbytes,
-            free=available_bytes(),
-        ) from None
-
-
-def seal(fd: int) -> None:
-    """Forbid resizing, new writable mappings and write(2) on a memfd, for good."""
-    fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
-
-
-def is_sealed(fd: int) -> bool:
-    """Whether a descriptor is a memfd with every seal that `seal` sets, and all memory allocated.
-
-    Reading it then raises no SIGBUS, and takes no memory but its owner's.
-    """
-    try:
-        is_final = fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
-    except OSError:
-        return False  # not a memfd
-    status = os.fstat(fd)
-    return is_final and status.st_blocks * 512 >= status.st_size

@@ -19,12 +19,13 @@ from omni_kvlink.errors import IntegrityError, SchemaError, WireError
 from omni_kvlink.payload.chunk_requests import read_sizes
 from omni_kvlink.payload.digests import ChunkDigest, compare
 from omni_kvlink.payload.tensor_data import TensorTransferData, filled
-from omni_kvlink.payload.views import check_view, payload_views
+from omni_kvlink.payload.tensor_memory import payload_views
+from omni_kvlink.payload.views import check_view
 
 if TYPE_CHECKING:
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.chunk_requests import PackedRequests, RequestSizes
-    from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import Layout, LayoutCache, Manifest, TensorSpec
     from omni_kvlink.payload.views import TensorView
 
 _POSITION = struct.Struct("<Q16s")
@@ -68,9 +69,9 @@ class StreamPosition(NamedTuple):
 
 
 class _PlannedChunk(TensorTransferData):
-    """A chunk without metadata, of the shapes of the one before, whose plan it shares.
+    """A chunk without metadata, of the shapes of the one before, whose layout it shares.
 
-    Its tensors were checked. `beside` are those beside them. `plans` are by `digests`, and filled
+    Its tensors were checked. `beside` are those beside them. `layouts` are by `digests`, and filled
     by the first that needs one.
     """
 
@@ -79,20 +80,20 @@ class _PlannedChunk(TensorTransferData):
         request_id: str,
         tensors: dict[str, torch.Tensor],
         beside: dict[str, torch.Tensor],
-        plans: dict[bool, Manifest],
+        layouts: dict[bool, Layout],
     ):
         self.request_id, self.metadata = request_id, {}
         self._set_tree({"data": dict(tensors), **beside})
-        self._views, self._plans = [*tensors.values(), *beside.values()], plans
+        self._views, self._layouts = [*tensors.values(), *beside.values()], layouts
 
     def tensors(self) -> list[TensorView]:
         return list(self._views)
 
-    def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
-        plan = self._plans.get(digests)
-        if plan is None:
-            plan = self._plans[digests] = self.plan(digests=digests)
-        return plan
+    def find_layout(self, layouts: LayoutCache, *, digests: bool) -> Layout:
+        layout = self._layouts.get(digests)
+        if layout is None:
+            layout = self._layouts[digests] = super().find_layout(layouts, digests=digests)
+        return layout
 
 
 class StreamSpec:
@@ -116,10 +117,10 @@ class StreamSpec:
         self._packed = bytearray(_POSITION.size)
         self._position = torch.from_numpy(np.frombuffer(self._packed, np.uint8))
         # Of the last chunk without metadata: name, dtype and shape of each tensor, its requests,
-        # and its plans.
+        # and its layouts.
         self._like: list[tuple[str, torch.dtype, torch.Size]] = []
         self._requests: PackedRequests | None = None
-        self._plans: dict[bool, Manifest] = {}
+        self._layouts: dict[bool, Layout] = {}
 
     def head(self, end: torch.Tensor) -> TensorTransferData:
         """Return the payload that a reader receives first; and last, with the `end`."""
@@ -146,7 +147,7 @@ class StreamSpec:
         if requests is not None:
             beside = {"requests": requests.packed, **beside}
         if not metadata and requests is self._requests and self._is_like_before(tensors):
-            return _PlannedChunk(name, dict(tensors), beside, self._plans)
+            return _PlannedChunk(name, dict(tensors), beside, self._layouts)
         payload = TensorTransferData(name, {"data": tensors, **beside}, metadata)
         leaves = list(payload._flat())[: -len(beside)]
         rows = [self._row(path[len("/data") :], view) for path, view in leaves]
@@ -172,7 +173,7 @@ class StreamSpec:
         return True
 
     def _remember(self, tensors: Mapping[str, Any], requests: PackedRequests | None) -> None:
-        self._like, self._plans, self._requests = [], {}, requests
+        self._like, self._layouts, self._requests = [], {}, requests
         if all(type(view) is torch.Tensor for view in tensors.values()):
             self._like = [(name, view.dtype, view.shape) for name, view in tensors.items()]
 

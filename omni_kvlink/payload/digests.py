@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink._native.host import crc32c
 from omni_kvlink.errors import IntegrityError, VersionError, WireError
 from omni_kvlink.payload.format import DIGEST_CHUNK
-from omni_kvlink.system.deadline import NEVER, check_deadline
+from omni_kvlink.system.waits import NEVER, check_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,8 @@ import msgspec
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import PART_WORDS, PARTS, Branch, Shard, as_int, length_complaints
 from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.views import TensorView, check_view, dtype_name
+from omni_kvlink.payload.tensor_memory import dtype_name
+from omni_kvlink.payload.views import TensorView, check_view
 
 T = TypeVar("T")
 LayerBlocks = Mapping[str, Sequence[TensorView | None]]

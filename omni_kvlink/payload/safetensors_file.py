@@ -9,16 +9,18 @@ import threading
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import FileError, SchemaError, WireError
-from omni_kvlink.memory.region import STEP, Mapping, Region, check_available
+from omni_kvlink.memory.mapping import STEP, Mapping, check_available
 from omni_kvlink.payload.digests import tensor_digest, verify
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.tensor_memory import readable
-from omni_kvlink.payload.views import Views, aliases, check_view_fits, tensor_views
+from omni_kvlink.payload.tensor_memory import readable, tensor_views
+from omni_kvlink.payload.views import Views, aliases, check_view_fits
 from omni_kvlink.system.failures import translate_errors
 
 if TYPE_CHECKING:
     from io import FileIO
+
+    from omni_kvlink.memory.region import Region
 
 
 def write_file(path: str | os.PathLike[str], plan: Manifest, views: Views) -> None:

@@ -39,7 +39,8 @@ from omni_kvlink.payload.kv_checks import (
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import IndexLike, PoolLayers, block_table_of, paged_layers
 from omni_kvlink.payload.safetensors_file import read_file, write_file
-from omni_kvlink.payload.views import TensorView, first_tokens, payload_views, same_bytes
+from omni_kvlink.payload.tensor_memory import payload_views
+from omni_kvlink.payload.views import TensorView, first_tokens, same_bytes
 
 if TYPE_CHECKING:
     import os
@@ -214,26 +215,24 @@ class PayloadBase(ABC):
             return None
         return msgspec.json.encode(branches), self._shapes()
 
-    def layout_or_plan(self, layouts: LayoutCache, *, digests: bool) -> Layout | Manifest:
-        """The layout of an earlier payload whose header differs in request id and digests only.
+    def find_layout(self, layouts: LayoutCache, *, digests: bool) -> Layout:
+        """Return the payload's layout: that of an earlier one, if it is in the cache.
 
-        Without one the plan of this payload, whose layout is added to the cache.
+        Then their headers differ in request id and digests only. A new one is added to the cache.
         """
         structure = self._key()
-        if structure is None:
-            return self.plan(digests=digests)
         key = self._is_bundle, digests, structure
-        layout = layouts.find(key)
-        if layout is not None:
-            return layout
-        plan = self.plan(digests=digests)
-        layouts.add(key, plan.layout)
-        return plan
+        layout = None if structure is None else layouts.find(key)
+        if layout is None:
+            layout = self.plan(digests=digests).layout
+            assert layout is not None
+            if structure is not None:
+                layouts.add(key, layout)
+        return layout
 
     def cached_plan(self, layouts: LayoutCache, *, digests: bool) -> Manifest:
         """Return what `plan` returns, sooner if its layout is in the cache."""
-        layout = self.layout_or_plan(layouts, digests=digests)
-        return layout if isinstance(layout, Manifest) else layout.plan(self.request_id)
+        return self.find_layout(layouts, digests=digests).plan(self.request_id)
 
     def plan(self, *, digests: bool = True, capacity: Manifest | None = None) -> Manifest:
         """Lay out the payload before a byte is copied; arguments as in `Manifest.lay_out`."""

@@ -13,7 +13,8 @@ from omni_kvlink.payload.branches import Branch, check_branches, flatten, is_nes
 from omni_kvlink.payload.format import MAX_DEPTH, MAX_RANK
 from omni_kvlink.payload.kv_checks import json_copy
 from omni_kvlink.payload.schema import PayloadBase, Reserve, check_request_id
-from omni_kvlink.payload.views import TensorView, check_view, dtype_code, payload_views, same_bytes
+from omni_kvlink.payload.tensor_memory import dtype_code, payload_views
+from omni_kvlink.payload.views import TensorView, check_view, same_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,21 +1,28 @@
-"""Addresses of tensors, checked when a payload is made and when an address is taken.
+"""Tensors and memory: the address of a tensor's bytes, and tensors that are views of a region.
 
-Between the two a tensor may be given another storage, and its storage may be cut or freed. No other
-file asks torch for an address.
+An address is checked when a payload is made and when it is taken: between the two a tensor may be
+given another storage, and its storage may be cut or freed. No other file asks torch for an address.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from omni_kvlink._native import dlpack
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
 
 Where: TypeAlias = "str | Callable[[], str]"
 """Names a tensor in an error, or returns its name."""
@@ -40,6 +47,25 @@ _CURES = {
     "to_dense": "give .to_dense(), or the tensors in it",
 }
 """The cures, by the method of the tensor's class that gives what can be sent."""
+
+
+_BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPES.items()}
+_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _BY_CODE.items()}
+ALL_DTYPES = ", ".join(DTYPES)
+_MAKE = dlpack.maker_of(torch.Tensor)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch, such as "bfloat16"; SchemaError if it cannot be sent."""
+    if dtype not in _NAMES:
+        raise SchemaError(f"dtype {dtype} cannot be sent; use one of {ALL_DTYPES}")
+    return _NAMES[dtype]
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """The safetensors code of a dtype, such as "BF16"; SchemaError if it cannot be sent."""
+    return DTYPES[dtype_name(dtype)]
 
 
 def check_strided(tensor: object, where: str) -> torch.Tensor:
@@ -136,6 +162,97 @@ def are_whole(
     offsets = map(operator.mul, map(torch.Tensor.storage_offset, tensors), itemsizes)
     needed = map(operator.add, offsets, sizes)
     return all(map(operator.ge, map(_nbytes_of, map(_storage_of, tensors)), needed))
+
+
+def dense_addresses(views: Sequence[object], specs: Sequence[TensorSpec]) -> list[int] | None:
+    """The addresses of contiguous host tensors; None unless each has its spec's shape and dtype.
+
+    SchemaError as of `address_of`. One call for all tensors: a call for each would cost a small
+    payload more than the tests.
+    """
+    if len(views) != len(specs):
+        return None
+    addresses = list[int]()
+    for view, spec in zip(views, specs, strict=True):
+        if not isinstance(view, torch.Tensor):
+            return None
+        tensor = view.detach()  # the same memory, whatever shape the caller's gets from now on
+        if tensor.shape != spec.shape or CODES.get(tensor.dtype) != spec.dtype:
+            return None
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        addresses.append(address_of(tensor, spec.where))
+    return addresses
+
+
+def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
+    """One tensor of a payload whose data section starts at byte `data`; see `tensor_views`."""
+    return tensor_views(region, [spec], data)[0]
+
+
+def payload_views(
+    region: Region, payload: Manifest | KnownHeader, numbers: range | None = None
+) -> list[torch.Tensor]:
+    """The tensors of a payload with these numbers, all by default, as views; see `tensor_views`.
+
+    The native library makes them in one call, if it has the layout. For each tensor that torch
+    makes, torch gives the interpreter's lock away: in a process with another busy thread it takes
+    milliseconds to get it back.
+    """
+    numbers = range(len(payload.tensors)) if numbers is None else numbers
+    data, layout = payload.header_nbytes, payload.layout
+    if layout is not None and layout.packed is not None and _MAKE and region.device == "cpu":
+        span = region.address + data, region.nbytes - data
+        return layout.packed.make_views(*span, numbers, region.span, _MAKE)
+    return tensor_views(region, payload.tensors[numbers.start : numbers.stop], data)
+
+
+def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:
+    """Tensors of a payload as views of its region; its data section starts at byte `data`.
+
+    They share the region's span, so the region lives, and its finalizer waits, until the last
+    tensor made here is gone. A ctypes span, not a memoryview, because torch warns about every
+    readonly buffer and then ignores the flag; readonly memory is protected by its mapping.
+    """
+    typed: dict[str, torch.Tensor] = {}  # one call a tensor: a payload has hundreds
+    views = []
+    for spec in specs:
+        elements = typed.get(spec.dtype)
+        if elements is None:
+            elements = typed[spec.dtype] = _typed_tensor(region, _BY_CODE[spec.dtype])
+        first = (data + spec.start) // elements.itemsize
+        views.append(elements.as_strided(spec.shape, _contiguous_strides(spec.shape), first))
+    return views
+
+
+def _typed_tensor(region: Region, dtype: torch.dtype) -> torch.Tensor:
+    """The whole elements of a region."""
+    count = region.nbytes // dtype.itemsize
+    if region.device == "cpu":
+        return torch.frombuffer(region.span, dtype=dtype, count=count)  # type: ignore[call-overload, unused-ignore,no-any-return]
+    return byte_tensor(region)[: count * dtype.itemsize].view(dtype)
+
+
+def byte_tensor(region: Region) -> torch.Tensor:
+    """The region as uint8 `[nbytes]`, on its device; it lives as long as the tensor."""
+    if region.device == "cpu":
+        return _typed_tensor(region, torch.uint8)
+    return torch.as_tensor(_CudaBytes(region), device=region.device)
+
+
+class _CudaBytes:
+    """A region of a device's memory in the form that torch takes, and keeps as long as a tensor."""
+
+    def __init__(self, region: Region):
+        self._span, data = region.span, (region.address, False)
+        form = {"shape": (region.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+        self.__cuda_array_interface__ = form
+
+
+@functools.lru_cache(maxsize=64)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor, in elements."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def plain_tensor(tensor: object, where: str) -> torch.Tensor:

@@ -1,21 +1,21 @@
-"""Tensors outside and inside a payload: dtypes, dense and paged views, the bytes they cover."""
+"""`TensorView`: a tensor or a paged tensor, and the bytes that it covers."""
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 
-from omni_kvlink._native import dlpack, host
+from omni_kvlink._native import host
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.payload.dtypes import DTYPES
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.payload.tensor_memory import (
+    ALL_DTYPES,
+    CODES,
     Where,
     address_of,
     check_memory,
+    dtype_code,
     extent_of,
     plain_tensor,
     readable,
@@ -25,30 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import Manifest, TensorSpec
 
 TensorView: TypeAlias = torch.Tensor | PagedTensor
 """Has `shape`, `dtype`, `device` and `nbytes`."""
 
 Views: TypeAlias = "Sequence[TensorView]"
-
-_BY_CODE: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPES.items()}
-_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
-_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _BY_CODE.items()}
-_ALL_NAMES = ", ".join(DTYPES)
-_MAKE = dlpack.maker_of(torch.Tensor)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in torch, such as "bfloat16"; SchemaError if it cannot be sent."""
-    if dtype not in _NAMES:
-        raise SchemaError(f"dtype {dtype} cannot be sent; use one of {_ALL_NAMES}")
-    return _NAMES[dtype]
-
-
-def dtype_code(dtype: torch.dtype) -> str:
-    """The safetensors code of a dtype, such as "BF16"; SchemaError if it cannot be sent."""
-    return DTYPES[dtype_name(dtype)]
 
 
 def check_view(view: object, where: str) -> TensorView:
@@ -57,8 +39,8 @@ def check_view(view: object, where: str) -> TensorView:
     SchemaError if it cannot be sent.
     """
     plain = view if isinstance(view, PagedTensor) else plain_tensor(view, where)
-    if plain.dtype not in _NAMES:
-        raise SchemaError(f"{where}: dtype {plain.dtype} cannot be sent; use one of {_ALL_NAMES}")
+    if plain.dtype not in CODES:
+        raise SchemaError(f"{where}: dtype {plain.dtype} cannot be sent; use one of {ALL_DTYPES}")
     if isinstance(plain, torch.Tensor) and not plain.is_meta:
         check_memory(plain, where)
     return plain
@@ -98,76 +80,12 @@ def check_view_fits(view: TensorView, spec: TensorSpec) -> None:
             f"{spec.where()} has no bytes: it is on torch's meta device, "
             "as the plans of blank() are; give a tensor on a device with memory"
         )
-    if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
+    if view.shape != spec.shape or CODES.get(view.dtype) != spec.dtype:
         dtype_code(view.dtype)  # one that cannot be sent is refused as such
         raise SchemaError(
             f"{spec.where()}: {view.dtype} {list(view.shape)}, "
             f"the manifest says {spec.dtype} {list(spec.shape)}"
         )
-
-
-def tensor_view(region: Region, spec: TensorSpec, data: int) -> torch.Tensor:
-    """One tensor of a payload whose data section starts at byte `data`; see `tensor_views`."""
-    return tensor_views(region, [spec], data)[0]
-
-
-def payload_views(
-    region: Region, payload: Manifest | KnownHeader, numbers: range | None = None
-) -> list[torch.Tensor]:
-    """The tensors of a payload with these numbers, all by default, as views; see `tensor_views`.
-
-    The native library makes them in one call, if it has the layout. For each tensor that torch
-    makes, torch gives the interpreter's lock away: in a process with another busy thread it takes
-    milliseconds to get it back.
-    """
-    numbers = range(len(payload.tensors)) if numbers is None else numbers
-    data, layout = payload.header_nbytes, payload.layout
-    if layout is not None and layout.packed is not None and _MAKE and region.device == "cpu":
-        span = region.address + data, region.nbytes - data
-        return layout.packed.make_views(*span, numbers, region.span, _MAKE)
-    return tensor_views(region, payload.tensors[numbers.start : numbers.stop], data)
-
-
-def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:
-    """Tensors of a payload as views of its region; its data section starts at byte `data`.
-
-    They share the region's span, so the region lives, and its finalizer waits, until the last
-    tensor made here is gone. A ctypes span, not a memoryview, because torch warns about every
-    readonly buffer and then ignores the flag; readonly memory is protected by its mapping.
-    """
-    typed: dict[str, torch.Tensor] = {}  # one call a tensor: a payload has hundreds
-    views = []
-    for spec in specs:
-        elements = typed.get(spec.dtype)
-        if elements is None:
-            elements = typed[spec.dtype] = _typed_tensor(region, _BY_CODE[spec.dtype])
-        first = (data + spec.start) // elements.itemsize
-        views.append(elements.as_strided(spec.shape, _contiguous_strides(spec.shape), first))
-    return views
-
-
-def _typed_tensor(region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """The whole elements of a region."""
-    count = region.nbytes // dtype.itemsize
-    if region.device == "cpu":
-        return torch.frombuffer(region.span, dtype=dtype, count=count)  # type: ignore[call-overload, unused-ignore,no-any-return]
-    return byte_tensor(region)[: count * dtype.itemsize].view(dtype)
-
-
-def byte_tensor(region: Region) -> torch.Tensor:
-    """The region as uint8 `[nbytes]`, on its device; it lives as long as the tensor."""
-    if region.device == "cpu":
-        return _typed_tensor(region, torch.uint8)
-    return torch.as_tensor(_CudaBytes(region), device=region.device)
-
-
-class _CudaBytes:
-    """A region of a device's memory in the form that torch takes, and keeps as long as a tensor."""
-
-    def __init__(self, region: Region):
-        self._span, data = region.span, (region.address, False)
-        form = {"shape": (region.nbytes,), "typestr": "|u1", "data": data, "version": 3}
-        self.__cuda_array_interface__ = form
 
 
 def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
@@ -178,26 +96,6 @@ def is_dense(view: TensorView) -> TypeGuard[torch.Tensor]:
         and view.is_contiguous()
         and not view.is_neg()
     )
-
-
-def dense_addresses(views: Views, specs: Sequence[TensorSpec]) -> list[int] | None:
-    """The addresses of contiguous host tensors; None unless each has its spec's shape and dtype.
-
-    SchemaError as of `address_of`. One call for all tensors: a call for each would cost a small
-    payload more than the tests.
-    """
-    if len(views) != len(specs):
-        return None
-    addresses = list[int]()
-    for view, spec in zip(aliases(views), specs, strict=True):
-        if not isinstance(view, torch.Tensor) or not view.is_cpu or view.is_neg():
-            return None
-        if view.shape != spec.shape or _CODES.get(view.dtype) != spec.dtype:
-            return None
-        if not view.is_contiguous():
-            return None
-        addresses.append(address_of(view, spec.where))
-    return addresses
 
 
 def dense(view: TensorView) -> torch.Tensor:
@@ -258,12 +156,6 @@ def packed_view(view: TensorView, where: Where, *, writing: bool = False) -> hos
         sizes=view.shape,
         strides=[stride * size for stride in view.stride()],
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,18 +12,20 @@ import torch
 
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.manifest import Layout as PayloadLayout
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
 from omni_kvlink.payload.tensor_data import TensorTransferData
-from omni_kvlink.payload.views import TensorView, dense, tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
+from omni_kvlink.payload.views import TensorView, dense
 from omni_kvlink.testing.caches import hash_tensors, random_tensor
 from omni_kvlink.testing.rig import expect, naming
 
 if TYPE_CHECKING:
     from omni_kvlink.copier import Copier
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.membench import CopyMethod, FirstTouchMethod, make_copy_methods
 from omni_kvlink.bench.setups import CopySetup, Shape
 from omni_kvlink.copier import Copier, NativeCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from support.bench_document import bench_document
 
 SHAPE = Shape(2, 300, 4, 128)

@@ -14,8 +14,9 @@ from omni_kvlink import KVCacheTransferData, TensorTransferData
 from omni_kvlink._native import host
 from omni_kvlink.copier import Copier, NativeCopier, TorchCopier, fastest_copier, native
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
-from omni_kvlink.payload import views
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
+from omni_kvlink.payload import tensor_memory
 from omni_kvlink.payload.format import DIGEST_CHUNK
 from omni_kvlink.payload.manifest import Layout, Manifest
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
@@ -237,7 +238,7 @@ ALONE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 def test_torch_is_asked_nothing_about_tensors_that_lie_as_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named = {code: torch.ones(3, 2).to(dtype) for code, dtype in views._BY_CODE.items()} | {
+    named = {code: torch.ones(3, 2).to(dtype) for code, dtype in tensor_memory._BY_CODE.items()} | {
         "scalar": torch.tensor(7),
         "empty": torch.zeros(0, 5),
         "one": torch.zeros(1, 3)[:, 1:2],

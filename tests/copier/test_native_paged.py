@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from support.devices.native_plans import (
     FEATURES,

@@ -18,7 +18,7 @@ from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.copier import NativeCopier, PinnedCopier, TorchCopier, fastest_copier
 from omni_kvlink.copier.pinned import _parts
 from omni_kvlink.errors import IntegrityError, NativeError, SchemaError
-from omni_kvlink.memory.region import MappedPages, Mapping, Region
+from omni_kvlink.memory.mapping import MappedPages, Mapping
 from omni_kvlink.testing import check_copier
 from support.devices.fake_device import ENGINES, KERNEL, MIXED, FakeDevice, address
 from support.devices.fake_device import device as device
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_kvlink import KVConsumer, KVProducer
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = NEEDS_LIBRARY

@@ -17,7 +17,7 @@ from omni_kvlink._native import cuda
 from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import CurrentStreams, PinnedCopier, StreamEvents, TorchCopier, streams
 from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 from support.devices.fake_device import ENGINES, KERNEL, FakeDevice, address
 from support.devices.fake_device import device as device
 from support.devices.fake_device import directory as directory
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = NEEDS_LIBRARY

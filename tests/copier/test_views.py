@@ -18,7 +18,7 @@ from omni_kvlink._native import dlpack, host
 from omni_kvlink.copier import NativeCopier
 from omni_kvlink.errors import NativeError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload import views
+from omni_kvlink.payload import tensor_memory
 from omni_kvlink.payload.bundle import open_payload
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.testing.caches import Recipe
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 pytestmark = [
     NEEDS_LIBRARY,
-    pytest.mark.skipif(not views._MAKE, reason="this torch has no DLPack exchange API"),
+    pytest.mark.skipif(not tensor_memory._MAKE, reason="this torch has no DLPack exchange API"),
 ]
 
 
 def every_dtype() -> TensorTransferData:
     tensors = {
-        code: torch.arange(6).view(3, 1, 2).to(dtype) for code, dtype in views._BY_CODE.items()
+        code: torch.arange(6).view(3, 1, 2).to(dtype)
+        for code, dtype in tensor_memory._BY_CODE.items()
     }
     odd = {"none": torch.zeros(0, 5), "scalar": torch.tensor(7), "nested": [torch.ones(2)]}
     return TensorTransferData("r", tensors | odd)
@@ -65,8 +66,8 @@ def test_they_are_what_was_put(
     """And what torch makes of the same memory."""
     put = make()
     manifest, region = received(put)
-    by_torch = views.tensor_views(region, manifest.tensors, manifest.header_nbytes)
-    monkeypatch.setattr(views, "tensor_views", None)
+    by_torch = tensor_memory.tensor_views(region, manifest.tensors, manifest.header_nbytes)
+    monkeypatch.setattr(tensor_memory, "tensor_views", None)
     data = open_payload(manifest, region)
     assert type(data) is type(put)
     assert data.difference(put) == ""  # type: ignore[arg-type]
@@ -136,24 +137,24 @@ def test_a_payload_that_is_too_short_is_refused() -> None:
     manifest, region = received(TensorTransferData("r", {"a": torch.ones(4), "b": torch.ones(300)}))
     short = region.slice(0, region.nbytes - 1)
     with pytest.raises(NativeError, match="behind the payload's end"):
-        views.payload_views(short, manifest)
+        tensor_memory.payload_views(short, manifest)
     with pytest.raises(NativeError, match="does not have"):
-        views.payload_views(region, manifest, range(1, 3))
-    assert len(views.payload_views(short, manifest, range(1))) == 1
+        tensor_memory.payload_views(region, manifest, range(1, 3))
+    assert len(tensor_memory.payload_views(short, manifest, range(1))) == 1
 
 
 def test_some_of_them() -> None:
     manifest, region = received(cache())
-    every = views.payload_views(region, manifest)
-    some = views.payload_views(region, manifest, range(2, 5))
+    every = tensor_memory.payload_views(region, manifest)
+    some = tensor_memory.payload_views(region, manifest, range(2, 5))
     assert [one.data_ptr() for one in some] == [one.data_ptr() for one in every[2:5]]
-    assert views.payload_views(region, manifest, range(0)) == []
+    assert tensor_memory.payload_views(region, manifest, range(0)) == []
 
 
 def test_a_torch_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     put = cache()
     manifest, region = received(put)
-    monkeypatch.setattr(views, "_MAKE", 0)
+    monkeypatch.setattr(tensor_memory, "_MAKE", 0)
     data = KVCacheTransferData.from_region(manifest, region)
     assert data.difference(put) == ""
 
@@ -165,7 +166,7 @@ def test_what_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     assert packed is not None
     packed._pieces[3] = 99 | 8 << 8 | 1 << 16  # a dtype that nobody has
     with pytest.raises((RuntimeError, BufferError)):
-        views.payload_views(region, manifest)
+        tensor_memory.payload_views(region, manifest)
 
 
 def test_a_process_that_ends_with_views() -> None:

@@ -12,7 +12,7 @@ import torch
 from omni_kvlink import BlockTable, KVCacheTransferData, PagedTensor
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier, TorchCopier, fastest_copier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.testing import check_copier
 from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, MEASURED, MIXED, Moved, ThroughDevice
 from support.devices.gpu import collected as collected

@@ -11,13 +11,14 @@ import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL
 from support.devices.gpu import collected as collected
 from support.devices.gpu import loaded as loaded
 from support.payloads.random_caches import bits, noise
 
 if TYPE_CHECKING:
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = GPU

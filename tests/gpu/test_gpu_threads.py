@@ -14,7 +14,7 @@ from omni_kvlink._native import cuda
 from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.errors import NativeError, SchemaError
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
 from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, MEASURED
 from support.devices.gpu import collected as collected
 from support.devices.gpu import loaded as loaded
@@ -23,6 +23,7 @@ from support.payloads.random_caches import bits, noise
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 pytestmark = GPU

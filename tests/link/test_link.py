@@ -30,7 +30,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.manifest import Manifest, decode_header
 from omni_kvlink.payload.views import dense
-from omni_kvlink.system import deadline
+from omni_kvlink.system import waits
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until
 
@@ -452,7 +452,7 @@ def test_the_time_of_a_reconnection_counts(
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + late[0], perf_counter=time.perf_counter
     )
-    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(waits, "time", clock)
     begin = consumer._end.begin
 
     def begin_late(*arguments: Any, **options: Any) -> list[PendingGet]:

@@ -1,4 +1,4 @@
-"""The files that one tensor enters from `put` to a view; see architecture.md."""
+"""The files and functions that one tensor enters from `put` to a view; see architecture.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -25,45 +25,79 @@ from support.faults.harness import until_loops_sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
+    from types import CodeType, FrameType
+
+    from omni_kvlink import KVConsumer
 
 PACKAGE = Path(omni_kvlink.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES = {"shm": 25, "zmq+ipc": 28}
-ALONE = {
-    "zmq+ipc": "connectors/control/ connectors/protocol/fetch_plan.py",
-    "shm": "connectors/shm/",
+
+
+class Case(NamedTuple):
+    """A transfer, and the files and functions that both sides may enter for it."""
+
+    scheme: str
+    tokens: int
+    files: int
+    functions: int
+
+
+CASES = {
+    "shm": Case("shm", 1024, files=22, functions=177),
+    "inline": Case("shm", 1, files=24, functions=133),
+    "zmq+ipc": Case("zmq+ipc", 1024, files=25, functions=298),
 }
-"""Folders and files that only this transport enters."""
+ALONE = {
+    "shm": "connectors/shm/",
+    "zmq+ipc": "connectors/control/ connectors/protocol/fetch_plan.py",
+    "inline": "payload/expected.py payload/bundle.py",
+}
+"""Folders and files that only some transfers enter."""
 
 
 class Trace:
-    """Collects the package's files whose functions run, in every thread."""
+    """Collects the package's functions that run, in every thread, by their files."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.functions: dict[CodeType, str] = {}
         self.is_on = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         path = frame.f_code.co_filename
         if self.is_on and event == "call" and path.startswith(str(PACKAGE)):
-            self.files.add(str(Path(path).relative_to(PACKAGE)))
+            self.functions[frame.f_code] = str(Path(path).relative_to(PACKAGE))
+
+    def __enter__(self) -> Trace:
+        threading.setprofile(self)
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def transfer(url: str, sockets: str, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put and get two caches; the second one, with everything warm, is traced."""
+def is_leading(consumer: KVConsumer, thread: threading.Thread) -> bool:
+    session: Any = consumer._end._session  # type: ignore[attr-defined]
+    return bool(session._leader == thread.ident)
+
+
+def transfer(
+    url: str, tokens: int, sockets: str, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put and get three caches; the last one, with everything warm, is traced."""
     with (
         KVLink.serve(url, directory=sockets) as producer,
         KVLink.connect(url, timeout=60, directory=sockets) as consumer,
     ):
-        for name in ("cold", "warm"):
-            layers: dict[str, Any] = {"key_cache": [torch.randn(1024, 4, 64)]}
-            layers["value_cache"] = [torch.randn(1024, 4, 64)]
-            about = {"kv_lens": [1024], "ropes": [1024], "num_layers": 1}
+        for name in ("cold", "seen", "warm"):
+            layers: dict[str, Any] = {"key_cache": [torch.randn(tokens, 4, 64)]}
+            layers["value_cache"] = [torch.randn(tokens, 4, 64)]
+            about = {"kv_lens": [tokens], "ropes": [tokens], "num_layers": 1}
             cache = KVCacheTransferData(name, layers, metadata=about)
             received: list[Received] = []
             get: Callable[[], None] = lambda name=name, into=received: into.append(  # type: ignore[misc]  # noqa: E731
@@ -72,9 +106,12 @@ def transfer(url: str, sockets: str, trace: Trace, monkeypatch: pytest.MonkeyPat
             trace.is_on = name == "warm"
             thread = threading.Thread(target=get)
             thread.start()
+            sys.setprofile(None)  # what this thread looks at is no part of the transfer
+            until(partial(is_leading, consumer, thread), "the get waits")
+            sys.setprofile(trace)
             receipt = producer.put(cache)
             thread.join()
-            assert received[0].data.tensors()[0].shape == (1024, 4, 64)
+            assert received[0].data.tensors()[0].shape == (tokens, 4, 64)
             trace.is_on = False
             received[0].release()
             receipt.wait(timeout=60)  # else the next one needs an arena of its own
@@ -83,24 +120,22 @@ def transfer(url: str, sockets: str, trace: Trace, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="installed without the sources")
-@pytest.mark.parametrize("scheme", MOST_FILES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_page_lists_the_files_between_put_and_a_view(
-    scheme: str, sockets: str, monkeypatch: pytest.MonkeyPatch
+    name: str, sockets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = Trace()
-    threading.setprofile(trace)
-    sys.setprofile(trace)
-    try:
-        path = "path" if scheme == "shm" else f"{sockets}/path.sock"
-        transfer(f"{scheme}://{path}", sockets, trace, monkeypatch)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    case = CASES[name]
+    path = "path" if case.scheme == "shm" else f"{sockets}/path.sock"
+    with Trace() as trace:
+        transfer(f"{case.scheme}://{path}", case.tokens, sockets, trace, monkeypatch)
     section = PAGE.read_text().partition("### One tensor")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE))
-    others = tuple(" ".join(each for name, each in ALONE.items() if name != scheme).split())
-    assert trace.files == {file for file in listed if not file.startswith(others)}
-    assert len(trace.files) <= MOST_FILES[scheme]
+    own = {name, case.scheme}
+    others = tuple(" ".join(each for key, each in ALONE.items() if key not in own).split())
+    files = set(trace.functions.values())
+    assert files == {file for file in listed if not file.startswith(others)}
+    assert len(files) <= case.files
+    assert len(trace.functions) <= case.functions
 
 
 STEPS = [

@@ -11,7 +11,8 @@ import torch
 from omni_kvlink import KVLink, TensorTransferData, TransferFailed, TransferTimeout
 from omni_kvlink.copier import NativeCopier, TorchCopier
 from omni_kvlink.lowlevel import begin_get
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect, until, until_requested

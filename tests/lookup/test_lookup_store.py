@@ -20,7 +20,6 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.connectors.protocol import answer
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.lookup import PrefixStore
 from omni_kvlink.lookup import store as store_module
@@ -33,6 +32,7 @@ from omni_kvlink.lookup.tokens import (
     digest,
     encode,
 )
+from omni_kvlink.system import waits
 from omni_kvlink.testing.rig import until
 from support.lookup.prompts import LAYERS, ROW, assert_right, hidden, insert, kv
 from support.processes.line_interrupts import LOCKING, interrupted
@@ -429,7 +429,7 @@ def test_waiting_ends_in_time_or_with_the_failure() -> None:
 
 
 def test_a_wait_that_is_interrupted_at_each_line_leaves_no_lock() -> None:
-    traced = store_module.__file__, answer.__file__, *LOCKING
+    traced = store_module.__file__, waits.__file__, *LOCKING
     for number in itertools.count():
         store = PrefixStore(BIG)
 

@@ -16,7 +16,7 @@ import torch
 from omni_kvlink import ClosedError, KVConsumer, KVLink, KVProducer
 from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.link.received_stream import ReceivedLayer
-from omni_kvlink.memory.region import PAGE, Mapping
+from omni_kvlink.memory.mapping import PAGE, Mapping
 from omni_kvlink.payload.views import dense, same_bytes
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect

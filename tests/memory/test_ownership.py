@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink.memory import ownership
-from omni_kvlink.memory.ownership import CallAtEnd, take
-from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.memory import region as memory_region
+from omni_kvlink.memory.region import CallAtEnd, Finalizer, Lease, Region, take
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -28,7 +27,7 @@ def dropped(number: int) -> tuple[list[str], bool]:
     CallAtEnd.of(owner[0], lambda: calls.append("released"))
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != ownership.__file__:
+        if frame.f_code.co_filename != memory_region.__file__:
             return None
         if event in ("call", "line"):
             lines.append(frame.f_lineno)
@@ -48,14 +47,14 @@ def dropped(number: int) -> tuple[list[str], bool]:
 
 def test_an_interrupt_at_any_line_loses_no_finalizer() -> None:
     number, was_interrupted = 0, True
-    before = len(ownership.Finalizer._alive)
+    before = len(Finalizer._alive)
     while was_interrupted:
         number += 1
         calls, was_interrupted = dropped(number)
         assert set(calls) == {"released"}, number
         assert was_interrupted or len(calls) == 1
     assert number > 8
-    assert len(ownership.Finalizer._alive) <= before + 1
+    assert len(Finalizer._alive) <= before + 1
 
 
 def test_it_is_called_once() -> None:

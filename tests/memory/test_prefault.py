@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_kvlink import CapacityError, ClosedError, TransferTimeout
-from omni_kvlink.memory import arena, region
+from omni_kvlink.memory import arena
+from omni_kvlink.memory import mapping as memory_mapping
 from omni_kvlink.memory.arena import GRAIN, ArenaPool
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.testing.rig import until
 
 if TYPE_CHECKING:
@@ -167,10 +168,10 @@ def test_huge_pages_are_asked_for_before_the_file_has_pages(
         inner(mapping, is_wanted)
 
     monkeypatch.setattr(Mapping, "_touch_huge_pages", touch)
-    monkeypatch.setattr(region, "_SHMEM_HUGE_PAGES", setting)
+    monkeypatch.setattr(memory_mapping, "_SHMEM_HUGE_PAGES", setting)
     for text, expected in (("always [advise] never", [0]), ("[never] advise", [0]), ("", [0])):
         setting.write_text(text)
         mapping = Mapping.shared("test", 4 << 20)
         assert touched == expected
-        assert region.is_sealed(mapping.fd)
+        assert memory_mapping.is_sealed(mapping.fd)
         mapping.region.write(0, b"written")

@@ -18,20 +18,19 @@ import pytest
 import torch
 
 from omni_kvlink import CapacityError, ClosedError, KVCacheTransferData
-from omni_kvlink.memory import region as memory_region
-from omni_kvlink.memory.region import (
+from omni_kvlink.memory import mapping as memory_mapping
+from omni_kvlink.memory.mapping import (
     F_ADD_SEALS,
     PAGE,
     STEP,
-    Lease,
     Mapping,
-    Region,
     available_bytes,
     check_available,
     is_sealed,
     seal,
 )
-from omni_kvlink.payload.views import tensor_view
+from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.payload.tensor_memory import tensor_view
 from omni_kvlink.testing.rig import until
 from support.payloads.random_caches import cache, written
 
@@ -381,7 +380,7 @@ def resident_bytes(region: Region) -> int:
 def test_every_page_is_mapped(monkeypatch: pytest.MonkeyPatch, advice: int | None) -> None:
     """By advice to the kernel, or where that is too old for it, by touching them."""
     if advice is not None:
-        monkeypatch.setattr(memory_region, "_MADV_POPULATE_WRITE", advice)
+        monkeypatch.setattr(memory_mapping, "_MADV_POPULATE_WRITE", advice)
     region = Mapping.shared("populated", STEP + 3 * PAGE).region
     assert resident_bytes(region) == STEP + 3 * PAGE
     assert not any(region.view())

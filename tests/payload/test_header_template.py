@@ -17,7 +17,7 @@ from omni_kvlink import KVCacheBundle, KVCacheTransferData, SchemaError, TensorT
 from omni_kvlink._native import host
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import WireError
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.format import ALIGN, DIGEST_CHUNK, MAX_DEPTH
 from omni_kvlink.payload.manifest import MAX_SMALL, Layout, LayoutCache, Manifest
 from support.payloads import strategies
@@ -84,8 +84,7 @@ def forget() -> None:
 
 def planned(data: Payload, *, digests: bool = True) -> Manifest:
     """The plan as a link makes it."""
-    layout = data.layout_or_plan(layouts, digests=digests)
-    return layout.plan(data.request_id) if isinstance(layout, Layout) else layout
+    return data.cached_plan(layouts, digests=digests)
 
 
 def match(manifest: Manifest, text: bytes) -> str:
@@ -519,10 +518,11 @@ def test_layouts_differ_in_the_metadata_of_a_cache() -> None:
         assert planned(data) == planned_cold(data)
     assert len(kept_plans()) == len(caches())
     for data in caches():
-        layout = data.layout_or_plan(layouts, digests=True)
-        assert isinstance(layout, Layout)
+        layout = data.find_layout(layouts, digests=True)
+        assert layout in layouts._planned.values()
         assert layout.plan("r") == planned_cold(data)
-        assert data.layout_or_plan(layouts, digests=False) == planned_cold(data, digests=False)
+        without = data.find_layout(layouts, digests=False)
+        assert without.plan("r") == planned_cold(data, digests=False)
 
 
 @pytest.mark.parametrize("value", [(None,), [float("nan")]], ids=["tuple", "nan"])
@@ -534,7 +534,7 @@ def test_metadata_that_was_changed_to_no_json_is_refused(value: Any) -> None:
     with pytest.raises(SchemaError, match="metadata: extra"):
         planned(data)
     with pytest.raises(SchemaError, match="metadata: extra"):
-        data.layout_or_plan(layouts, digests=True)
+        data.find_layout(layouts, digests=True)
 
 
 def test_layouts_differ_in_dtypes_and_shapes_of_a_tree() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from omni_kvlink import BlockTable, KVCacheTransferData, KVLink, PagedTensor
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.manifest import Manifest
 from support.payloads.paged import (
     BLOCKS,
@@ -142,7 +142,7 @@ import random, sys
 import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from support.processes.watermark import taken
 
 copier = {"torch": TorchCopier, "native": NativeCopier}[sys.argv[1]]()

@@ -20,7 +20,7 @@ from omni_kvlink import (
     split_stacked,
 )
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from support.payloads.paged import (
     BLOCKS,
     DIM,

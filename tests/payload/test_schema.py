@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 
 from omni_kvlink import ClosedError, KVCacheTransferData, KVMetadata, SchemaError
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.payload.views import dense, tensor_view
+from omni_kvlink.payload.tensor_memory import tensor_view
+from omni_kvlink.payload.views import dense
 from support.payloads import strategies
 from support.payloads.random_caches import DTYPES, bits, cache, empty, noise, written
 from support.payloads.strategies import EXAMPLES
@@ -221,7 +222,7 @@ NO_TEMPORARY = """
 import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 def status(field):
     with open("/proc/self/status") as lines:

@@ -262,7 +262,7 @@ import sys
 import torch
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import NativeCopier, TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.topology import slice_heads
 from support.processes.watermark import taken
 

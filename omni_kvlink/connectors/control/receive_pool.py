@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omni_kvlink.errors import CapacityError, KVLinkError
 from omni_kvlink.memory.arena import ArenaPool, Block, Holder
-from omni_kvlink.memory.ownership import CallAtEnd
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import CallAtEnd, Region
 from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:

@@ -5,30 +5,29 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from abc import abstractmethod
 from typing import TYPE_CHECKING, TypeAlias
 
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import FetchPlan
 from omni_kvlink.connectors.protocol.messages import Chunk, Committed, Layer, shorten
 from omni_kvlink.connectors.protocol.progress import Progress
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.connectors.runtime.consumer import SessionGet
+from omni_kvlink.connectors.runtime.consumer import Session, SessionGet
 from omni_kvlink.errors import ClosedError, KVLinkError, PeerLostError, VersionError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.digests import mismatch, verified
 from omni_kvlink.payload.format import ALIGN, MAX_HEADER, MAX_TENSORS
 from omni_kvlink.payload.manifest import header_bytes
-from omni_kvlink.system import process
+from omni_kvlink.system.waits import MAX_TIMEOUT, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.connectors.control.receive_pool import SessionResources
     from omni_kvlink.connectors.protocol.fetch_plan import ArrivingChunk
-    from omni_kvlink.connectors.protocol.get_table import GetLease, GetState
+    from omni_kvlink.connectors.protocol.get_table import GetLease
     from omni_kvlink.connectors.protocol.messages import Offer, Outcome
-    from omni_kvlink.connectors.runtime.consumer import Session
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.payload.manifest import LayoutCache, Manifest, TensorSpec
 
@@ -39,69 +38,64 @@ Label: TypeAlias = "str | Layer"
 class RemoteGet(SessionGet):
     """A pending get; it is done when the payload has arrived, or with the error.
 
-    `receive` blocks until a deadline at most, and may set `delivery`: the thread that waits has
-    received a small payload itself. Else the loop fetches the payload: `InboundTransfer`.
+    If `delivery` is set, the thread that waits has received a small payload itself. Else the loop
+    fetches the payload: `inbound`, which outlives the get, until the payload is released.
     """
 
+    session: FetchingSession
     delivery: Delivery | None = None
-
-    def __init__(
-        self, session: Session, get_state: GetState, receive: Callable[[RemoteGet, float], None]
-    ):
-        assert get_state.ready is not None
-        self.session, self.get_state, self._receive = session, get_state, receive
-        self._get_state, self._done, self._process = get_state, get_state.ready, process.current
+    inbound: InboundTransfer | None = None
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the payload has arrived; see `PendingGet`."""
         deadline = time.monotonic() + check_timeout(timeout)
         if not self._process.is_current:
-            self._process.check(f"the get of {self._get_state.key!r}")
-        if timeout and not self._get_state.answer.is_set():
-            self._receive(self, deadline)
+            self._process.check(f"the get of {self.key!r}")
+        if timeout and not self.answer.is_set():
+            self.session.receive(self, deadline)
         if self.delivery is not None:
             delivery, self.delivery = self.delivery, None
             return delivery
         try:
-            if not self._done.wait(max(0.0, deadline - time.monotonic())):
+            if not self.done.wait(max(0.0, deadline - time.monotonic())):
                 if self._withdraw():
-                    raise self._get_state.timeout_error()
-                self._done.wait(MAX_TIMEOUT)  # it is being set
-            self._done.result()
+                    raise self.timeout_error()
+                self.done.wait(MAX_TIMEOUT)  # it is being set
+            self.done.result()
         except KVLinkError:
-            self._get_state.settle()
+            self.settle()
             raise
         except BaseException:
             self.cancel()
             raise
-        delivery = self._inbound.deliver()
-        self._get_state.settle()
+        assert self.inbound is not None
+        delivery = self.inbound.deliver()
+        self.settle()
         return delivery
 
     def cancel(self) -> None:
         """Stop waiting; a payload that has arrived is released unread. See `PendingGet`."""
-        get_state, self.delivery = self._get_state, None
-        if get_state.is_settled:
+        self.delivery = None
+        if self.is_settled:
             return
         if not self._withdraw():
-            self._done.wait(MAX_TIMEOUT)  # it is being set
-            if self._done.error is None:
-                self._inbound.lease.release("unread", "")
-        get_state.settle()
+            self.done.wait(MAX_TIMEOUT)  # it is being set
+            if self.done.error is None and self.inbound is not None:
+                self.inbound.lease.release("unread", "")
+        self.settle()
 
     def _withdraw(self) -> bool:
         """End the get, unless its payload has arrived or its error has come."""
-        get_state = self._get_state
-        if self.session.get_table.cancel(get_state):
+        if self.session.get_table.cancel(self):
             return True
-        get_state.answer.wait(MAX_TIMEOUT)  # it is being set
-        if get_state.answer.error is not None:
+        self.answer.wait(MAX_TIMEOUT)  # it is being set
+        if self.answer.error is not None:
             return False
-        if get_state.inbound is None:  # an interrupt ended the call of `receive`
-            self.session.get_table.drop(get_state)
+        if self.inbound is None:  # an interrupt ended the call of `receive`
+            self.session.get_table.drop(self)
             return True
-        get_state.phase = self._inbound.phase
-        return self._inbound.cancel()
+        self.phase = self.inbound.phase
+        return self.inbound.cancel()
 
     def open(
         self, payload: memoryview, layouts: LayoutCache
@@ -110,7 +104,7 @@ class RemoteGet(SessionGet):
 
         None if it is not as committed.
         """
-        is_compared, target = self._get_state.verify, self.inline_target
+        is_compared, target = self.verify, self.inline_target
         if target is not None:
             region = target.fill(payload, verify=is_compared)
             if region is not None:
@@ -121,10 +115,16 @@ class RemoteGet(SessionGet):
         manifest = verified(payload, region, layouts)
         return None if manifest is None else (region, manifest, manifest.is_covered)
 
-    @property
-    def _inbound(self) -> InboundTransfer:
-        assert isinstance(self._get_state.inbound, InboundTransfer)
-        return self._get_state.inbound
+
+class FetchingSession(Session):
+    """A session that brings payloads here, in its loop or in a thread that waits for one."""
+
+    @abstractmethod
+    def receive(self, get: RemoteGet, deadline: float) -> None:
+        """Block until `get.delivery` is there or the get has ended, to the `deadline` at most.
+
+        It may return earlier, and leave the get to the loop.
+        """
 
 
 class InboundState(enum.Enum):
@@ -161,19 +161,18 @@ class InboundTransfer:
     def __init__(
         self,
         resources: SessionResources,
-        get_state: GetState,
+        get: RemoteGet,
         offer: Offer,
         lease: GetLease,
         fetch_more: Callable[[InboundTransfer], None],
         inline_bytes: bytes,
         chunk: int,
     ):
-        self.key, self.offer, self.streamed = get_state.key, offer, get_state.streamed
-        self.verify, self.state = get_state.verify, InboundState.PENDING
+        self.key, self.offer, self.streamed = get.key, offer, get.streamed
+        self.verify, self.state = get.verify, InboundState.PENDING
         self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if self.streamed else None
-        assert get_state.ready is not None
-        self.ready = get_state.ready
+        self.ready = get.done
         self._receive_pool, self._layouts, self._counters = resources[4:]
         self._fetch_more, self.lease, self._inline_bytes = fetch_more, lease, inline_bytes
         self._block: Block | None = None

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
-from omni_kvlink.connectors.control.remote_get import InboundTransfer, RemoteGet
-from omni_kvlink.connectors.protocol.answer import Answer
+from omni_kvlink.connectors.control.remote_get import FetchingSession, InboundTransfer, RemoteGet
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits, FetchQueue
 from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
@@ -35,7 +34,7 @@ from omni_kvlink.connectors.protocol.messages import (
     unexpected,
 )
 from omni_kvlink.connectors.runtime import fault_points
-from omni_kvlink.connectors.runtime.consumer import Session, check_hello, closed_here
+from omni_kvlink.connectors.runtime.consumer import check_hello, closed_here
 from omni_kvlink.connectors.runtime.event_loop import LeadingReceiver, Wake
 from omni_kvlink.errors import (
     ClosedError,
@@ -46,16 +45,15 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.system.failures import translate_errors
+from omni_kvlink.system.waits import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.control.receive_pool import SessionResources
-    from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState
 
 
-class ControlSession(LeadingReceiver, Session):
+class ControlSession(LeadingReceiver, FetchingSession):
     """One connection to one incarnation of a producer, which also sends the chunks that it fetches.
 
     It connects again and again until a producer serves, and ends when that producer disconnects.
@@ -81,7 +79,8 @@ class ControlSession(LeadingReceiver, Session):
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching = FetchQueue[InboundTransfer]()
         self._outbox: deque[Message] = deque()
-        self.get_table = GetTable(self.send, self._post_release, self.send_all, fetches=True)
+        sends = self.send, self._post_release, self.send_all
+        self.get_table = GetTable(partial(RemoteGet, self), *sends, fetches=True)
         self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
         self._hello = own_hello()
@@ -89,11 +88,6 @@ class ControlSession(LeadingReceiver, Session):
         self.transports = tuple[str, ...]()  # by which the producer can send bytes
         self._is_greeted = self.was_connected = self._is_handshaken = self._is_lost = False
         self.handshake_error = ""
-
-    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
-        """Ask for payloads; see `Session`."""
-        get_states = self.get_table.request(requests, verify=verify)
-        return [RemoteGet(self, get_state, self._receive) for get_state in get_states]
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
@@ -292,14 +286,14 @@ class ControlSession(LeadingReceiver, Session):
             raise WireError(f"{self._url} sent another payload than it offered")
         if offer.draft > 8 + MAX_HEADER:
             raise WireError(f"a header of {offer.draft} bytes; the limit is {8 + MAX_HEADER}")
-        get_state = self.get_table.find(offer.get_id)
-        if get_state is None or offer.get_id in self._inbound_transfers:
+        get = self.get_table.find(offer.get_id)
+        if get is None or offer.get_id in self._inbound_transfers:
             self.get_table.on_message(offer)  # cancelled, or a repeated offer
             return
         self.has_inline = bool(inline_bytes)
-        get_state.inbound = inbound = InboundTransfer(
+        get.inbound = inbound = InboundTransfer(
             self._resources,
-            get_state,
+            get,
             offer,
             GetLease(self.get_table, offer.get_id, offer.epoch),
             self._fetch_more_in_loop,
@@ -356,13 +350,10 @@ class ControlSession(LeadingReceiver, Session):
         """Request bytes of a payload."""
         self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
 
-    def _receive(self, get: RemoteGet, deadline: float) -> None:
-        """Block until `get.delivery` is there or the get has ended, to the `deadline` at most.
-
-        It may return earlier, and leave the get to the loop.
-        """
+    def receive(self, get: RemoteGet, deadline: float) -> None:
+        """Receive the payload in this thread, if no other payload is on its way."""
         if self.get_table.waiting == 1 and not self._fetching:
-            self.receive_until(get.get_state.answer, deadline, get)
+            self.receive_until(get.answer, deadline, get)
         # Else what comes is mostly for others, so that the loop would be woken, too.
 
     def _begin_leading(self, get: RemoteGet) -> int:
@@ -372,7 +363,7 @@ class ControlSession(LeadingReceiver, Session):
         if wake is None or socket is None or not socket.pause():
             self._wake = None
             return -1
-        get.get_state.answer.add_done_callback(partial(self._on_answer, wake))
+        get.answer.add_done_callback(partial(self._on_answer, wake))
         if get.inline_target is not None and self.has_inline:
             get.inline_target.open()
         return socket.fd if self._receive_next(get) else -1
@@ -397,18 +388,18 @@ class ControlSession(LeadingReceiver, Session):
                 socket.skip()
                 frames = socket.peek()
                 message = _decoded(frames)
-            if isinstance(message, Offer) and _is_whole(message, frames, get.get_state):
+            if isinstance(message, Offer) and _is_whole(message, frames, get):
                 try:
                     self._take(message, frames[1].buffer, get)
                 except BaseException:  # an interrupt: the loop takes it, or ends the connection
-                    if get.get_state.offer is not message:
+                    if get.offer is not message:
                         self._loop.call(partial(self._free_share_in_loop, message.get_id))
                     raise
             if get.delivery is not None:
                 socket.skip()
         if get.delivery is not None:
-            get._done.set_result(None)
-            get.get_state.settle()
+            get.done.set_result(None)
+            get.settle()
         return not frames
 
     def _take(self, offer: Offer, payload: memoryview, get: RemoteGet) -> None:
@@ -425,7 +416,7 @@ class ControlSession(LeadingReceiver, Session):
             return
         fault_points.point("fetch.chunk")
         self.get_table.on_message(offer)
-        if get.get_state.offer is not offer:  # it was ended meanwhile, and the payload released
+        if get.offer is not offer:  # it was ended meanwhile, and the payload released
             if get.inline_target is not None:
                 get.inline_target.discard()
             return
@@ -435,7 +426,7 @@ class ControlSession(LeadingReceiver, Session):
         self._counters["verified" if is_verified else "unverified"] += 1
         lease = GetLease(self.get_table, offer.get_id, offer.epoch)
         get.delivery = Delivery(
-            get.get_state.key,
+            get.key,
             region,
             lease,
             manifest=manifest,
@@ -461,8 +452,8 @@ def _decoded(frames: Sequence[zmq.Frame]) -> Message | None:
     return message
 
 
-def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get_state: GetState) -> bool:
+def _is_whole(offer: Offer, frames: Sequence[zmq.Frame], get: RemoteGet) -> bool:
     """Whether a whole payload for this get comes with its offer."""
-    if offer.get_id != get_state.get_id or get_state.streamed or offer.draft or len(frames) != 2:
+    if offer.get_id != get.get_id or get.streamed or offer.draft or len(frames) != 2:
         return False
     return offer.location.nbytes == len(frames[1]) > 0

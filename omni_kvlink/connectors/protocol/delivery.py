@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from omni_kvlink.connectors.protocol.messages import Outcome, shorten
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError, TransferFailed, WireError
-from omni_kvlink.memory.ownership import Finalizer
-from omni_kvlink.memory.region import LOST, Region
+from omni_kvlink.memory.region import LOST, Finalizer, Region
 from omni_kvlink.payload.manifest import KnownHeader, header_bytes
 from omni_kvlink.system import process
 

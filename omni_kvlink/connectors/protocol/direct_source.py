@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omni_kvlink.connectors.protocol.answer import LazyEvent
 from omni_kvlink.connectors.protocol.fetch_plan import RangeSet
 from omni_kvlink.errors import WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import ALIGN
+from omni_kvlink.system.waits import LazyEvent
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

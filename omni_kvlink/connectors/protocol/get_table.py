@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Coalesce, send_separately
 from omni_kvlink.connectors.protocol.messages import (
     Cancel,
@@ -32,8 +31,9 @@ from omni_kvlink.errors import (
     TransferTimeout,
     format_seconds,
 )
-from omni_kvlink.memory.ownership import Finalizer
+from omni_kvlink.memory.region import Finalizer
 from omni_kvlink.system import process
+from omni_kvlink.system.waits import MAX_TIMEOUT, Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,34 +92,39 @@ class OwnedGet(Finalizer):
 
 
 class GetState:
-    """One get: its `answer` is the producer's Offer, or the error to raise.
+    """One get of a session: its `answer` is the producer's Offer, or the error to raise.
 
     It owns the request, and the lease of the offer, until `settle`. If it is dropped before, as by
     an exception of a signal handler, its `owned` cancels the request or releases the payload
     unread. So the table does not keep it.
 
-    Of a connector that brings the bytes here first, `ready` ends when they are here, and `inbound`
-    is their transfer. `phase`, how far the payload was when it was last heard of, is for errors.
+    `done` is set when a `wait` would not block: with the answer, or, if the connector `fetches` the
+    bytes first, when they are here. `phase`, how far the payload was when it was last heard of, is
+    for errors.
     """
+
+    progress: Progress | None = None
+    phase = "not announced by the producer since it was requested"
 
     def __init__(
         self,
+        session: Any,
         get_id: int,
         request: GetRequest,
-        ready: Answer[None] | None,
         drop: Callable[[OwnedGet], None],
+        *,
         verify: bool,
+        fetches: bool,
     ):
-        self.ready, chunk = ready, request.chunk
+        self.session, chunk = session, request.chunk
         self.get_id, self.key, self.verify = get_id, request.key, verify
         self.streamed = request.streamed
-        self.inbound: object = None
-        self.phase = "not announced by the producer since it was requested"
         if chunk is not None and chunk.stream:
             self.phase = f"chunk {chunk.number} of the stream is not written yet"
         self.started = time.monotonic()
-        self.progress: Progress | None = None
         self.answer: Answer[Offer] = Answer()  # only the table sets it
+        self.done: Answer[Any] = Answer() if fetches else self.answer
+        self._process = process.current
         self.owned = OwnedGet.attach(self, drop)  # last: from here on it owns
 
     @property
@@ -140,8 +145,8 @@ class GetState:
         """End the get with an error instead of an offer."""
         self.settle()
         self.answer.set_error(error)
-        if self.ready is not None:
-            self.ready.set_error(error)
+        if self.done is not self.answer:
+            self.done.set_error(error)
 
     def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
@@ -154,17 +159,22 @@ class GetState:
         )
 
 
-class GetTable:
+GetT = TypeVar("GetT", bound=GetState)
+
+
+class GetTable(Generic[GetT]):
     """The gets of one connection; thread-safe.
 
-    `send` takes a message for the producer, `send_all` several; they must not block. `post` takes
-    a Cancel or Release from a finalizer and must not even take a lock. `coalesce` calls a function,
-    and sends the messages that it causes in as few as possible. With `fetches` the connector brings
-    the bytes here: they may be sent while a payload is being written, although it is taken whole.
+    `make` returns a get, of its number and what `GetState` takes behind that. `send` takes a
+    message for the producer, `send_all` several; they must not block. `post` takes a Cancel or
+    Release from a finalizer and must not even take a lock. `coalesce` calls a function, and sends
+    the messages that it causes in as few as possible. With `fetches` the connector brings the bytes
+    here: they may be sent while a payload is being written, although it is taken whole.
     """
 
     def __init__(
         self,
+        make: Callable[..., GetT],
         send: Callable[[Message], None],
         post: Callable[[Message], None],
         send_all: Callable[[Sequence[Message]], None],
@@ -172,7 +182,7 @@ class GetTable:
         *,
         fetches: bool = False,
     ):
-        self.coalesce, self._fetches = coalesce, fetches
+        self.coalesce, self._fetches, self._make = coalesce, fetches, make
         self._send, self._post, self._send_all = send, post, send_all
         self._process = process.current
         self._lock = threading.Lock()
@@ -189,7 +199,7 @@ class GetTable:
         """The number of gets that have no answer yet."""
         return len(self._waiting)
 
-    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[GetState]:
+    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[GetT]:
         """Request payloads; raises PeerLostError if the connection has ended.
 
         `verify`: compare them with their digests as they arrive, if they are copied here.
@@ -217,13 +227,16 @@ class GetTable:
         return True
 
     def wait(self, get_state: GetState, timeout: float) -> Offer:
-        """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then."""
+        """Block until the answer comes; raises as `PendingGet.wait`, and cancels the get then.
+
+        `timeout` is one that `check_timeout` has returned.
+        """
         if not self._process.is_current:
             self._process.check(f"the get of {get_state.key!r}")
         try:
             answer = get_state.answer
             if not answer.is_set():
-                if not answer.wait(check_timeout(timeout)) and self.cancel(get_state):
+                if not answer.wait(timeout) and self.cancel(get_state):
                     raise get_state.timeout_error()
                 answer.wait(MAX_TIMEOUT)  # it is being set
             return answer.result()
@@ -242,7 +255,7 @@ class GetTable:
             self.release(get_state.get_id, get_state.answer.result().epoch, "unread")
             get_state.settle()
 
-    def find(self, get_id: int) -> GetState | None:
+    def find(self, get_id: int) -> GetT | None:
         """Return a get that has no answer yet."""
         with self._lock:
             ref = self._waiting.get(get_id)
@@ -312,7 +325,7 @@ class GetTable:
             get_state.fail(error)
         self._fail_streams(error, key)
 
-    def close(self, error: KVLinkError) -> list[GetState]:
+    def close(self, error: KVLinkError) -> list[GetT]:
         """Fail all gets, also later ones, and all streams; return the gets that were waiting."""
         with self._lock:
             if self._error is None:
@@ -326,11 +339,15 @@ class GetTable:
         return waiting
 
     def disconnect(self) -> None:
-        """Send no more messages: the connection is gone, and its session need not be kept."""
+        """Send no more messages: the connection is gone, and its session need not be kept.
+
+        Called after `close`: there are no more requests either.
+        """
+        del self._make
         self._send = self._post = self._send_all = _ignore
         self.coalesce = send_separately
 
-    def _add(self, request: GetRequest, verify: bool, messages: list[Message]) -> GetState:
+    def _add(self, request: GetRequest, verify: bool, messages: list[Message]) -> GetT:
         """Append the message that requests it to `messages`; called with the lock held."""
         if self._error is not None:
             raise type(self._error)(str(self._error))
@@ -341,8 +358,9 @@ class GetTable:
         else:
             stream = chunk.stream or number
             messages.append(Get(number, request.key, streamed, stream, chunk.number))
-        ready: Answer[None] | None = Answer() if self._fetches else None
-        get_state = GetState(number, request, ready, self._on_dropped, verify)
+        get_state = self._make(
+            number, request, self._on_dropped, verify=verify, fetches=self._fetches
+        )
         self._waiting[number] = get_state.owned
         return get_state
 
@@ -363,13 +381,13 @@ class GetTable:
         elif owned.offer is not None:
             self.release(owned.get_id, owned.offer.epoch, "unread")
 
-    def _unanswered(self) -> list[GetState]:
+    def _unanswered(self) -> list[GetT]:
         return [state for state in self._alive() if not state.owned.is_answered]
 
-    def _alive(self) -> list[GetState]:
+    def _alive(self) -> list[GetT]:
         return [state for ref in list(self._waiting.values()) if (state := ref()) is not None]
 
-    def _find_answered(self, get_id: int) -> GetState | None:
+    def _find_answered(self, get_id: int) -> GetT | None:
         """Mark a waiting get as answered, and return it; None if there is none, or it is gone."""
         with self._lock:
             owned = self._waiting.get(get_id)
@@ -397,7 +415,7 @@ def get_error(key: str, message: Failed) -> KVLinkError:
 class GetLease(NamedTuple):
     """The lease that a get of a table has."""
 
-    get_table: GetTable
+    get_table: GetTable[Any]
     get_id: int
     epoch: int
 

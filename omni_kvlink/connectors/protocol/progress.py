@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.errors import WireError
 from omni_kvlink.payload.format import MAX_HEADER, MAX_TENSORS
+from omni_kvlink.system.waits import Answer
 
 if TYPE_CHECKING:
     from omni_kvlink.errors import KVLinkError

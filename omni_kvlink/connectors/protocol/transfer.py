@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omni_kvlink.connectors.protocol.answer import LazyEvent, check_timeout, list_of
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
 from omni_kvlink.system import process
+from omni_kvlink.system.waits import LazyEvent, check_timeout, list_of
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
@@ -157,21 +157,6 @@ class Transfer:
         return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
 
 
-class Phase:
-    """Times its `with` block; a class, since a generator's `with` costs a small transfer more."""
-
-    __slots__ = ("_name", "_seconds", "_start")
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._seconds[self._name] = time.perf_counter() - self._start
-
-
 @dataclass
 class Ledger:
     """The cost of one transfer at one side: bytes, copies and seconds.
@@ -193,10 +178,6 @@ class Ledger:
     instructions: str = ""
     digests: str = "off"
     seconds: dict[str, float] = field(default_factory=dict)
-
-    def phase(self, name: str) -> Phase:
-        """Time a `with` block and record it in `seconds` under `name`."""
-        return Phase(self.seconds, name)
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_kvlink.connectors.base import Consumer, PendingGet
-from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent, check_timeout
 from omni_kvlink.connectors.protocol.delivery import Delivery, is_fault_of_payload
 from omni_kvlink.connectors.protocol.get_table import (
     ChunkOf,
@@ -45,9 +44,9 @@ from omni_kvlink.errors import (
 )
 from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.format import MAX_HEADER
-from omni_kvlink.system import process
 from omni_kvlink.system.failures import translate_errors
 from omni_kvlink.system.threads import is_abandoned, uninterrupted
+from omni_kvlink.system.waits import LazyEvent, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,20 +62,13 @@ _RECONNECT_SECONDS = 0.5
 class Session(ABC):
     """One connection to one run of a producer, which `incarnation` identifies."""
 
-    get_table: GetTable
+    get_table: GetTable[Any]
     incarnation: str
     is_closed = False
     has_inline = True
     """Whether the last payload came inside its offer; if not, a get allocates nothing before."""
     _loop: EventLoop
     """The loop in which `close` may be called."""
-
-    @abstractmethod
-    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
-        """Request payloads; does not block. Raises PeerLostError if the connection has ended.
-
-        `verify`: compare bytes with their digests as they arrive, unless they are mapped.
-        """
 
     @abstractmethod
     def send(self, message: Abort) -> None:
@@ -102,36 +94,34 @@ class Session(ABC):
         self.get_table.fail(key, error)
 
 
-class SessionGet(PendingGet):
-    """A get, and the session where it was requested."""
+class SessionGet(GetState, PendingGet):
+    """A get of a session's table."""
 
     session: Session
-    _get_state: GetState
-    _done: Answer[Any]
-    """Set when it has ended. An interrupt leaves no lock of it held, as it may of a `Future`."""
     _future: Future[Any] | None = None
 
     @property
     def future(self) -> Future[Any]:  # type: ignore[override]
         """Made when it is asked for: a get that blocks needs none."""
         if self._future is None:
-            self._future = self._done.future()
+            self._future = self.done.future()
         return self._future
 
     @property
     def is_done(self) -> bool:
         """Whether the payload, its offer, or an error has come."""
-        return self._done.is_set()
+        return self.done.is_set()
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         """Call this once when it has; without a future."""
-        self._done.add_done_callback(callback)
+        self.done.add_done_callback(callback)
 
     def request_chunk(self, number: int) -> PendingGet:
         """Request a chunk of the stream that this get has received."""
-        get_state = self._get_state
-        request = GetRequest(get_state.key, chunk=ChunkOf(get_state.get_id, number))
-        return self.session.request([request], verify=get_state.verify)[0]
+        request = GetRequest(self.key, chunk=ChunkOf(self.get_id, number))
+        [chunk] = self.session.get_table.request([request], verify=self.verify)
+        assert isinstance(chunk, SessionGet)
+        return chunk
 
 
 class MappedSession(Session):
@@ -147,21 +137,16 @@ class MappedSession(Session):
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""
 
-    def request(self, requests: Sequence[GetRequest], *, verify: bool = True) -> list[PendingGet]:
-        """Request payloads, which are mapped when they are offered; nothing crosses a network."""
-        get_states = self.get_table.request(requests, verify=verify)
-        return [MappedGet(self, get_state) for get_state in get_states]
-
 
 class MappedGet(SessionGet):
     """A get of a payload that lies in memory which both sides map."""
 
     session: MappedSession
 
-    def __init__(self, session: MappedSession, get_state: GetState):
-        self.session = self.connection = session
-        self._get_state, self._done = get_state, get_state.answer
-        self._process = process.current
+    @property
+    def connection(self) -> MappedSession:  # type: ignore[override]
+        """Its session, which `receive_until` receives for."""
+        return self.session
 
     def receive_until(self, event: LazyEvent, deadline: float) -> None:
         """See `PendingGet.receive_until`."""
@@ -170,8 +155,8 @@ class MappedGet(SessionGet):
 
     def wait(self, *, timeout: float) -> Delivery:
         """Block until the offer comes, and map it."""
-        get_state, get_table = self._get_state, self.session.get_table
-        limit, answer = check_timeout(timeout), get_state.answer
+        get_table, answer = self.session.get_table, self.answer
+        limit = check_timeout(timeout)
         if not answer.is_set():
             deadline = time.monotonic() + limit
             if self.inline_target is not None and limit and self.session.has_inline:
@@ -179,8 +164,8 @@ class MappedGet(SessionGet):
             if self._process.is_current:
                 self.session.receive_until(answer, deadline)
             limit = max(0.0, deadline - time.monotonic())
-        offer = get_table.wait(get_state, limit)
-        lease = GetLease(get_table, get_state.get_id, offer.epoch)
+        offer = get_table.wait(self, limit)
+        lease = GetLease(get_table, self.get_id, offer.epoch)
         try:
             fault_points.point("get.offered")
             self.session.has_inline = bool(offer.inline)
@@ -191,31 +176,31 @@ class MappedGet(SessionGet):
                 raise WireError(f"a header of {draft} bytes; the limit is {8 + MAX_HEADER}")
             slot = self.session.slot(offer.location, draft)
             if not holds(slot, offer.epoch, nbytes, committed=not draft):
-                raise IntegrityError(f"the slot offered for {get_state.key!r} holds another")
+                raise IntegrityError(f"the slot offered for {self.key!r} holds another")
             region = slot.slice(SLOT, nbytes)
             header = bytes(slot.view(SLOT + nbytes, SLOT + nbytes + draft))
             fault_points.point("get.mapped")
         except BaseException as error:
             if is_fault_of_payload(error):
                 lease.release("rejected", shorten(repr(error)))
-                get_state.settle()
+                self.settle()
             else:
-                get_table.drop(get_state)  # now: the error's traceback may keep the get
+                get_table.drop(self)  # now: the error's traceback may keep the get
             raise
         delivery = Delivery(
-            get_state.key,
+            self.key,
             region,
             lease,
             draft=header,
-            progress=get_state.progress,
+            progress=self.progress,
             extra=offer.extra,
         )
-        get_state.settle()
+        self.settle()
         return delivery
 
     def _deliver_inline(self, offer: Offer, lease: GetLease) -> Delivery:
         """Copy a payload that came inside its offer into memory of its own, where it is aligned."""
-        get_state, nbytes = self._get_state, offer.inline.nbytes
+        nbytes = offer.inline.nbytes
         if offer.location.nbytes != nbytes or offer.draft:
             raise WireError(f"a payload of {nbytes} bytes was offered as another")
         target = self.inline_target
@@ -223,13 +208,13 @@ class MappedGet(SessionGet):
         head = offer.inline if region is None else None
         region = region or Region.copy_of(offer.inline)
         fault_points.point("get.mapped")
-        delivery = Delivery(get_state.key, region, lease, copies=1, head=head)
-        get_state.settle()
+        delivery = Delivery(self.key, region, lease, copies=1, head=head)
+        self.settle()
         return delivery
 
     def cancel(self) -> None:
         """Withdraw the request, or release the offer unread."""
-        self.session.get_table.drop(self._get_state)
+        self.session.get_table.drop(self)
 
 
 class SessionConsumer(Consumer):
@@ -279,7 +264,11 @@ class SessionConsumer(Consumer):
         self, requests: Sequence[GetRequest], *, timeout: float, verify: bool = True
     ) -> list[PendingGet]:
         """Request payloads; blocks only while it reconnects."""
-        return self._live_session(timeout).request(requests, verify=verify)
+        session = self._session
+        if self._closed or session is None or session.is_closed:
+            session = self._new_session(timeout)
+        gets: list[PendingGet] = session.get_table.request(requests, verify=verify)
+        return gets
 
     def can_retry(self, pending: PendingGet, *, timeout: float) -> bool:
         """Return whether the producer of a get can be reached again, and reconnect."""
@@ -332,13 +321,9 @@ class SessionConsumer(Consumer):
         if self._session is not None:
             self._session.close_deferred()
 
-    def _live_session(self, timeout: float) -> Session:
-        """Return the session, a new one if the last has ended."""
-        if self._closed:  # the call costs more than the test
-            self._check_open()
-        session = self._session
-        if session is not None and not session.is_closed:
-            return session
+    def _new_session(self, timeout: float) -> Session:
+        """Return a new session: the last one has ended."""
+        self._check_open()
         try:
             return uninterrupted(partial(self._replace, timeout))
         except TimeoutError as error:

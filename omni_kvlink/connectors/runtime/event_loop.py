@@ -19,13 +19,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_kvlink.errors import CapacityError
-from omni_kvlink.memory.ownership import CallAtEnd, closer, take
+from omni_kvlink.memory.region import CallAtEnd, closer, take
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import system_error
 from omni_kvlink.system.threads import start_thread
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.answer import LazyEvent
+    from omni_kvlink.system.waits import LazyEvent
 
 
 class HasFileno(Protocol):

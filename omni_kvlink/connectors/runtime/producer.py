@@ -48,11 +48,10 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import ArenaPool, MakeArena
-from omni_kvlink.memory.ownership import CallAtEnd, call_if_alive
-from omni_kvlink.memory.region import Lease, Region
+from omni_kvlink.memory.region import CallAtEnd, Lease, Region, call_if_alive
 
 if TYPE_CHECKING:
-    from omni_kvlink.system.deadline import Deadline
+    from omni_kvlink.system.waits import Deadline
 
 
 class PackedLease(Lease):

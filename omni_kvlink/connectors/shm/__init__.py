@@ -7,7 +7,7 @@ from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer
 from omni_kvlink.connectors.shm.listener import ShmListener
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 
 def _serve(name: str, options: Options) -> PooledProducer:

@@ -15,6 +15,7 @@ from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
     Message,
     decode_all,
+    encode,
     encode_all,
 )
 from omni_kvlink.errors import WireError
@@ -23,7 +24,7 @@ from omni_kvlink.system import process
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from omni_kvlink.memory.region import Mapping
+    from omni_kvlink.memory.mapping import Mapping
 
 MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""
@@ -81,11 +82,14 @@ class ShmChannel:
 
         The end of the connection is reported by `receive`.
         """
-        self.send_all([message], memory)
+        self._transmit([encode(message)], memory)
 
-    def send_all(self, messages: Sequence[Message], memory: Mapping | None = None) -> None:
+    def send_all(self, messages: Sequence[Message]) -> None:
         """Send several messages as few; all else as for `send`."""
-        parts, is_queued = encode_all(messages), False
+        self._transmit(encode_all(messages))
+
+    def _transmit(self, parts: Sequence[bytes], memory: Mapping | None = None) -> None:
+        is_queued = False
         with self._lock:
             if self._sock is None:
                 return

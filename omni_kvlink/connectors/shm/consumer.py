@@ -30,6 +30,7 @@ from omni_kvlink.connectors.protocol.messages import (
     own_hello,
 )
 from omni_kvlink.connectors.runtime.consumer import (
+    MappedGet,
     MappedSession,
     SessionConsumer,
     check_hello,
@@ -58,7 +59,7 @@ from omni_kvlink.errors import (
     format_seconds,
 )
 from omni_kvlink.memory.arena import GRAIN
-from omni_kvlink.memory.ownership import call_if_alive
+from omni_kvlink.memory.region import call_if_alive
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import is_of_system, system_error
 
@@ -157,7 +158,8 @@ class ShmSession(LeadingReceiver, MappedSession):
             raise
         wake = partial(self._loop.call, partial(call_if_alive, WeakMethod(self._send_posted)))
         post = partial(_post, self._posted, self._coalescing, wake)
-        self.get_table = GetTable(self._send, post, self._channel.send_all, self.coalesce)
+        make, send_all = partial(MappedGet, self), self._channel.send_all
+        self.get_table = GetTable(make, self._send, post, send_all, self.coalesce)
         self._loop.call(self._watch_in_loop)
 
     def slot(self, location: Location, draft: int) -> Region:

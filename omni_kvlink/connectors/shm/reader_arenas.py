@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import ClosedError, WireError
-from omni_kvlink.memory.region import STEP, Mapping, is_sealed
+from omni_kvlink.memory.mapping import STEP, Mapping, is_sealed
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.messages import Memory

@@ -9,7 +9,7 @@ from omni_kvlink._native.device_memory import DeviceMapping, number_of
 from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.worker import reaches_cuda
 from omni_kvlink.errors import NativeError
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import Options

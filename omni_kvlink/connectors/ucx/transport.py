@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from omni_kvlink._native import cuda_context
-from omni_kvlink.connectors.protocol.answer import MAX_TIMEOUT, Answer
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop
 from omni_kvlink.connectors.ucx.addressing import seal, unseal
 from omni_kvlink.connectors.ucx.settings import UcxSettings
@@ -18,6 +17,7 @@ from omni_kvlink.connectors.ucx.worker import UcxWorker
 from omni_kvlink.errors import ClosedError, NativeError, PeerLostError, WireError
 from omni_kvlink.memory.region import Region
 from omni_kvlink.system import process
+from omni_kvlink.system.waits import MAX_TIMEOUT, Answer
 
 DoneCallback = Callable[[BaseException | None], None]
 

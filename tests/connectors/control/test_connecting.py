@@ -9,8 +9,8 @@ import pytest
 
 from omni_kvlink import ClosedError, KVLink, PeerLostError
 from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.protocol.answer import Answer
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
+from omni_kvlink.system.waits import Answer
 from omni_kvlink.testing.rig import expect, until
 from support.connectors.zmq_addresses import fresh_url
 

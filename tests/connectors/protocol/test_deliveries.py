@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
-from omni_kvlink.connectors.protocol.answer import Answer, LazyEvent
 from omni_kvlink.connectors.protocol.delivery import Delivery
-from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     SLOT,
     Cancel,
@@ -30,6 +30,7 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import header as headers
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.system.waits import Answer, LazyEvent
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import expect, until, until_freed
@@ -161,12 +162,13 @@ def test_a_payload_for_another_reader(outcomes: Outcomes) -> None:
     assert outcomes == [("unread", "")]
 
 
-class Table(GetTable):
+class Table(GetTable[GetState]):
     """A table that keeps what it sends."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
-        super().__init__(self.sent.append, self.sent.append, self.sent.extend)
+        sends = self.sent.append, self.sent.append, self.sent.extend
+        super().__init__(partial(GetState, None), *sends)
 
 
 def test_an_offer_that_comes_after_its_get_was_cancelled() -> None:
@@ -225,7 +227,7 @@ def test_a_draft_is_copied_before_it_is_decoded(ends: tuple[KVProducer, KVConsum
     out = producer.stream_put(recipe.make())
     pending: Any = begin_get(reader, "k", timeout=60, streamed=True)
     delivery = pending.wait(timeout=60)
-    offer: Offer = pending._get_state.answer.result()
+    offer: Offer = pending.answer.result()
     pool = producer._end.pool  # type: ignore[attr-defined]
     memory = pool.mapping(offer.location.arena).region
     at = memory.address + offer.location.offset + SLOT + offer.location.nbytes

@@ -10,7 +10,7 @@ from omni_kvlink import TransferFailed, WireError
 from omni_kvlink.connectors.protocol.direct_source import DirectSource
 from omni_kvlink.connectors.protocol.messages import Committed, Failed, Get, Layer, Offer
 from omni_kvlink.connectors.protocol.transfer import Transfer, TransferState
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from support.connectors.transfer_tables import HERE, Bench
 
 if TYPE_CHECKING:

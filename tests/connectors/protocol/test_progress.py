@@ -10,7 +10,7 @@ from omni_kvlink import KVLinkError, PeerLostError, WireError
 from omni_kvlink.connectors.protocol.progress import Progress
 
 if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.answer import Answer
+    from omni_kvlink.system.waits import Answer
 
 ONE = (b"1234",)
 

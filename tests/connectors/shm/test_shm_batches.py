@@ -437,8 +437,8 @@ def test_readers_of_small_payloads_learn_that_these_wait_for_memory(sockets: str
         pending = begin_gets(consumer, KEYS, timeout=60)
         until_requested(producer, 64)
         put = pool.submit(producer.put_many, payloads(), timeout=60)
-        states = [get._get_state for get in pending]  # type: ignore[attr-defined]
-        until(lambda: all("still writing" in state.phase for state in states), "each was told")
+        gets: list[Any] = pending
+        until(lambda: all("still writing" in get.phase for get in gets), "each was told")
         consumer.get("large", timeout=60).release()
         put.result(60)
         for get in pending:

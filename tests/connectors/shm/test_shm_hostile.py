@@ -15,7 +15,7 @@ import pytest
 from omni_kvlink import IntegrityError, KVLink, PeerLostError, VersionError, WireError
 from omni_kvlink.connectors.protocol.messages import Get, Location, Memory, Offer, own_hello
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
-from omni_kvlink.memory.region import F_ADD_SEALS, SEALS
+from omni_kvlink.memory.mapping import F_ADD_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect
 from support.connectors.shm_hostile import Hostile

@@ -24,7 +24,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
     Release,
 )
-from omni_kvlink.memory.region import seal
+from omni_kvlink.memory.mapping import seal
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import expect
 from support.connectors.shm_hostile import Hostile

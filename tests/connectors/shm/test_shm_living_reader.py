@@ -84,7 +84,7 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         else:
             disconnect_reader(producer)
             with pytest.raises(PeerLostError):
-                session.request([GetRequest("b")])[0].wait(timeout=60)
+                session.get_table.request([GetRequest("b")])[0].wait(timeout=60)
         until(lambda: producer.stats()["readers"] == 0, "the connection is over")
         with pytest.raises(TransferFailed, match="expired"):  # a definite end, in time
             first.wait(timeout=60)

@@ -38,10 +38,10 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
             opened.wait()
             yield from received(turn)
 
-        def send_all(messages: Sequence[Message], memory: None = None) -> None:
+        def send_all(messages: Sequence[Message]) -> None:
             if any(isinstance(message, Release) for message in messages):
                 order.append("release")
-            sent(messages, memory)
+            sent(messages)
 
         [pending] = consumer.begin([GetRequest("first")], timeout=60)
         held = pending.wait(timeout=60)

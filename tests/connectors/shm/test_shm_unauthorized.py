@@ -27,7 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
 )
 from omni_kvlink.connectors.shm import listener
 from omni_kvlink.lowlevel import begin_get
-from omni_kvlink.memory.region import F_GET_SEALS, SEALS
+from omni_kvlink.memory.mapping import F_GET_SEALS, SEALS
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until, until_freed
 from support.connectors.shm_unauthorized import NOBODY, as_nobody, dialled, greeted

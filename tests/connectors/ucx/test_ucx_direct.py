@@ -16,7 +16,8 @@ from omni_kvlink.connectors.ucx.settings import UcxSettings
 from omni_kvlink.connectors.ucx.transport import UcxTransport
 from omni_kvlink.connectors.ucx.worker import UcxWorker
 from omni_kvlink.link import direct_put as direct
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import fingerprint, sized
 

@@ -11,7 +11,7 @@ import pytest
 from omni_kvlink import WireError
 from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.testing.rig import until
 
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process

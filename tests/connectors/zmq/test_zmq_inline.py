@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink import Received
     from omni_kvlink.connectors.control.remote_get import RemoteGet
-    from omni_kvlink.connectors.protocol.answer import LazyEvent
     from omni_kvlink.memory.arena import Block
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.system.waits import LazyEvent
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 LARGE = 1 << 20
@@ -283,7 +283,7 @@ def test_a_payload_of_a_get_that_ended_meanwhile(
     deliver(producer, consumer, 2)
     on_message, discard, discarded = GetTable.on_message, ExpectedPayload.discard, list[bool]()
 
-    def late(table: GetTable, message: Any) -> None:
+    def late(table: GetTable[Any], message: Any) -> None:
         if isinstance(message, Offer):
             table.fail("k", TransferFailed("ended", key="k", reason="ended"))
         on_message(table, message)
@@ -511,7 +511,7 @@ def test_a_wait_that_an_interrupt_has_ended_is_cancelled(
     """At the moment when the get has its answer: another one receives the payload."""
     on_message = GetTable.on_message
 
-    def interrupted(table: GetTable, message: Any) -> None:
+    def interrupted(table: GetTable[Any], message: Any) -> None:
         on_message(table, message)
         if isinstance(message, Offer) and not consumer._end._loop.is_own_thread:  # type: ignore[attr-defined]
             raise KeyboardInterrupt

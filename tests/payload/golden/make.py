@@ -16,7 +16,7 @@ import torch
 
 from omni_kvlink import KVCacheBundle, KVCacheTransferData, KVMetadata, PrefixOf, SameAs, Shard
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:

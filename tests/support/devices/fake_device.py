@@ -22,7 +22,7 @@ import torch
 from omni_kvlink._native import cuda, cuda_context
 from omni_kvlink.copier import base, device_payload, native, pinned, streams
 from omni_kvlink.link import put_operation
-from omni_kvlink.payload import views
+from omni_kvlink.payload import tensor_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -169,19 +169,19 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
     def host_addresses(sources: Sequence[TensorView], specs: Sequence[TensorSpec]) -> Any:
         on_device = any(map(device.holds, sources))
-        return None if on_device else views.dense_addresses(sources, specs)
+        return None if on_device else tensor_memory.dense_addresses(sources, specs)
 
     monkeypatch.setattr(native, "dense_addresses", host_addresses)
     monkeypatch.setattr(native, "_PLAIN", set())  # torch itself says that all lie on the host
     monkeypatch.setattr(pinned, "current_stream", lambda number: device.stream)
     monkeypatch.setattr(device_payload, "synchronize", device.run)
     monkeypatch.setattr(cuda_context, "use_device", lambda number: None)
-    monkeypatch.setattr(views, "byte_tensor", byte_tensor)
+    monkeypatch.setattr(tensor_memory, "byte_tensor", byte_tensor)
     return device
 
 
 def byte_tensor(region: Region) -> torch.Tensor:
-    """`views.byte_tensor`, with tensors of the host for those of the device."""
+    """`tensor_memory.byte_tensor`, with tensors of the host for those of the device."""
     return torch.frombuffer(region.span, dtype=torch.uint8)  # type: ignore[call-overload, unused-ignore,no-any-return]
 
 

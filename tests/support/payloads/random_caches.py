@@ -8,7 +8,7 @@ import torch
 
 from omni_kvlink import KVCacheTransferData
 from omni_kvlink.copier import TorchCopier
-from omni_kvlink.memory.region import Mapping
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.views import TensorView, dense
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from omni_kvlink.connectors.protocol.messages import (
     Offer,
 )
 from omni_kvlink.memory.arena import OUTSIDE
-from omni_kvlink.memory.region import Mapping, Region
+from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from support.simulation.growing_payloads import chunk_payload, end_payload, head_plan
 from support.simulation.parties import LAYERS, OpenGet, Producer, SimConsumer
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink.connectors.base import PendingGet
-    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
     from omni_kvlink.connectors.protocol.transfer import Transfer
+    from omni_kvlink.system.waits import Answer
 
 ROW = 600
 BLOCK = 1 << 14
@@ -390,7 +391,7 @@ class FarConsumer(SimConsumer):
         if far is None or far.session.is_closed:
             return
         self.open += 1
-        [pending] = far.session.request([GetRequest(key, streamed)])
+        [pending] = far.session.get_table.request([GetRequest(key, streamed)])
         FarGet(self, key, pending, timeout)
 
 
@@ -410,7 +411,7 @@ class FarGet(OpenGet):
     def _expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
         if not self._pending.future.done():
-            phase = self._pending._get_state.phase
+            phase = self._pending.phase
             self._reader.outcomes["was released"] += "and released" in phase
             self._pending.cancel()
             self._finish("timed out")
@@ -421,7 +422,7 @@ class FarGet(OpenGet):
         if self._pending.future.exception() is not None:
             self._finish("failed")
             return
-        offer: Offer = self._pending._get_state.answer.result()
+        offer: Offer = self._pending.answer.result()
         self._delivery = self._pending.wait(timeout=0.0)
         self._reader.outcomes["inline"] += offer.epoch in self._producer.inline_epochs
         progress = self._delivery.progress

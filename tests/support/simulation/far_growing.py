@@ -43,7 +43,7 @@ class FarGrowingReader(OpenGet):
             return
         self._is_over, self._turn, self._producer = False, 0, reader.far.producer
         request = GetRequest(key, streamed=True, chunk=ChunkOf(0, start))
-        [head] = reader.far.session.request([request])
+        [head] = reader.far.session.get_table.request([request])
         assert isinstance(head, RemoteGet)
         self._head = head
         reader.open += 1
@@ -63,7 +63,7 @@ class FarGrowingReader(OpenGet):
             self._finish("failed")
             return
         delivery = self._head.wait(timeout=0.0)
-        self._epoch = self._head._get_state.answer.result().epoch
+        self._epoch = self._head.answer.result().epoch
         layouts = LayoutCache()
         opener = partial(ReceivedChunk, copier=_copier, layouts=layouts, verify="auto")
         self._stream: ChunkStream[ReceivedChunk] = ChunkStream(

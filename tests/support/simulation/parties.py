@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from omni_kvlink import DuplicateKeyError, PeerLostError, TransferFailed, WireError
-from omni_kvlink.connectors.protocol.get_table import GetRequest, GetState, GetTable
+from omni_kvlink.connectors.protocol.get_table import GetRequest, GetTable
 from omni_kvlink.connectors.protocol.messages import (
     Abort,
     Cancel,
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from omni_kvlink.connectors.protocol.answer import Answer
     from omni_kvlink.connectors.protocol.delivery import Delivery
-    from omni_kvlink.memory.region import Mapping
+    from omni_kvlink.memory.mapping import Mapping
+    from omni_kvlink.system.waits import Answer
 
 T = TypeVar("T")
 LAYERS = 4
@@ -317,7 +317,8 @@ class Connection:
     def __init__(self, clock: Clock, name: str, producer: Producer, *, wild: bool):
         self.clock, self.name, self.producer = clock, name, producer
         self.to_producer = Wire(clock, lambda message: producer.handle(self, message), wild=wild)
-        self.get_table = GetTable(self.to_producer.send, self.to_producer.send, self.send_all)
+        sends = self.to_producer.send, self.to_producer.send, self.send_all
+        self.get_table = GetTable(partial(MappedGet, self), *sends)
         self.to_reader = Wire(clock, self._handle, wild=wild)
         self.is_closed = self.is_ended = False
         self._is_wild = wild
@@ -409,13 +410,13 @@ class SimConsumer:
         if connection is None or connection.is_closed:
             return
         try:
-            [get_state] = connection.get_table.request([GetRequest(key, streamed)])
+            [get] = connection.get_table.request([GetRequest(key, streamed)])
         except PeerLostError:
             return
         self.open += 1
-        get = WaitingGet(self, connection, get_state)
-        get_state.answer.add_done_callback(lambda _: get.answered())
-        self.clock.after(timeout, get.expire)
+        waiting = WaitingGet(self, connection, get)
+        get.answer.add_done_callback(lambda _: waiting.answered())
+        self.clock.after(timeout, waiting.expire)
 
 
 class OpenGet:
@@ -434,34 +435,33 @@ class OpenGet:
 class WaitingGet(OpenGet):
     """One get, and the checks of what it receives."""
 
-    def __init__(self, reader: SimConsumer, connection: Connection, get_state: GetState):
-        self._reader, self._connection, self._get_state = reader, connection, get_state
-        self._key = get_state.key
+    def __init__(self, reader: SimConsumer, connection: Connection, get: MappedGet):
+        self._reader, self._connection, self._get = reader, connection, get
+        self._key = get.key
         self._clock, self._is_over, self._turn = reader.clock, False, 0
         self._delivery: Delivery | None = None  # of a payload that came in its offer
 
     def expire(self) -> None:
         """Cancel the get at its deadline, unless it was answered."""
-        if not self._is_over and self._connection.get_table.cancel(self._get_state):
-            self._reader.outcomes["was released"] += "and released" in self._get_state.phase
+        if not self._is_over and self._connection.get_table.cancel(self._get):
+            self._reader.outcomes["was released"] += "and released" in self._get.phase
             self._finish("timed out")
 
     def answered(self) -> None:
-        if self._get_state.answer.error is not None:
+        if self._get.answer.error is not None:
             self._finish("failed")
             return
-        offer = self._get_state.answer.result()
+        offer = self._get.answer.result()
         if offer.inline:
-            session: Any = self._connection  # all of a session that the get uses
-            self._delivery = MappedGet(session, self._get_state).wait(timeout=0.0)
+            self._delivery = self._get.wait(timeout=0.0)
         else:
-            self._get_state.settle()
+            self._get.settle()
         self._connection.holds += 1
         is_inline = offer.epoch in self._connection.producer.inline_epochs
         assert bool(offer.inline) == is_inline
         self._reader.outcomes["inline"] += is_inline
         self._clock.record(self._reader.name, "has", self._key, offer)
-        progress = self._get_state.progress
+        progress = self._get.progress
         assert bool(offer.draft) == (progress is not None)
         if progress is None:
             self._check(offer, range(LAYERS))
@@ -471,7 +471,7 @@ class WaitingGet(OpenGet):
 
     def _follow(self, offer: Offer, layer: int) -> None:
         """Take a stream's layers as they arrive, and check all earlier ones again."""
-        progress = self._get_state.progress
+        progress = self._get.progress
         assert progress is not None
         answer = progress.when(range(layer, layer + 1)) if layer < LAYERS else progress.whole
         goes_on = partial(self._next, offer, answer, layer, self._turn)
@@ -512,7 +512,7 @@ class WaitingGet(OpenGet):
 
     def _release(self, offer: Offer, layers: range, outcome: str = "read") -> None:
         if self._connection.holds and self._clock.chance.random() < 0.05:
-            self._connection.get_table.reject(self._get_state.get_id, offer.epoch, "")
+            self._connection.get_table.reject(self._get.get_id, offer.epoch, "")
             self._clock.soon(partial(self._end_lease, offer, layers, outcome), 0.3)
         else:
             self._end_lease(offer, layers, outcome)
@@ -523,7 +523,7 @@ class WaitingGet(OpenGet):
             self._connection.holds -= 1
             reported: Outcome = "rejected" if self._clock.chance.random() < 0.05 else "read"
             if self._delivery is None:
-                self._connection.get_table.release(self._get_state.get_id, offer.epoch, reported)
+                self._connection.get_table.release(self._get.get_id, offer.epoch, reported)
             else:
                 self._release_inline(self._delivery, reported)
         elif self._delivery is not None:

@@ -1,8 +1,9 @@
-"""Answers that threads wait for, and the timeouts of waits; for both halves of the protocol."""
+"""Waits of threads: for how long (`Deadline`), and for what (`Answer`, `LazyEvent`)."""
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from omni_kvlink.errors import TransferTimeout, format_seconds
 from omni_kvlink.settings import Seconds
 
 if TYPE_CHECKING:
@@ -21,6 +23,73 @@ MAX_TIMEOUT = 1e9
 """Seconds that every clock of the system accepts; a longer timeout is shortened to this one."""
 _TIMEOUT = Seconds(endless=True)
 _NUMBERS = (float, int)
+NEVER = math.inf
+"""A deadline (`time.monotonic`) that does not pass."""
+
+
+def check_timeout(seconds: float, name: str = "timeout") -> float:
+    """Return a timeout that every clock accepts; infinity means no limit.
+
+    SchemaError for a negative number, for NaN, and for what is no number.
+    """
+    if type(seconds) in _NUMBERS and 0 <= seconds < MAX_TIMEOUT:  # a call costs more than the test
+        return seconds
+    limit: float = _TIMEOUT.read(seconds, name)
+    return min(MAX_TIMEOUT, limit)
+
+
+class Deadline:
+    """The end of a call with a timeout of so many seconds, counted from now.
+
+    With a timeout of 0 the call waits for nobody, and its own work takes as long as it takes.
+    SchemaError as of `check_timeout`.
+
+    Attributes:
+        timeout: in seconds.
+        at: when it waits no longer (`time.monotonic`).
+        work: when its own work, such as copying, ends unfinished: `at`, or `NEVER`.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = check_timeout(timeout)
+        self.at = time.monotonic() + self.timeout
+        self.work = self.at if self.timeout else NEVER
+
+    def seconds_left(self) -> float:
+        """Seconds until the end; 0 after it."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def timeout_left(self) -> float:
+        """The timeout of a call below this one: 0 only if this one waits for nobody."""
+        return max(1e-9, self.at - time.monotonic()) if self.timeout else 0.0
+
+    def check(self, key: str) -> None:
+        """Raise TransferTimeout if the timeout has passed."""
+        if self.timeout and not self.seconds_left():
+            raise self.passed(key, "reserving memory")
+
+    def passed(self, key: str, phase: str) -> TransferTimeout:
+        """Return the error for one of `check_deadline`, with the payload's key and the timeout."""
+        text = f"{format_seconds(self.timeout)} have passed while {phase}: raise timeout="
+        return TransferTimeout(
+            f"payload {key!r}: {text}", key=key, waited=self.timeout, phase=phase
+        )
+
+
+def check_deadline(deadline: float, phase: str) -> None:
+    """Raise TransferTimeout if a deadline (`time.monotonic`) has passed in this phase of the work.
+
+    For loops over large pieces of work: the caller knows for what, and names it.
+    """
+    if time.monotonic() >= deadline:
+        raise deadline_passed(phase)
+
+
+def deadline_passed(phase: str) -> TransferTimeout:
+    """The error of `check_deadline`."""
+    return TransferTimeout(f"the deadline passed while {phase}: raise timeout=", phase=phase)
+
 
 _making = threading.RLock()  # a finalizer, or a signal handler, may come while it is held
 
@@ -157,14 +226,3 @@ def _end(future: Future[T], answer: Answer[T]) -> None:
             future.set_exception(answer.error)
         else:
             future.set_result(answer.result())
-
-
-def check_timeout(seconds: float, name: str = "timeout") -> float:
-    """Return a timeout that every clock accepts; infinity means no limit.
-
-    SchemaError for a negative number, for NaN, and for what is no number.
-    """
-    if type(seconds) in _NUMBERS and 0 <= seconds < MAX_TIMEOUT:  # a call costs more than the test
-        return seconds
-    limit: float = _TIMEOUT.read(seconds, name)
-    return min(MAX_TIMEOUT, limit)
