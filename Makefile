@@ -142,7 +142,7 @@ test-hf-%: .venv-hf/%/.ready
 	touch $@
 
 # Not in `test`: diffusers, the transformers that its text encoders come from, and PEFT.
-DIFFUSERS_TESTS := $(wildcard tests/engine/models/test_diffusers*.py) \
+DIFFUSERS_TESTS := $(wildcard tests/engine/models/test_diffusers*.py) tests/engine/step_cache/test_cache_dit_bagel.py \
 	tests/models/bagel/test_against_diffusers.py tests/engine/lora/test_against_peft.py
 
 test-diffusers: .venv-diffusers/.ready

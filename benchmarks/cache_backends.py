@@ -58,7 +58,7 @@ class Row:
         self.seconds = min(self.seconds, time.perf_counter() - started)
 
     def result(self, pipeline: BagelPipeline, plain: Row, steps: int) -> Result:
-        skipped = self.backend.memory.reused["gen"] if isinstance(self.backend, StepCache) else 0
+        skipped = self.backend.reused["gen"] if isinstance(self.backend, StepCache) else 0
         images = [pipeline.decode(row.latent).double() for row in (self, plain)]
         error = float((images[0] - images[1]).square().mean())
         return {

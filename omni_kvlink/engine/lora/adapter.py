@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.engine.lora.adapter_files import AdapterFiles, LoRAMatrices, first_names
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel.header import join_names
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from omni_kvlink.engine.lora.adapter_files import AdapterFiles, LoRAMatrices
     from omni_kvlink.engine.lora.request import LoRARequest
 
 
@@ -87,7 +88,7 @@ class LoRAAdapter(nn.Module):
         if unknown := [name for name, layer in layer_names.items() if layer is None]:
             raise SchemaError(
                 f"adapter {request.lora_name!r} changes {len(unknown)} layers that are no linear "
-                f"layers of the model: {first_names(unknown)}"
+                f"layers of the model: {join_names(sorted(unknown))}"
             )
         by_layer: dict[str, str] = {}
         for name, layer in layer_names.items():

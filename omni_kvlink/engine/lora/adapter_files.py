@@ -16,9 +16,10 @@ from torch import Tensor
 
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.errors import SchemaError, UnavailableError
+from omni_kvlink.models.bagel.header import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -109,13 +110,6 @@ def read_adapter(path: str, *, max_rank: int) -> AdapterFiles:
     return AdapterFiles(layers, digest.hexdigest())
 
 
-def first_names(names: Iterable[str], limit: int = 4) -> str:
-    """The first names, for an error's text."""
-    sorted_names = sorted(names)
-    suffix = f" and {len(sorted_names) - limit} more" if len(sorted_names) > limit else ""
-    return ", ".join(sorted_names[:limit]) + suffix
-
-
 def _read(directory: Path, name: str) -> bytes:
     try:
         return (directory / name).read_bytes()
@@ -189,7 +183,7 @@ def _pairs(file: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, 
             unknown.append(name)
     if unknown:
         raise SchemaError(
-            f"{file}: {first_names(unknown)}: only lora_A.weight and lora_B.weight of linear "
+            f"{file}: {join_names(unknown)}: only lora_A.weight and lora_B.weight of linear "
             "layers are supported, no embeddings, biases, magnitudes or whole modules "
             "(save_pretrained has save_embedding_layers=False)"
         )

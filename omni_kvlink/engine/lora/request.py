@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from typing import Annotated
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.settings import FilePath, Integer, Settings, Text
 
 LORA_PARAMS = frozenset(("lora_request", "lora_int_id", "lora_scale"))
 """The sampling params that choose an adapter."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LoRARequest:
+class LoRARequest(Settings):
     """An adapter in PEFT's format; SchemaError if a field says nothing.
 
     Attributes:
@@ -22,17 +24,9 @@ class LoRARequest:
         lora_path: its directory, on the machine of every worker.
     """
 
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-    def __post_init__(self) -> None:
-        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
-            raise SchemaError(f"lora_int_id {self.lora_int_id!r}: a whole number from 1")
-        for name in ("lora_name", "lora_path"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise SchemaError(f"{name} {value!r}: a text that is not empty")
+    lora_name: Annotated[str, Text(filled=True)]
+    lora_int_id: Annotated[int, Integer(1)]
+    lora_path: Annotated[str, FilePath(filled=True)]
 
 
 def checked_id(request: LoRARequest | None, number: int | None, scale: float) -> int | None:

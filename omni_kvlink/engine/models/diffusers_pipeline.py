@@ -218,8 +218,7 @@ class DiffusersPipeline:
             if unknown := sorted(arguments.keys() - self._parameters.keys()):
                 raise SchemaError(f"{label}: {self.name} takes no {', '.join(unknown)}")
         else:
-            items = [prompt] if isinstance(prompt, (str, torch.Tensor)) else list(prompt)
-            images = [item for item in items if isinstance(item, torch.Tensor)]
+            images = [item for item in _items(prompt) if isinstance(item, torch.Tensor)]
             arguments = {"prompt": self.text_of(request)}
         if images and not self._takes_images:
             raise SchemaError(f"{label}: {self.name} takes no images: give one text alone")
@@ -236,13 +235,9 @@ class DiffusersPipeline:
 
     def text_of(self, request: OmniDiffusionRequest) -> str:
         """The text that the pipeline reads; SchemaError unless the prompt has just one."""
-        prompt = request.prompt
-        is_single = isinstance(prompt, (str, torch.Tensor, EmbedsPrompt))
-        items: Sequence[Any] = [prompt] if is_single else prompt  # type: ignore[assignment]
-        texts = [item for item in items if isinstance(item, str)]
-        other_items = [item for item in items if not isinstance(item, (str, torch.Tensor))]
-        if len(texts) == 1 and not other_items:
-            return texts[0]
+        rest = [item for item in _items(request.prompt) if not isinstance(item, torch.Tensor)]
+        if len(rest) == 1 and isinstance(rest[0], str):
+            return rest[0]
         raise SchemaError(f"request {request.request_id!r}: a pipeline of diffusers reads one text")
 
     def arguments_of(self, request: OmniDiffusionRequest) -> dict[str, Any]:
@@ -291,6 +286,10 @@ class DiffusersPipeline:
 
     def _takes_list(self, name: str) -> bool:
         return "list[" in str(self._parameters[name].annotation).lower()
+
+
+def _items(prompt: Any) -> list[Any]:
+    return [prompt] if isinstance(prompt, (str, torch.Tensor, EmbedsPrompt)) else list(prompt)
 
 
 def refuse_kv(request: OmniDiffusionRequest) -> None:

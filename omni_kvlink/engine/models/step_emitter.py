@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink.engine.tokens.events import StepEvent
-from omni_kvlink.models.bagel.previews import decode_preview
+from omni_kvlink.models.bagel.image_maker import decode_preview
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from omni_kvlink.engine.config import DiffusionParallelConfig
 
 _AXES = {
-    "tensor": "tensor_parallel_size",
-    "ulysses": "ulysses_degree",
-    "ring": "ring_degree",
-    "pipeline": "pipeline_parallel_size",
-    "guidance": "cfg_parallel_size",
     "group": "data_parallel_size",
+    "guidance": "cfg_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "ring": "ring_degree",
+    "ulysses": "ulysses_degree",
+    "tensor": "tensor_parallel_size",
 }
-"""Each coordinate and its number of values, the one that varies fastest first."""
+"""Each coordinate and its number of values, the one that varies fastest last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,30 +34,20 @@ class RankCoords:
 
     @classmethod
     def of(cls, rank: int, parallel: DiffusionParallelConfig) -> RankCoords:
-        """Coordinates of a rank: tensor varies fastest, then those of `_AXES` in their order."""
+        """Coordinates of a rank: tensor varies fastest, then those of `_AXES` from the end."""
         if not 0 <= rank < parallel.world_size:
             raise ValueError(f"rank {rank} of {parallel.world_size}; ranks count from 0")
-        coords = {}
-        for axis, degree in _AXES.items():
-            rank, coords[axis] = divmod(rank, getattr(parallel, degree))
-        return cls(**coords)
+        index = np.argwhere(_grid(parallel) == rank)[0].tolist()
+        return cls(**dict(zip(_AXES, index, strict=True)))
 
     def rank(self, parallel: DiffusionParallelConfig) -> int:
         """The rank with these coordinates."""
-        rank, stride = 0, 1
-        for axis, degree in _AXES.items():
-            rank += getattr(self, axis) * stride
-            stride *= getattr(parallel, degree)
-        return rank
+        return self.ranks_along(parallel=parallel)[0]
 
     def ranks_along(self, *axes: str, parallel: DiffusionParallelConfig) -> list[int]:
         """The ranks that differ from this one along these axes alone, this one included."""
-        other_axes = vars(self).keys() - set(axes)
-        return [
-            rank
-            for rank, coords in _all(parallel)
-            if all(getattr(coords, axis) == getattr(self, axis) for axis in other_axes)
-        ]
+        index = tuple(slice(None) if axis in axes else getattr(self, axis) for axis in _AXES)
+        return [int(rank) for rank in np.ravel(_grid(parallel)[index])]
 
     def kv_rank(self, parallel: DiffusionParallelConfig) -> int:
         """Its index among the ranks that divide the KV heads; those of a ring have the same."""
@@ -75,5 +65,7 @@ def group_ranks(group: int, parallel: DiffusionParallelConfig) -> range:
     return range(group * size, (group + 1) * size)
 
 
-def _all(parallel: DiffusionParallelConfig) -> Iterator[tuple[int, RankCoords]]:
-    return ((rank, RankCoords.of(rank, parallel)) for rank in range(parallel.world_size))
+def _grid(parallel: DiffusionParallelConfig) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """All ranks by their coordinates, in the order of `_AXES`."""
+    sizes = [getattr(parallel, degree) for degree in _AXES.values()]
+    return np.arange(parallel.world_size).reshape(sizes)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
+from omni_kvlink.engine.step_cache.cache_backend import check_ends
 from omni_kvlink.engine.step_cache.step_cache import Kept, StepCache, change
+from omni_kvlink.settings import Integer, Number, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
+
+    from omni_kvlink.models.bagel.hooks import RunLayers
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCacheSettings(Settings):
+    """All settings."""
+
+    Fn_compute_blocks: Annotated[int, Integer(1)] = 1
+    Bn_compute_blocks: Annotated[int, Integer(0)] = 0
+    residual_diff_threshold: Annotated[float, Number(0)] = 0.08
 
 
 class BlockCache(StepCache):
@@ -22,47 +36,21 @@ class BlockCache(StepCache):
     layers at the beginning, `Bn_compute_blocks` at the end.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "Fn_compute_blocks": 1,
-        "Bn_compute_blocks": 0,
-        "residual_diff_threshold": 0.08,
-    }
-    threshold = "residual_diff_threshold"
-    hook = "layers"
-
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        self._first = self._count("Fn_compute_blocks", 1)
-        self._last = self._count("Bn_compute_blocks", 0)
-
-    def _count(self, name: str, least: int) -> int:
-        value: Any = self.config[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} {value!r}: a whole number, {least} or more")
-        return value
+        self._settings = BlockCacheSettings.read(config)
+        self.threshold = self._settings.residual_diff_threshold
 
     def enable(self, pipeline: Any) -> None:
         """Hook into the pipeline's layers; see `CacheBackend.enable`."""
-        layers = getattr(pipeline, "num_layers", 0)
-        if layers and self._first + self._last >= layers:
-            raise ValueError(
-                f"Fn_compute_blocks {self._first} and Bn_compute_blocks {self._last} leave none "
-                f"of the {layers} layers to be reused"
-            )
+        check_ends(self._settings, pipeline)
         super().enable(pipeline)
 
-    def layers(
-        self,
-        branch: str,
-        step: int,
-        rows: Tensor,
-        run: Callable[[Tensor, int, int], Tensor],
-        count: int,
-    ) -> Tensor:
-        """A `LayersHook`."""
-        stop = count - self._last
-        head = run(rows, 0, self._first)
-        middle = partial(run, head, self._first, stop)
+    def layers(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+        """Run the first and the last layers, those between if needed; see `StepCache.layers`."""
+        first, stop = self._settings.Fn_compute_blocks, count - self._settings.Bn_compute_blocks
+        head = run(rows, 0, first)
+        middle = partial(run, head, first, stop)
         return run(self._reuse(branch, step, head - rows, middle, head), stop, count)
 
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from omni_kvlink.models.bagel.hooks import LayersHook
+
 _BACKENDS: dict[str, str] = {
     "tea_cache": "omni_kvlink.engine.step_cache.tea_cache:TeaCache",
     "cache_dit": "omni_kvlink.engine.step_cache.cache_dit:CacheDiT",
@@ -44,6 +46,33 @@ class CacheBackend(ABC):
     def is_enabled(self) -> bool:
         """Whether `enable` was called."""
         return self.enabled
+
+    def _hook_into(self, pipeline: Any, layers: LayersHook) -> None:
+        """Let `layers` run the pipeline's layers from now on.
+
+        Raises ValueError if the pipeline has no such hook, or if it is taken.
+        """
+        hooks: Any = getattr(pipeline, "hooks", None)
+        if not hasattr(hooks, "layers"):
+            raise ValueError(
+                f"{type(self).__name__} needs hooks.layers, which {type(pipeline).__name__} "
+                'does not offer: use cache_backend "none"'
+            )
+        if hooks.layers is not None:
+            raise ValueError("hooks.layers is taken: a pipeline has one cache backend")
+        hooks.layers = layers
+        self.enabled = True
+
+
+def check_ends(settings: Any, pipeline: Any) -> None:
+    """Raise ValueError unless a layer is between `Fn_compute_blocks` and `Bn_compute_blocks`."""
+    first, last = settings.Fn_compute_blocks, settings.Bn_compute_blocks
+    layers = getattr(pipeline, "num_layers", 0)
+    if layers and first + last >= layers:
+        raise ValueError(
+            f"Fn_compute_blocks {first} and Bn_compute_blocks {last} leave none of the {layers} "
+            "layers to be reused"
+        )
 
 
 def register_cache_backend(name: str, target: str) -> None:

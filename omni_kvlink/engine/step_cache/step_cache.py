@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from omni_kvlink.engine.step_cache.cache_backend import CacheBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from omni_kvlink.models.bagel.hooks import RunLayers
 
 
 @dataclass(frozen=True)
@@ -34,81 +35,42 @@ class Kept:
     drift: Tensor
 
 
-class StepMemory:
-    """The last step of every branch, in one generation; passes computed and reused since then."""
-
-    def __init__(self) -> None:
-        self.computed, self.reused = Counter[str](), Counter[str]()
-        self._kept: dict[str, Kept] = {}
-
-    def forget(self) -> None:
-        """Clear everything; a new generation begins."""
-        self._kept.clear()
-        self.computed.clear()
-        self.reused.clear()
-
-    def last(self, branch: str, step: int) -> Kept | None:
-        """The branch's last step; a step number that does not rise begins another generation."""
-        kept = self._kept.get(branch)
-        if kept is not None and step <= kept.step:
-            self._kept.clear()
-        return self._kept.get(branch)
-
-    def keep(self, branch: str, kept: Kept, *, reused: bool) -> None:
-        """Remember a branch's step, and count it."""
-        self._kept[branch] = kept
-        (self.reused if reused else self.computed)[branch] += 1
-
-
 class StepCache(CacheBackend):
     """Reuses what a branch computed while a request differs from it by less than a threshold.
 
     This is decided for each request of a batch by itself, so that its image is that of a run alone;
     the pass is skipped if no request needs it. K and V are neither read nor written.
+
+    Attributes:
+        computed: passes that were computed in this generation, by branch.
+        reused: passes that reused something.
     """
 
-    defaults: ClassVar[Mapping[str, Any]]
-    """All settings, with their defaults."""
-    threshold: ClassVar[str]
-    """The setting below which a drift lets values be reused; at 0 everything is computed."""
-    hook: ClassVar[str]
-    """The field of `DenoiseHooks` that the backend sets."""
+    threshold: float
+    """The drift below which values are reused; at 0 everything is computed."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        if unknown := sorted(config.keys() - self.defaults.keys()):
-            raise ValueError(
-                f"{type(self).__name__} has no setting {', '.join(unknown)}; "
-                f"there are {', '.join(self.defaults)}"
-            )
-        self.config = {**self.defaults, **config}
-        self.memory = StepMemory()
-        threshold = self.config[self.threshold]
-        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-        if not is_number or not math.isfinite(threshold) or threshold < 0:
-            raise ValueError(f"{self.threshold} {threshold!r}: a number, 0 (off) or more")
-        self._threshold = float(threshold)
+        self.computed, self.reused = Counter[str](), Counter[str]()
+        self._kept: dict[str, Kept] = {}
 
     def enable(self, pipeline: Any) -> None:
-        """Set the hook; see `CacheBackend.enable`."""
-        hooks = getattr(pipeline, "hooks", None)
-        if not hasattr(hooks, self.hook):
-            raise ValueError(
-                f"{type(self).__name__} needs hooks.{self.hook}, which {type(pipeline).__name__} "
-                f'does not offer: use cache_backend "none"'
-            )
-        if getattr(hooks, self.hook) is not None:
-            raise ValueError(f"hooks.{self.hook} is taken: a pipeline has one cache backend")
-        setattr(hooks, self.hook, getattr(self, self.hook))
-        self.enabled = True
+        """Hook into the pipeline's layers; see `CacheBackend.enable`."""
+        self._hook_into(pipeline, self.layers)
+
+    @abstractmethod
+    def layers(self, branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+        """Run the layers, or reuse what some computed: a `LayersHook`."""
 
     def refresh(self, pipeline: Any, num_inference_steps: int) -> None:
-        """Clear the memory; see `CacheBackend.refresh`."""
-        self.memory.forget()
+        """Forget all steps; see `CacheBackend.refresh`."""
+        self._kept.clear()
+        self.computed.clear()
+        self.reused.clear()
 
     def cached_steps(self, pipeline: Any) -> int:
         """Passes that reused something, of all branches; see `CacheBackend.cached_steps`."""
-        return sum(self.memory.reused.values())
+        return sum(self.reused.values())
 
     @abstractmethod
     def _drift(self, last: Kept, probe: Tensor) -> Tensor:
@@ -127,15 +89,18 @@ class StepCache(CacheBackend):
         base: Tensor | None = None,
     ) -> Tensor:
         """The value of `compute`, now or as kept; with a `base`, the difference to it is kept."""
-        last = self.memory.last(branch, step)
+        if branch in self._kept and step <= self._kept[branch].step:
+            self._kept.clear()  # another generation begins
+        last = self._kept.get(branch)
         if last is None:
             out = compute()
             value = out if base is None else out - base
             drift = torch.zeros(probe.shape[1:-1], device=probe.device)
-            self.memory.keep(branch, Kept(step, probe, value, drift), reused=False)
+            self._kept[branch] = Kept(step, probe, value, drift)
+            self.computed[branch] += 1
             return out
         drift = self._drift(last, probe)
-        close = drift < self._threshold  # not so if there is a NaN
+        close = drift < self.threshold  # not so if there is a NaN
         mask, all_close = close[..., None], bool(close.all())
         value = last.value
         out = value if base is None else base + value
@@ -144,7 +109,8 @@ class StepCache(CacheBackend):
             out = torch.where(mask, out, new)
             value = torch.where(mask, value, new if base is None else new - base)
         drift, anchor = drift.where(close, drift.new_zeros(())), self._anchor(last, probe, mask)
-        self.memory.keep(branch, Kept(step, anchor, value, drift), reused=all_close)
+        self._kept[branch] = Kept(step, anchor, value, drift)
+        (self.reused if all_close else self.computed)[branch] += 1
         return out
 
 

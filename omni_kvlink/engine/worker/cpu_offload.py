@@ -8,7 +8,6 @@ save nothing, but show what they do on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +23,12 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.worker.model import ModelUtility
 
 
-@dataclass
-class OffloadStats:
-    """Copies to the device so far; bytes of offloaded weights there now, and the most at once."""
-
-    copies: int = 0
-    nbytes: int = 0
-    peak_nbytes: int = 0
-
-
 class OffloadedModule:
     """All weights of a module: in host memory, and on the device between `load` and `unload`."""
 
-    def __init__(self, module: nn.Module, device: torch.device, pin: bool, stats: OffloadStats):
+    def __init__(self, module: nn.Module, device: torch.device, pin: bool):
         self._tensors = [*module.parameters(), *module.buffers()]
-        self._device, self._pin, self._stats = device, pin and device.type == "cuda", stats
+        self._device, self._pin = device, pin and device.type == "cuda"
         self._host: list[Tensor] = []
         self._event: Any = None
         self.is_loaded = False
@@ -67,8 +57,6 @@ class OffloadedModule:
                 tensor.data = kept.to(self._device, non_blocking=True, copy=True)
             self._event = None if stream is None else stream.record_event()
         self.is_loaded = True
-        self._stats.copies += 1
-        self._count(1)
 
     def wait(self) -> None:
         """Let the current CUDA stream wait for the copies of `load`, and keep them until then."""
@@ -83,18 +71,12 @@ class OffloadedModule:
     def unload(self) -> None:
         """Release the device's memory; the weights were not changed there."""
         if self.is_loaded:
-            self._count(-1)
             self.is_loaded = False
             self._empty()
 
     def _empty(self) -> None:
         for tensor in self._tensors:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
-
-    def _count(self, sign: int) -> None:
-        stats = self._stats
-        stats.nbytes += sign * sum(kept.nbytes for kept in self._host)
-        stats.peak_nbytes = max(stats.peak_nbytes, stats.nbytes)
 
 
 class CpuOffload:
@@ -112,9 +94,8 @@ class CpuOffload:
         *,
         pin: bool = True,
     ):
-        self.stats = OffloadStats()
-        self._layers = [OffloadedModule(layer, device, pin, self.stats) for layer in layers]
-        self._modules = [OffloadedModule(module, device, pin, self.stats) for module in modules]
+        self._layers = [OffloadedModule(layer, device, pin) for layer in layers]
+        self._modules = [OffloadedModule(module, device, pin) for module in modules]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for weights, module in zip(self._modules, modules, strict=True):
             module.register_forward_pre_hook(partial(_load, weights))

@@ -147,12 +147,12 @@ class GPUDiffusionModelRunner:
         batch = DiffusionRequestBatch(requests)
         if len(batch) > 1 and not self.pipeline.supports_request_batch:
             raise EngineError(f"{type(self.pipeline).__name__} takes one request at a time")
-        if self.cache_backend is not None:
-            steps = batch.sampling_params.num_inference_steps or 0
-            self.cache_backend.refresh(self.pipeline, steps)
         if self.lora_manager.is_used:
             self.lora_manager.activate(requests[0].lora)  # the batch's: it is in their key
         try:
+            if self.cache_backend is not None:
+                steps = batch.sampling_params.num_inference_steps or 0
+                self.cache_backend.refresh(self.pipeline, steps)
             outputs: list[DiffusionOutput] = self.pipeline.forward(batch)
         except Exception as error:
             failure = as_engine_error(error, "the pipeline failed")

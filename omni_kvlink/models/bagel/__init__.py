@@ -17,10 +17,10 @@ from omni_kvlink.models.bagel.config import LanguageConfig as LanguageConfig
 from omni_kvlink.models.bagel.config import VisionConfig as VisionConfig
 from omni_kvlink.models.bagel.header import CheckpointError as CheckpointError
 from omni_kvlink.models.bagel.hidden_states import HiddenStates as HiddenStates
+from omni_kvlink.models.bagel.image_maker import decode_preview as decode_preview
 from omni_kvlink.models.bagel.images import ImageLike as ImageLike
 from omni_kvlink.models.bagel.in_place import InPlaceCache as InPlaceCache
 from omni_kvlink.models.bagel.pipeline import BagelPipeline as BagelPipeline
-from omni_kvlink.models.bagel.previews import decode_preview as decode_preview
 from omni_kvlink.models.bagel.prompts import Prompt as Prompt
 from omni_kvlink.models.bagel.prompts import TokenIds as TokenIds
 from omni_kvlink.models.bagel.sampling import DenoiseParams as DenoiseParams

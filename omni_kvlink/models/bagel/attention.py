@@ -50,26 +50,23 @@ def attend_each(
     v: Tensor,
     merges: Sequence[Callable[[Tensor, Tensor], Layer]],
     dense: DenseAttention = attend,
-) -> Tensor:
-    """Run `dense` for each sequence of a batch over its own past: [n, batch, heads * dim]."""
-    rows = [
-        dense(q[:, i], *merge(k[:, i], v[:, i]), causal=False) for i, merge in enumerate(merges)
-    ]
-    return torch.stack(rows, dim=1)
-
-
-def attend_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     *,
-    merges: Sequence[Callable[[Tensor, Tensor], Layer]],
-    seq_lens: Sequence[int],
-    dense: DenseAttention = attend,
+    seq_lens: Sequence[int] | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """Run `dense` for each of several concatenated sequences over its own past, causally."""
-    parts = zip(*(rows.split(list(seq_lens)) for rows in (q, k, v)), merges, strict=True)
-    return torch.cat([dense(q, *merge(k, v), causal=True) for q, k, v, merge in parts])
+    """Run `dense` for each of several sequences over its own past.
+
+    The sequences are of `seq_lens`, one after the other: q [n, heads, dim] to [n, heads * dim]. If
+    None, they are equally long, along dimension 1: [n, batch, heads, dim] to [n, batch, …].
+    """
+    if seq_lens is None:
+        parts = zip(*(rows.unbind(1) for rows in (q, k, v)), merges, strict=True)
+    else:
+        parts = zip(*(rows.split(list(seq_lens)) for rows in (q, k, v)), merges, strict=True)
+    out = [dense(q, *merge(k, v), causal=causal) for q, k, v, merge in parts]
+    if seq_lens is None:
+        return torch.stack(out, dim=1)
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 class PartialAttention:

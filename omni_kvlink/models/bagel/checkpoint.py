@@ -18,8 +18,6 @@ from omni_kvlink.models.bagel.vae import Autoencoder
 if TYPE_CHECKING:
     from torch import nn
 
-    from omni_kvlink.models.bagel.config import BagelConfig
-
 _FILES = (
     *("config.json", "llm_config.json", "vit_config.json", "tokenizer.json"),
     *(MODEL_FILE, AUTOENCODER_FILE),
@@ -59,7 +57,10 @@ def check_checkpoint(directory: str | Path) -> CheckpointReport:
     SpecialTokens.load(root)
     config = load_config(root)
     with torch.device("meta"):
-        networks = {MODEL_FILE: BagelModel(config, "all"), AUTOENCODER_FILE: _autoencoder(config)}
+        networks = {
+            MODEL_FILE: BagelModel(config, "all"),
+            AUTOENCODER_FILE: Autoencoder(config.ae, encoder=True, decoder=True),
+        }
     for name, network in networks.items():
         _add(report, root / name, network)
     return report
@@ -72,10 +73,6 @@ def _check_files(root: Path) -> None:
     missing = [name for name in _FILES if not (root / name).is_file()]
     if missing:
         raise MissingFileError(f"{root} lacks {', '.join(missing)}: {_FETCH}")
-
-
-def _autoencoder(config: BagelConfig) -> Autoencoder:
-    return Autoencoder(config.ae, encoder=True, decoder=True)
 
 
 def _add(report: CheckpointReport, path: Path, network: nn.Module) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from omni_kvlink.errors import SchemaError
+from omni_kvlink.models.bagel.images import ResizeRule, shape_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -129,6 +133,27 @@ class BagelConfig(_Root, frozen=True, kw_only=True):
     def patch_dim(self) -> int:
         """Numbers per latent token."""
         return self.latent_patch_size**2 * self.ae.z_channels
+
+    @property
+    def vae_resize(self) -> ResizeRule:
+        """The size of an image before the autoencoder's encoder."""
+        return ResizeRule(*self.vae_image_size, self.latent_stride)
+
+    @property
+    def vit_resize(self) -> ResizeRule:
+        """The size of an image before the ViT."""
+        return ResizeRule(*self.vit_image_size, self.vit.patch_size)
+
+    def latent_grid(self, image_shape: Sequence[int] | None) -> tuple[int, int]:
+        """Return the latent tokens down and across; SchemaError for a size that is not made."""
+        stride, side = self.latent_stride, self.max_latent_size
+        if image_shape is None:
+            raise SchemaError("the contexts have no image_shape")
+        height, width = shape_pair(image_shape)
+        if any(n <= 0 or n % stride or n > stride * side for n in (height, width)):
+            allowed = f"multiples of {stride} up to {stride * side}"
+            raise SchemaError(f"image_shape {(height, width)}: sides are {allowed}")
+        return height // stride, width // stride
 
     @classmethod
     def load(cls, directory: str | Path) -> BagelConfig:

@@ -87,28 +87,6 @@ def guided_flows(
     ]
 
 
-def denoise_rows(
-    model: BagelModel,
-    states: Sequence[DenoiseState],
-    markers: Tensor,
-    on_step: OnStep | None = None,
-    *,
-    hooks: DenoiseHooks,
-) -> list[Tensor]:
-    """Take all steps of images with one grid and one schedule; return the rows of each latent."""
-    while not states[0].is_done:
-        flows = guided_flows(model, states, markers, hooks=hooks)
-        pairs = list(zip(states, flows, strict=True))
-        clean = None if hooks.on_clean is None else [state.clean(flow) for state, flow in pairs]
-        for state, flow in pairs:
-            state.integrate(flow)
-        if hooks.on_clean is not None and clean is not None:
-            hooks.on_clean(states[0].step, clean)
-        if on_step is not None:
-            on_step(states[0].step, states[0].params.num_steps)
-    return [state.rows for state in states]
-
-
 def _block(model: BagelModel, states: Sequence[DenoiseState], markers: Tensor) -> Tensor:
     """Return the decoder's input: marker, latent rows and marker; several images at dim 1."""
     is_single = len(states) == 1
@@ -136,16 +114,10 @@ def _flows(
             return block
         return block[:, indices[0]] if len(indices) == 1 else block[:, indices]
 
-    def whole_pass(branch: str) -> Tensor:
+    def compute(branch: str) -> Tensor:
         contexts = [getattr(states[i].contexts, branch) for i in readers[branch]]
         through = None if hooks.layers is None else partial(hooks.layers, branch, states[0].step)
         return model.velocity(contexts, rows_of(branch), through)
-
-    def compute(branch: str) -> Tensor:
-        if hooks.velocity is None:
-            return whole_pass(branch)
-        rows, step = rows_of(branch), states[0].step
-        return hooks.velocity(branch, step, rows, partial(whole_pass, branch))
 
     def empty(branch: str) -> Tensor:
         batch = rows_of(branch).shape[1:-1]

@@ -14,16 +14,9 @@ from torch import Tensor
 RunLayers: TypeAlias = Callable[[Tensor, int, int], Tensor]
 """Runs rows through the decoder's layers `start` to `stop`: `run(x, start, stop)`."""
 
-VelocityHook: TypeAlias = Callable[[str, int, Tensor, Callable[[], Tensor]], Tensor]
-"""`hook(branch, step, rows, compute)` returns the flow of a branch at a step, computed or reused.
-
-`rows` is the decoder's input: marker, latent rows and marker. `compute` computes the flow
-[n, patch_dim] by a whole pass.
-"""
-
 LayersHook: TypeAlias = Callable[[str, int, Tensor, RunLayers, int], Tensor]
-"""`hook(branch, step, rows, run, count)` returns the rows after the last of `count` layers; all of
-them are run, or some reused."""
+"""`hook(branch, step, rows, run, count)` returns the rows after the last of `count` layers, all,
+some or none of which are run. `rows` is the input: marker, latent rows and marker."""
 
 BranchesHook: TypeAlias = Callable[
     [Sequence[str], Callable[[str], Tensor], Callable[[str], Tensor]], dict[str, Tensor]
@@ -46,14 +39,13 @@ CleanHook: TypeAlias = Callable[[int, list[Tensor]], None]
 that the latents would end at if the flow went straight on; after the last one, the latents'."""
 
 
-@dataclass
+@dataclass(slots=True)
 class DenoiseHooks:
     """An engine's callbacks, and whether latents are `decode`d to images here.
 
     Where ranks divide the `tiles` of an image, all of them decode.
     """
 
-    velocity: VelocityHook | None = None
     layers: LayersHook | None = None
     branches: BranchesHook | None = None
     sync_errors: SyncErrorsHook | None = None

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omni_kvlink.models.bagel.attention import (
-    DenseAttention,
-    attend,
-    attend_each,
-    attend_varlen,
-)
+from omni_kvlink.models.bagel.attention import DenseAttention, attend, attend_each
 from omni_kvlink.models.bagel.cache import Layer, LayerCache, NaiveCache, joined, layer_tensors
 from omni_kvlink.models.bagel.embeddings import Rotary, blank_embedding, rotary_tables, rotate
 from omni_kvlink.models.bagel.hooks import RunLayers
@@ -34,8 +29,6 @@ Mode = Literal["und", "gen", "gen_start", "gen_middle", "gen_end"]
 """The expert of the rows: "gen" has a marker row before and after latent rows; the last three are
 parts of such rows."""
 _MARKERS = {"gen": (1, 1), "gen_start": (1, 0), "gen_middle": (0, 0), "gen_end": (0, 1)}
-Merge: TypeAlias = Callable[[Tensor, Tensor], Layer]
-"""Takes new rows of a layer's K and V, returns all rows of both."""
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes q, k, v [n, …, heads, dim] of new rows, returns their attention [n, …, heads * dim]."""
 Regions: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
@@ -100,12 +93,6 @@ class MLP(nn.Module):
         """Map rows [..., hidden] to rows of the same shape."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
-
-
-def _attend_after(
-    dense: DenseAttention, merge: Merge, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
-) -> Tensor:
-    return dense(q, *merge(k, v), causal=causal)
 
 
 class Attention(nn.Module):
@@ -253,34 +240,17 @@ class TextDecoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        past: LayerCache,
-        *,
-        mode: Mode,
-        causal: bool,
-        into: NaiveCache,
-    ) -> Tensor:
-        """Run rows x [n, hidden] after the cached tokens, which are only read; return them normed.
-
-        Every layer is merged into `into`, which `past.after(n)` returned.
-        """
-        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for i, layer in enumerate(self.layers):
-            merge = partial(into.merge, i, layer_tensors(past, i))
-            x = layer(x, rotary, partial(_attend_after, self.dense, merge, causal=causal), mode)
-        return by_expert(mode, x, self.norm, self.norm_moe_gen)
-
-    def forward_each(
-        self,
-        x: Tensor,
-        positions: Tensor,
         pasts: Sequence[LayerCache],
         into: Sequence[NaiveCache],
         seq_lens: Sequence[int],
+        *,
+        mode: Mode,
+        causal: bool,
     ) -> Tensor:
-        """Run text rows x [n, hidden] of several sequences, each after its own cached tokens.
+        """Run rows x [n, hidden] of sequences, each after its cached tokens; return them normed.
 
-        The first `seq_lens[0]` rows are of the first sequence, and so on. As `forward`, with a
-        cache and an `into` for each sequence.
+        The first `seq_lens[0]` rows are of the first sequence, and so on. Pasts are only read;
+        every layer is merged into `into`, which `past.after(n)` returned for each.
         """
         rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
@@ -288,10 +258,11 @@ class TextDecoder(nn.Module):
                 partial(cache.merge, i, layer_tensors(past, i))
                 for cache, past in zip(into, pasts, strict=True)
             ]
-            varlen = partial(attend_varlen, merges=merges, seq_lens=seq_lens, dense=self.dense)
-            x = layer(x, rotary, varlen, "und")
-        out: Tensor = self.norm(x)
-        return out
+            each = partial(
+                attend_each, merges=merges, dense=self.dense, seq_lens=seq_lens, causal=causal
+            )
+            x = layer(x, rotary, each, mode)
+        return by_expert(mode, x, self.norm, self.norm_moe_gen)
 
     def denoise(
         self, x: Tensor, positions: Tensor, pasts: Sequence[LayerCache], through: Through | None
@@ -326,10 +297,8 @@ class TextDecoder(nn.Module):
     ) -> Tensor:
         """Attention of some of `count` rows in `denoise`, with a past for each sequence."""
         if self._sequence.degree == 1:
-            merges = [partial(joined, past) for past in pasts]
-            if q.ndim == 3:
-                return _attend_after(self.dense, merges[0], q, k, v)
-            return attend_each(q, k, v, merges, self.dense)
+            merges, lens = [partial(joined, past) for past in pasts], [len(q)]
+            return attend_each(q, k, v, merges, self.dense, seq_lens=lens if q.ndim == 3 else None)
         attend_rows = partial(self._sequence.attend, pasts=pasts, count=count, dense=self.dense)
         if q.ndim == 4:
             return attend_rows(q, k, v)

@@ -146,43 +146,48 @@ class BagelModel(nn.Module):
     def extend(
         self, context: BagelContext, x: Tensor, *, mode: Mode, causal: bool
     ) -> tuple[BagelContext, Tensor]:
-        """Run rows x [n, hidden] after a context; return the longer one and the hidden rows.
-
-        Text (causal) takes one position per row; an image block takes one for all rows.
-        """
-        start, n = context.ropes[0], x.shape[0]
-        steps = n if causal else 1
-        positions = torch.arange(start, start + steps, device=self.device).expand(n)
-        past, cache = context.past_key_values, _cache_after(context, n)
-        hidden = self.language_model.model(x, positions, past, mode=mode, causal=causal, into=cache)
-        kept = None if context.hidden is None else context.hidden.after(hidden)
-        return BagelContext([context.kv_lens[0] + n], [start + steps], cache, kept), hidden
+        """Run rows x [n, hidden] after a context; see `extend_each`."""
+        (longer,), hidden = self.extend_each([context], x, [len(x)], mode=mode, causal=causal)
+        return longer, hidden
 
     def extend_each(
-        self, contexts: Sequence[BagelContext], x: Tensor, seq_lens: Sequence[int]
+        self,
+        contexts: Sequence[BagelContext],
+        x: Tensor,
+        seq_lens: Sequence[int],
+        *,
+        mode: Mode = "und",
+        causal: bool = True,
     ) -> tuple[list[BagelContext], Tensor]:
-        """Run text rows x [n, hidden] after several contexts, all in one pass.
+        """Run rows x [n, hidden] after contexts in one pass; return those longer, and hidden rows.
 
-        The first `seq_lens[0]` rows continue the first context, and so on. Returns the longer
-        contexts, and the hidden rows [n, hidden]. In float32 a row differs from that of `extend`
-        by rounding: products of larger matrices may be summed otherwise.
+        The first `seq_lens[0]` rows continue the first context, and so on. Text (causal) takes one
+        position per row; an image block, which is alone, takes one for all rows. In float32 a row
+        differs from that of a pass of its own by rounding: products of larger matrices may be
+        summed otherwise.
         """
-        starts = [context.ropes[0] for context in contexts]
-        steps = zip(starts, seq_lens, strict=True)
-        positions = torch.cat([torch.arange(start, start + n) for start, n in steps]).to(
-            self.device
+        ropes = [context.ropes[0] for context in contexts]
+        stops = [at + (n if causal else 1) for at, n in zip(ropes, seq_lens, strict=True)]
+        positions = torch.cat(
+            [
+                torch.arange(at, stop, device=self.device).expand(n)
+                for at, stop, n in zip(ropes, stops, seq_lens, strict=True)
+            ]
         )
         pasts = [context.past_key_values for context in contexts]
         caches = [_cache_after(context, n) for context, n in zip(contexts, seq_lens, strict=True)]
-        decoder = self.language_model.model
-        hidden = decoder.forward_each(x, positions, pasts, caches, seq_lens)
+        hidden = self.language_model.model(
+            x, positions, pasts, caches, seq_lens, mode=mode, causal=causal
+        )
         states = [
             None if context.hidden is None else context.hidden.after(rows)
             for context, rows in zip(contexts, hidden.split(list(seq_lens)), strict=True)
         ]
         longer = [
-            BagelContext([context.kv_lens[0] + n], [context.ropes[0] + n], cache, state)
-            for context, n, cache, state in zip(contexts, seq_lens, caches, states, strict=True)
+            BagelContext([context.kv_lens[0] + n], [stop], cache, state)
+            for context, n, stop, cache, state in zip(
+                contexts, seq_lens, stops, caches, states, strict=True
+            )
         ]
         return longer, hidden
 

@@ -23,6 +23,17 @@ Prompt: TypeAlias = Union[str, "ImageLike", Sequence[Union[int, str, Sequence[in
 
 _DTYPES = (torch.int64, torch.int32)
 
+# Only the form is fixed by the training: a plan between these tags, then the result.
+_THINK = "Before you {task}, plan it step by step. Write the plan between <think> and </think>."
+THINK_IMAGE_PROMPT = _THINK.format(task="draw the image")
+THINK_TEXT_PROMPT = _THINK.format(task="answer")
+
+
+def first_text(*, think: bool, understanding: bool, system_prompt: str | None) -> str:
+    """Return the text that think mode puts before a prompt; "" without think mode."""
+    default = THINK_TEXT_PROMPT if understanding else THINK_IMAGE_PROMPT
+    return (system_prompt or default) if think else ""
+
 
 def prompt_items(prompt: Prompt) -> list[Item]:
     """Return the items of a prompt."""

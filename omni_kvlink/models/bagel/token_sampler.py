@@ -19,7 +19,8 @@ class TokenSampler:
     then `top_k` and `top_p` leave the likeliest tokens, of which one is drawn.
 
     Args:
-        temperature: None takes the most probable token, and draws nothing.
+        do_sample: draws tokens; otherwise the most probable one is taken.
+        temperature: of the drawing, above 0.
         top_k: the number of likeliest tokens to draw from; 0 for all, 1 draws nothing.
         top_p: draws from the fewest likeliest tokens that have this probability together.
         repetition_penalty: divides positive logits of seen tokens, and multiplies negative ones.
@@ -33,7 +34,8 @@ class TokenSampler:
     def __init__(
         self,
         *,
-        temperature: float | None = None,
+        do_sample: bool = False,
+        temperature: float = 0.3,
         top_k: int = 0,
         top_p: float = 1.0,
         repetition_penalty: float = 1.0,
@@ -45,7 +47,9 @@ class TokenSampler:
                 f"top_k {top_k}, top_p {top_p}, repetition_penalty {repetition_penalty}: from 0, "
                 "above 0 up to 1, and above 0"
             )
-        self._temperature = None if top_k == 1 else temperature
+        if do_sample and not temperature > 0:
+            raise ValueError(f"temperature {temperature} is too small: above 0")
+        self._temperature = temperature if do_sample and top_k != 1 else None
         self._top_k, self._top_p, self._penalty = top_k, top_p, repetition_penalty
         self._seen, self._generator = set(seen), generator
 

@@ -189,13 +189,13 @@ def hold(engine: DiffusionEngine) -> tuple[threading.Event, threading.Event]:
     opened, entered = threading.Event(), threading.Event()
     hooks = runner_of(engine).pipeline.hooks
 
-    def velocity(branch: str, step: int, rows: Any, compute: Any) -> Any:
+    def layers(branch: str, step: int, rows: Any, run: Any, count: int) -> Any:
         if (branch, step) == ("gen", 0):
             entered.set()
             assert opened.wait(WAIT)
-        return compute()
+        return run(rows, 0, count)
 
-    hooks.velocity = velocity
+    hooks.layers = layers
     return opened, entered
 
 

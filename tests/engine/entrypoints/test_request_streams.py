@@ -15,7 +15,7 @@ from omni_kvlink.engine.errors import EngineError, RequestAborted
 from omni_kvlink.engine.outputs import DiffusionOutput
 from omni_kvlink.engine.tokens.events import EventBuffer, StepEvent, TokenEvent
 from omni_kvlink.errors import SchemaError
-from omni_kvlink.models.bagel import previews
+from omni_kvlink.models.bagel import image_maker
 from support.engine.fixtures import WAIT, checkpoint, until
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_steps_of_all_images_of_a_prompt() -> None:
 
 
 def test_a_large_preview_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previews, "PREVIEW_SIDE_PIXELS", 16)
+    monkeypatch.setattr(image_maker, "PREVIEW_SIDE_PIXELS", 16)
     with OmniDiffusion(checkpoint(), DEPLOYMENTS["one stage"], dtype="float32") as omni:
         how = {**PLAN, "modalities": [], "height": 64, "width": 32}
         shown = [one.preview for one in omni.stream("a fox", how) if isinstance(one, StepEvent)]

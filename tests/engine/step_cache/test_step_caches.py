@@ -94,8 +94,8 @@ def test_at_threshold_0_nothing_changes(name: str, count: int, layers: Counter[i
     found = watched.latents(jobs)
     assert layers == whole
     assert all(map(torch.equal, found, expected))
-    assert watched.backend.memory.computed == dict.fromkeys(("gen", "cfg_text", "cfg_img"), STEPS)
-    assert not watched.backend.memory.reused
+    assert watched.backend.computed == dict.fromkeys(("gen", "cfg_text", "cfg_img"), STEPS)
+    assert not watched.backend.reused
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,7 +105,7 @@ def test_passes_are_saved_and_counted(name: str, layers: Counter[int]) -> None:
     layers.clear()
     watched = Watched(name, LOOSE[name])
     found = watched.latents(jobs)[0]
-    computed, reused = watched.backend.memory.computed, watched.backend.memory.reused
+    computed, reused = watched.backend.computed, watched.backend.reused
     assert {branch: computed[branch] + reused[branch] for branch in computed} == dict.fromkeys(
         ("gen", "cfg_text", "cfg_img"), STEPS
     )
@@ -122,7 +122,7 @@ def test_a_higher_threshold_saves_more(name: str) -> None:
     for threshold in (0.01, 0.03, 1e9):
         watched = Watched(name, {THRESHOLD[name]: threshold})
         watched.latents([job()])
-        saved.append(watched.backend.memory.reused["gen"])
+        saved.append(watched.backend.reused["gen"])
     assert saved[0] < saved[1] < saved[2] == STEPS - 1  # the first step has nothing to reuse
 
 
@@ -134,11 +134,11 @@ def test_each_request_of_a_batch_decides_for_itself(name: str) -> None:
     for one in jobs:
         watched = Watched(name, LOOSE[name])
         alone.extend(watched.latents([one]))
-        apart.append(sum(watched.backend.memory.computed.values()))
+        apart.append(sum(watched.backend.computed.values()))
     watched = Watched(name, LOOSE[name])
     for own, latent in zip(alone, watched.latents(jobs), strict=True):
         assert (own - latent).abs().max() < 1e-4 * own.abs().max()
-    assert sum(watched.backend.memory.computed.values()) > max(apart)  # they disagree
+    assert sum(watched.backend.computed.values()) > max(apart)  # they disagree
 
 
 def hook(threshold: float = 1.0, **settings: Any) -> tuple[TeaCache, Callable[..., float]]:
@@ -147,7 +147,9 @@ def hook(threshold: float = 1.0, **settings: Any) -> tuple[TeaCache, Callable[..
 
     def run_step(step: int, size: float, flow: float, branch: str = "gen") -> float:
         rows = torch.full((4, 8), size)
-        return float(backend.velocity(branch, step, rows, lambda: torch.full((2, 3), flow))[0, 0])
+        return float(
+            backend.layers(branch, step, rows, lambda *_: torch.full((4, 8), flow), 3)[0, 0]
+        )
 
     return backend, run_step
 
@@ -184,7 +186,7 @@ def test_coefficients_decide_what_is_saved() -> None:
     for coefficients in (None, [1.0, 0.0], [2.0, 0.0]):
         watched = Watched("tea_cache", {**LOOSE["tea_cache"], "coefficients": coefficients})
         watched.latents([job("a fox"), job("a fox " * 2, 1)])
-        saved.append(dict(watched.backend.memory.computed))
+        saved.append(dict(watched.backend.computed))
     assert saved[0] == saved[1]
     assert sum(saved[2].values()) > sum(saved[0].values())
 
@@ -231,8 +233,8 @@ def test_refresh_forgets_all() -> None:
     backend, run_step = hook()
     assert [run_step(0, 1, 10), run_step(1, 1, 11)] == [10, 10]
     backend.refresh(None, STEPS)
-    assert not backend.memory.computed
-    assert not backend.memory.reused
+    assert not backend.computed
+    assert not backend.reused
     assert run_step(2, 1, 12) == 12
 
 
@@ -264,21 +266,37 @@ def test_k_and_v_stay_as_they_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "word"),
     [
-        ("tea_cache", {"rel_l1_tresh": 0.1}, "no setting rel_l1_tresh"),
-        ("tea_cache", {"rel_l1_thresh": -0.1}, "rel_l1_thresh -0.1"),
+        (
+            "tea_cache",
+            {"rel_l1_tresh": 0.1},
+            "rel_l1_tresh: no such setting; did you mean rel_l1_thresh",
+        ),
+        ("tea_cache", {"rel_l1_thresh": -0.1}, "rel_l1_thresh=-0.1: wanted a number from 0 on"),
         ("tea_cache", {"rel_l1_thresh": float("nan")}, "rel_l1_thresh=nan"),
-        ("tea_cache", {"rel_l1_thresh": "0.1"}, "rel_l1_thresh '0.1'"),
-        ("tea_cache", {"coefficients": []}, r"coefficients \[\]: a list of numbers"),
+        ("tea_cache", {"rel_l1_thresh": "0.1"}, "rel_l1_thresh='0.1': wanted a number"),
+        ("tea_cache", {"coefficients": []}, r"coefficients=\[\]: wanted a list of numbers"),
         ("tea_cache", {"coefficients": [1.0, float("nan")]}, r"coefficients\[1\]=nan"),
-        ("tea_cache", {"coefficients": "1"}, "coefficients '1'"),
-        ("tea_cache", {"max_warmup_steps": 4}, "no setting max_warmup_steps"),
-        ("block_cache", {"max_warmup_steps": 4}, "no setting max_warmup_steps"),
-        ("block_cache", {"enable_taylorseer": True}, "no setting enable_taylorseer"),
-        ("block_cache", {"scm_steps_mask_policy": "fast"}, "no setting scm_steps_mask_policy"),
-        ("cache_dit", {}, "one transformer, and OmniBagelPipeline has no"),
-        ("block_cache", {"Fn_compute_blocks": 0}, "Fn_compute_blocks 0"),
-        ("block_cache", {"Bn_compute_blocks": 0.5}, "Bn_compute_blocks 0.5"),
-        ("block_cache", {"residual_diff_threshold": True}, "residual_diff_threshold True"),
+        ("tea_cache", {"coefficients": "1"}, "coefficients='1': wanted a list"),
+        ("tea_cache", {"max_warmup_steps": 4}, "max_warmup_steps: no such setting"),
+        ("block_cache", {"max_warmup_steps": 4}, "max_warmup_steps: no such setting"),
+        ("block_cache", {"enable_taylorseer": True}, "enable_taylorseer: no such setting"),
+        (
+            "block_cache",
+            {"scm_steps_mask_policy": "fast"},
+            "scm_steps_mask_policy: no such setting",
+        ),
+        ("cache_dit", {"enable_separate_cfg": True}, "OmniBagelPipeline separates all branches"),
+        (
+            "block_cache",
+            {"Fn_compute_blocks": 0},
+            "Fn_compute_blocks=0: wanted a whole number from 1 on",
+        ),
+        ("block_cache", {"Bn_compute_blocks": 0.5}, "Bn_compute_blocks=0.5: wanted a whole number"),
+        (
+            "block_cache",
+            {"residual_diff_threshold": True},
+            "residual_diff_threshold=True: wanted a number",
+        ),
         ("block_cache", {"Fn_compute_blocks": 2, "Bn_compute_blocks": 1}, "none of the 3 layers"),
     ],
 )
@@ -316,9 +334,9 @@ def test_an_engines_second_image_is_a_fresh_engines(name: str, sockets: str) -> 
                     done = engine.submit(request(key, seed=len(key), **options)).result(WAIT)
                     images[len(order), key] = done.result()[0]
                 executor: Any = engine.executor
-                memory = executor.worker.model_runner.cache_backend.memory
-                assert memory.reused["gen"] > 0
-                assert done.cached_steps == memory.reused.total()
+                backend = executor.worker.model_runner.cache_backend
+                assert backend.reused["gen"] > 0
+                assert done.cached_steps == backend.reused.total()
                 assert executor.kv_manager.stats()["charged"] == 0
     assert torch.equal(images[2, "second"], images[1, "second"])
     assert not torch.equal(images[2, "second"], alone(seed=len("second"), **options))

@@ -13,7 +13,7 @@ from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
 from omni_kvlink.engine.executor.distributed import MultiprocExecutor
 from omni_kvlink.engine.models import bagel
 from omni_kvlink.engine.outputs import DiffusionSchedulerOutput
-from omni_kvlink.models.bagel import pipeline
+from omni_kvlink.models.bagel import loaded_stage
 from omni_kvlink.models.bagel.attention import attend
 from support.engine.fixtures import (
     WAIT,
@@ -69,7 +69,7 @@ def test_what_cannot_run_here_ends_the_start(monkeypatch: pytest.MonkeyPatch) ->
     def load_model(*_: object) -> None:
         raise AssertionError("the weights are read")
 
-    monkeypatch.setattr(pipeline, "load_model", load_model)
+    monkeypatch.setattr(loaded_stage, "load_model", load_model)
     own: dict[str, Any] = {"dtype": "float32", "attention_backend": "SDPA_EFFICIENT"}
     with pytest.raises(UnavailableError, match=REFUSED):
         DiffusionEngine(config(None, stage="all", **own))

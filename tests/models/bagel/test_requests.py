@@ -164,14 +164,10 @@ def test_hooks_that_compute_everything_change_nothing(
     before = latent(exact, seeded, count)
     seen: set[tuple[object, ...]] = set()
 
-    def velocity(branch: str, step: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        seen.add(("velocity", branch, step))
-        assert rows.ndim == (2 if count == 1 else 3)
-        return compute()
-
-    def layers(branch: str, step: int, rows: Tensor, run: RunLayers, count: int) -> Tensor:
+    def layers(branch: str, step: int, rows: Tensor, run: RunLayers, total: int) -> Tensor:
         seen.add(("layers", branch, step))
-        return run(run(rows, 0, 1), 1, count)
+        assert rows.ndim == (2 if count == 1 else 3)
+        return run(run(rows, 0, 1), 1, total)
 
     def each_branch(
         branches: Sequence[str], compute: Callable[[str], Tensor], empty: Callable[[str], Tensor]
@@ -183,13 +179,13 @@ def test_hooks_that_compute_everything_change_nothing(
         return found
 
     hooks = exact.hooks
-    hooks.velocity, hooks.layers, hooks.branches = velocity, layers, each_branch
+    hooks.layers, hooks.branches = layers, each_branch
     try:
         after = latent(exact, seeded, count)
     finally:
-        hooks.velocity = hooks.layers = hooks.branches = None
+        hooks.layers = hooks.branches = None
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert ("velocity", "cfg_img", 0) in seen
+    assert ("layers", "cfg_img", 0) in seen
     assert ("layers", "gen", 3) in seen
     assert ("branches", "gen", "cfg_text", "cfg_img") in seen
     assert ("branches", "gen") in seen  # outside the guided interval

@@ -59,7 +59,7 @@ def test_the_end_marker_is_a_token_and_not_in_the_text(
     ids, chosen = [*exact.tokenizer.encode("so"), exact.special_tokens.eos], list[int]()
     tokens = iter(ids)
     monkeypatch.setattr(
-        "omni_kvlink.models.bagel.pipeline.TokenSampler.pick", lambda *_: next(tokens)
+        "omni_kvlink.models.bagel.token_sampler.TokenSampler.pick", lambda *_: next(tokens)
     )
     found = exact.generate_text_output(
         exact.empty_context(), max_length=9, on_token=lambda token, logits: chosen.append(token)
@@ -136,9 +136,9 @@ def test_hidden_states_are_the_models(pipeline: BagelPipeline, photo: Any, keep:
                 context = pipeline.append_text(context, pipeline.encode_prompt(part))
             else:
                 seeded = torch.Generator().manual_seed(0)
-                image = resize(load_image(part), pipeline._vae_rule())
+                image = resize(load_image(part), pipeline.config.vae_resize)
                 context = pipeline._append_latent(context, image, seeded)
-                pixels = to_pixels(resize(image, pipeline._vit_rule()))
+                pixels = to_pixels(resize(image, pipeline.config.vit_resize))
                 context = pipeline.append_vit_image(context, pixels)
     finally:
         del model.extend

@@ -56,6 +56,7 @@ def test_tokens_are_drawn_with_their_chances(
     counts = [0] * len(LOGITS)
     for _ in range(draws):
         sampler = TokenSampler(
+            do_sample=True,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -81,14 +82,20 @@ def test_chosen_tokens_are_seen() -> None:
 def test_one_candidate_draws_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
-    assert TokenSampler(temperature=1.0, top_k=1, generator=generator).pick(LOGITS) == 3
+    assert (
+        TokenSampler(do_sample=True, temperature=1.0, top_k=1, generator=generator).pick(LOGITS)
+        == 3
+    )
     assert torch.equal(generator.get_state(), before)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}],
+    [
+        *({"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}),
+        {"temperature": 0.0},
+    ],
 )
 def test_params_out_of_range(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        TokenSampler(temperature=1.0, **wrong)  # type: ignore[arg-type]
+        TokenSampler(do_sample=True, **wrong)  # type: ignore[arg-type]

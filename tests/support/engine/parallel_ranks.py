@@ -255,8 +255,8 @@ def enable_cache(worker: Any, name: str, config: dict[str, Any]) -> None:
 def disable_cache(worker: Any) -> dict[str, int]:
     """Disable the cache backend; the passes that it saved, by branch."""
     runner = worker.runner
-    saved = dict(runner.cache_backend.memory.reused)
-    setattr(runner.pipeline.hooks, runner.cache_backend.hook, None)
+    saved = dict(runner.cache_backend.reused)
+    runner.pipeline.hooks.layers = None
     runner.cache_backend = None
     return saved
 
