@@ -18,7 +18,11 @@ from omni_kvlink import KVLink, KVLinkError, LinkOptions, SchemaError
 from omni_kvlink.connectors.base import Options
 from omni_kvlink.engine import config as engine
 from omni_kvlink.engine.entrypoints import deploy
+from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.sampling import OmniDiffusionSamplingParams
+from omni_kvlink.engine.step_cache.block_cache import BlockCacheSettings
+from omni_kvlink.engine.step_cache.cache_dit import CacheDiTSettings
+from omni_kvlink.engine.step_cache.tea_cache import TeaCacheSettings
 from omni_kvlink.engine.tokens.sampling import TextSamplingParams
 from omni_kvlink.integrations.vllm.settings import (
     EncoderSettings,
@@ -51,6 +55,10 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
     engine.OmniDiffusionConfig: {"model": "x"},
     engine.OmniARConfig: {"model": "x"},
     OmniDiffusionSamplingParams: {},
+    LoRARequest: {"lora_name": "a", "lora_int_id": 1, "lora_path": "a"},
+    TeaCacheSettings: {},
+    BlockCacheSettings: {},
+    CacheDiTSettings: {},
     deploy.ConnectorSettings: {"name": "KVLinkConnector"},
     deploy.KVCriteriaSettings: {},
     deploy.OmniKVConfig: {},
@@ -60,7 +68,8 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
 """Every class of settings, and the settings that have no default."""
 
 DECLARED = re.compile(
-    r"^@dataclasses\.dataclass.*\nclass (\w*(?:Settings|Options|Config|SamplingParams))\b", re.M
+    r"^@dataclasses\.dataclass.*\nclass (\w*(?:Settings|Options|Config|SamplingParams)|LoRARequest)\b",
+    re.M,
 )
 NOT_READ = {
     "engine.entrypoints.deploy.DeployConfig": "made of a file, whose stages become settings",
