@@ -68,7 +68,8 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
 """Every class of settings, and the settings that have no default."""
 
 DECLARED = re.compile(
-    r"^@dataclasses\.dataclass.*\nclass (\w*(?:Settings|Options|Config|SamplingParams)|LoRARequest)\b",
+    r"^@dataclasses\.dataclass.*\n"
+    r"class (\w*(?:Settings|Options|Config|SamplingParams)|LoRARequest)\b",
     re.M,
 )
 NOT_READ = {

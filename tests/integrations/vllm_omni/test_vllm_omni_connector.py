@@ -476,7 +476,7 @@ def test_it_is_found_by_its_entry_point(
     text: Callable[[], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM-Omni's own loader and factory make both stages' connectors, which say their path."""
-    from vllm_omni.distributed.omni_connectors import ConnectorSettings, OmniConnectorFactory
+    from vllm_omni.distributed.omni_connectors import ConnectorSpec, OmniConnectorFactory
     from vllm_omni.distributed.omni_connectors.utils.initialization import (
         load_omni_transfer_config,
         resolve_omni_kv_config_for_stage,
@@ -494,7 +494,7 @@ def test_it_is_found_by_its_entry_point(
         assert edge == ["0", "1"]
         assert config is not None
         assert (config.pop("type"), config["role"]) == (NAME, role)
-        stages.append(OmniConnectorFactory.create_connector(ConnectorSettings(NAME, config)))
+        stages.append(OmniConnectorFactory.create_connector(ConnectorSpec(NAME, config)))
     sender, receiver = stages
     with caplog.at_level("INFO"), receiver, sender:
         assert sender.settings.name == "bagel"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def test_a_file_of_a_pipeline_of_diffusers_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in BAGEL | DIFFUSERS])
 def test_a_file_of_another_model_is_refused(name: str) -> None:
-    with pytest.raises(SchemaError, match=r"^(no pipeline is named|pipeline '\w+'); this engine"):
+    text = rf"^{re.escape(FILES[name].name)}: (no pipeline is named|pipeline '\w+'); this engine"
+    with pytest.raises(SchemaError, match=text):
         DeployConfig.load(FILES[name])
 
 
