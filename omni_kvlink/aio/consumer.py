@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
+from omni_kvlink.connectors.base import MAX_RETRIES
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.errors import PeerLostError, TransferTimeout, format_seconds
 from omni_kvlink.link import (
@@ -33,6 +34,7 @@ from omni_kvlink.link import (
     open_stream,
     verify_first,
 )
+from omni_kvlink.link.copy_into import CopyInto
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
+    from omni_kvlink.link.copy_into import Targets
+    from omni_kvlink.link.read_block import ReadBlock
     from omni_kvlink.payload.schema import KVMetadata
 
 
@@ -51,10 +55,22 @@ S = TypeVar("S", bound=ReceivedStream | ChunkStream[ReceivedChunk])
 class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
     """The methods of `KVConsumer`, awaited; `link` is the synchronous consumer below."""
 
-    async def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
-        """`KVConsumer.get`; cancelling the task cancels the request."""
+    async def get(
+        self,
+        request_id: str,
+        *,
+        timeout: float,
+        verify: Verify = "auto",
+        into: Targets | None = None,
+    ) -> Received:
+        """`KVConsumer.get`; cancelling the task cancels the request.
+
+        With `into`, layers are copied in a thread; after a cancellation one may still be copied.
+        """
         check_verify(verify)
         started = time.perf_counter()
+        if into is not None:
+            return await self._get_into(request_id, into, timeout, verify)
         get = self._get(request_id, partial(begin_get, verify=verify), timeout)
         return await self._opened(await self._receive(get), started, verify)
 
@@ -104,10 +120,46 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         stream = open_chunks(self.link, head, delivery, start=start, timeout=limit, verify=verify)
         return AsyncChunkStream(stream)
 
+    async def _get_into(
+        self, request_id: str, into: Targets, timeout: float, verify: Verify
+    ) -> Received:
+        begin = partial(begin_get, streamed=True, verify=verify)
+        get, retries = self._get(request_id, begin, timeout), 0
+        while True:
+            started, delivery = time.perf_counter(), await self._receive(get)
+            stream = open_stream(self.link, delivery, started=started, timeout=0.0)
+            try:
+                return await self._copied(stream, into, get, verify)
+            except PeerLostError:
+                retries += 1
+                if retries > MAX_RETRIES or not await run_in_thread(get.can_retry):
+                    raise
+
+    async def _copied(
+        self, stream: ReceivedStream, into: Targets, get: BackgroundGet, verify: Verify
+    ) -> Received:
+        """Copy the payload of a stream into the caller's tensors; after an error it is unread."""
+        work: _InThread | None = None
+        try:
+            copies, reader = CopyInto(stream, into, verify), AsyncReceivedStream(stream)
+            for key in stream.names() if copies.is_by_layer else ():
+                await reader.wait_for_layer(key[1], branch=key[0], timeout=get.seconds_left())
+                work = _InThread(partial(copies.copy_layer, key), stream)
+                await work.run()
+            payload = await reader.wait(timeout=get.seconds_left())
+            if not copies.is_by_layer:
+                work = _InThread(copies.copy_all, stream)
+                await work.run()
+        except BaseException:
+            if work is None or not work.is_running:  # else the thread releases it
+                stream.release_unread()
+            raise
+        return Received.of_stream(stream, payload, self.link._copier, self.link._layouts)
+
     async def _opened(self, delivery: Delivery, started: float, verify: Verify) -> Received:
         received = open_delivery(self.link, delivery, started=started)
         if verify == "full":
-            await _Verification(received).run()
+            await _InThread(partial(verify_first, received), received).run()
         return received
 
     def _get(
@@ -267,29 +319,32 @@ async def _wait_for(future: Future[Any], timeout: float) -> None:
             answer.exception()  # retrieved here, raised by the get or the stream
 
 
-class _Verification:
-    """`verify_first` in a thread; after a cancellation the payload is released unread."""
+class _InThread:
+    """Work on a payload's memory in a thread; after a cancellation the payload is released unread.
 
-    def __init__(self, received: Received):
-        self._received = received
+    Not before the work has ended: the memory could be reused meanwhile.
+    """
+
+    def __init__(self, work: Callable[[], None], payload: ReadBlock):
+        self._work, self._payload = work, payload
         # Each side writes one and then reads the other: at least one of them releases.
-        self._is_hashing = self._is_cancelled = False
+        self.is_running = self._is_cancelled = False
 
     async def run(self) -> None:
         try:
             await run_in_thread(self)
         except BaseException:
             self._is_cancelled = True
-            if not self._is_hashing:
-                self._received.release_unread()
+            if not self.is_running:
+                self._payload.release_unread()
             raise
 
     def __call__(self) -> None:
-        self._is_hashing = True
+        self.is_running = True
         try:
             if not self._is_cancelled:
-                verify_first(self._received)
+                self._work()
         finally:
-            self._is_hashing = False
-            if self._is_cancelled:  # not before: its memory could be reused while it is hashed
-                self._received.release_unread()
+            self.is_running = False
+            if self._is_cancelled:
+                self._payload.release_unread()

@@ -1,4 +1,8 @@
-"""`KVConsumer`, the receiving end of a link, and what its gets return."""
+"""`KVConsumer`, the receiving end of a link, and what its gets return.
+
+One long file: the ways to receive share their wait, its repetition and how a payload is opened, and
+`Received` is what all of them return.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.link.chunk_stream import ChunkStream
+from omni_kvlink.link.copy_into import Targets, copy_into
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.end_metadata import extra_of
 from omni_kvlink.link.read_block import ReceivedPayload, scatter_delivery
@@ -36,7 +41,6 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.append_stream import StreamPosition
     from omni_kvlink.payload.chunk_requests import RequestSizes
     from omni_kvlink.payload.manifest import LayoutCache, Manifest
-    from omni_kvlink.payload.views import TensorView
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 _VERIFY = Choice(*get_args(Verify))
@@ -48,7 +52,14 @@ class KVConsumer(LinkEnd):
 
     _end: Consumer
 
-    def get(self, request_id: str, *, timeout: float, verify: Verify = "auto") -> Received:
+    def get(
+        self,
+        request_id: str,
+        *,
+        timeout: float,
+        verify: Verify = "auto",
+        into: Targets | None = None,
+    ) -> Received:
         """Wait for a payload; blocks until it is committed.
 
         Used as `with consumer.get(...) as data:`. The tensors are readonly views of the link's
@@ -62,6 +73,9 @@ class KVConsumer(LinkEnd):
         check what they copy. "full" checks every byte over each connector, before this returns.
         "off" checks headers and commit words only.
 
+        `into`, as of `Received.scatter`, has the tensors copied out before this returns, each byte
+        checked: of a payload that is written meanwhile, the first layers while the last are put.
+
         Raises:
             TransferTimeout: the text tells how far the payload had come.
             TransferFailed: the producer failed it, or it expired.
@@ -70,10 +84,13 @@ class KVConsumer(LinkEnd):
                 payload that was put with `digests=False`.
             VersionError: the producer speaks another major version.
             WireError: this is not a valid payload.
+            SchemaError: `into` is not what the payload is; nothing was written, another get has it.
         """
         check_verify(verify)
         started = time.perf_counter()
         deadline = Deadline(timeout)
+        if into is not None:
+            return self._get_into(request_id, into, deadline, verify)
         requests = [GetRequest(check_request_id(request_id))]
         [pending] = begin(self, requests, timeout=deadline.seconds_left(), verify=verify)
         layout = None if pending.is_done else self._layouts.repeated(INLINE)
@@ -158,6 +175,29 @@ class KVConsumer(LinkEnd):
         """Abort a transfer on both sides: every `get` of it raises TransferFailed."""
         self._check_open()
         self._end.abort(check_request_id(request_id), check_reason(reason))
+
+    def _get_into(
+        self, request_id: str, into: Targets, deadline: Deadline, verify: Verify
+    ) -> Received:
+        """Copy a payload out while it is written; again from its start if the connection broke."""
+        request, retries = GetRequest(check_request_id(request_id), streamed=True), 0
+        while True:
+            started = time.perf_counter()
+            [pending] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
+            pending, delivery = self._await(request, pending, deadline, verify)
+            stream = open_stream(self, delivery, started=started, timeout=0.0)
+            try:
+                payload = copy_into(stream, into, deadline, verify)
+                return Received.of_stream(stream, payload, self._copier, self._layouts)
+            except PeerLostError:
+                stream.release_unread()
+                retries += 1
+                limit = deadline.seconds_left()
+                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
+                    raise
+            except BaseException:
+                stream.release_unread()
+                raise
 
     def _await(
         self, request: GetRequest, pending: PendingGet, deadline: Deadline, verify: Verify
@@ -273,12 +313,15 @@ class Received(ReceivedPayload):
         started: float,
         verify: Verify,
         expected: ExpectedPayload | None = None,
+        opened: tuple[Manifest, Payload] | None = None,
     ):
         self._delivery, self._copier = delivery, copier
         arrived = time.perf_counter()
         try:
             region = delivery.open_region()
-            if expected is not None and expected.header is not None:
+            if opened is not None:
+                self._header, self._data = opened
+            elif expected is not None and expected.header is not None:
                 self._header, self._data = expected.header, expected.data
             else:
                 self._header = delivery.open_header(region, layouts)
@@ -289,6 +332,17 @@ class Received(ReceivedPayload):
         except BaseException as error:
             delivery.end_after(error)
             raise
+
+    @classmethod
+    def of_stream(
+        cls, stream: ReceivedStream, payload: Payload, copier: Copier, layouts: LayoutCache
+    ) -> Received:
+        """Return what a stream has brought, when it has come to its end: `payload`, as views."""
+        started, opened = time.perf_counter(), (stream.manifest, payload)
+        parts = stream.delivery, copier, layouts
+        received = cls(*parts, started=started, verify="auto", opened=opened)
+        received._ledger = stream.ledger
+        return received
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -359,7 +413,7 @@ class Received(ReceivedPayload):
             self._copier.verify(manifest, region)
             self.ledger.seconds["verify"] = time.perf_counter() - started
 
-    def scatter(self, into: Payload | Mapping[str, Any] | Sequence[TensorView]) -> None:
+    def scatter(self, into: Targets) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.
 
         `into` is the caller's tensors or paged tensors, in the order of `data.tensors()`; the same

@@ -231,6 +231,10 @@ class ReceivedStream(ReadBlock):
         """A layer's name in error texts."""
         return f"layer {key[1]} of branch {key[0]!r}"
 
+    def numbers(self, key: LayerKey) -> range:
+        """The numbers of a layer's tensors in the manifest."""
+        return self._layers[key]
+
     def names(self) -> list[LayerKey]:
         """Branch and index of every layer, in the order of the wire."""
         return list(self._layers)

@@ -11,8 +11,9 @@ import pytest
 
 from omni_kvlink import IntegrityError, TransferFailed
 from omni_kvlink.aio import consumer as aio_consumer
-from omni_kvlink.aio.consumer import _Verification
+from omni_kvlink.aio.consumer import _InThread
 from omni_kvlink.aio.end import run_in_thread
+from omni_kvlink.link import verify_first
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
 from support.link.aio_ends import THREE, BlockingCopier, Test, entered, freed
@@ -88,7 +89,9 @@ def test_cancelled_before_the_hashing_began(
             return run_in_thread(lambda: (busy.wait(60), call()))
 
         monkeypatch.setattr(aio_consumer, "run_in_thread", late)
-        verifying = asyncio.ensure_future(_Verification(received).run())
+        verifying = asyncio.ensure_future(
+            _InThread(partial(verify_first, received), received).run()
+        )
         for _ in range(3):
             await asyncio.sleep(0)
         verifying.cancel()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import torch
+
 from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.append_stream_checks import CHUNKS, LENGTHS, numbered
 from omni_kvlink.testing.batch_checks import EXPECTED, KEYS, make_all
-from omni_kvlink.testing.caches import MIXED, NESTED, fingerprint, identify
+from omni_kvlink.testing.caches import MIXED, NESTED, fingerprint, hash_tensors, identify
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import Rig, until_requested
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
+    from omni_kvlink.link import Payload, Received
 
     Transfer = Callable[[AsyncKVProducer, AsyncKVConsumer], Awaitable[None]]
 
@@ -32,6 +36,36 @@ def check_tensors_by_asyncio(rig: Rig) -> None:
             await producer.wait(receipt, timeout=60)
 
     _run(rig, transfer)
+
+
+def check_get_into_by_asyncio(rig: Rig) -> None:
+    """Copied into the caller's tensors; a task that is cancelled gives the payload back."""
+
+    async def transfer(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
+        for data in (NESTED.make(), MIXED.make()):
+            missing = asyncio.ensure_future(_get_into(consumer, data))
+            await asyncio.to_thread(until_requested, producer.link, 1)
+            missing.cancel()
+            await asyncio.wait([missing])
+            assert missing.cancelled()
+            getting = asyncio.ensure_future(_get_into(consumer, data))
+            await asyncio.to_thread(until_requested, producer.link, 1)
+            receipt = await producer.put(data)
+            received, copied = await getting
+            assert hash_tensors(copied) == hash_tensors(data.tensors())
+            assert fingerprint(received.data) == fingerprint(data)
+            received.release()
+            del received, getting
+            await producer.wait(receipt, timeout=60)
+
+    _run(rig, transfer)
+
+
+async def _get_into(
+    consumer: AsyncKVConsumer, data: Payload
+) -> tuple[Received, list[torch.Tensor]]:
+    targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
+    return await consumer.get(data.request_id, timeout=PATIENCE, into=targets), targets
 
 
 def check_many_by_asyncio(rig: Rig) -> None:

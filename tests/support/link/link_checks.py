@@ -20,6 +20,7 @@ import torch
 from omni_kvlink.errors import (
     CapacityError,
     ClosedError,
+    IntegrityError,
     SchemaError,
     TransferFailed,
     TransferTimeout,
@@ -50,6 +51,7 @@ from omni_kvlink.testing.rig import (
     until,
 )
 from omni_kvlink.testing.stream_checks import LayerStream
+from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
 from support.link import aio_checks as asyncio_checks
 from support.link import allocation_checks
 
@@ -125,6 +127,82 @@ def check_scatter_into_any_target(rig: Rig) -> None:
             assert hash_tensors(targets) == hash_tensors(data.tensors()), make
             assert all(is_clean() for _, is_clean in pairs), f"{make}: written outside the target"
             receipt.wait(timeout=60)
+
+
+def check_get_into_any_target(rig: Rig) -> None:
+    """The bytes are there when `get` returns: put before and after it, written layer by layer."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    data = ODD.make()
+    for make in (dense_target, strided_target, blocks_target):
+        for how in ("before", "after", "layers"):
+            pairs = [make(view) for view in data.tensors()]
+            targets = [target for target, _ in pairs]
+            get = partial(consumer.get, "s", timeout=PATIENCE, into=targets)
+            with ThreadPoolExecutor(1) as pool:
+                if how == "layers":
+                    stream = LayerStream(producer, data=data)
+                    getting = pool.submit(get)
+                    stream.write()
+                    receipt = stream.out.commit()
+                elif how == "after":
+                    getting = pool.submit(get)
+                    until(lambda: producer.stats()["transfers"]["waiting"] == 1, "it is requested")
+                    receipt = producer.put(data)
+                else:
+                    receipt = producer.put(data)
+                    getting = pool.submit(get)
+                with getting.result(PATIENCE) as received:
+                    assert fingerprint(received) == fingerprint(data)
+                    assert hash_tensors(targets) == hash_tensors(data.tensors()), (make, how)
+            del received, getting
+            assert all(is_clean() for _, is_clean in pairs), f"{make}: written outside the target"
+            receipt.wait(timeout=60)
+
+
+def check_layers_are_copied_while_others_are_written(rig: Rig) -> None:
+    """`get` with `into` has the first layers before the last one is written."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    stream = LayerStream(producer)
+    targets = [torch.zeros_like(dense(view)) for view in stream.data.tensors()]
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(consumer.get, "s", timeout=PATIENCE, into=targets)
+        stream.write(("kv", 0))
+        first = hash_tensors(stream.layers["kv", 0])
+        until(lambda: hash_tensors(targets[:2]) == first, "layer 0 is copied")
+        assert not getting.done()
+        stream.out.fail("the model has failed")
+        expect(TransferFailed, getting.result, PATIENCE, mentions=("the model has failed",))
+    assert not targets[-1].any()
+
+
+def check_get_into_wrong_targets(rig: Rig) -> None:
+    """Nothing is written, and another get has the payload; wrong bytes are an error, too."""
+    producer, consumer = rig.serve(copier=(copier := TamperingCopier())), rig.connect_here()
+    data = ODD.make()
+    receipt = producer.put(data)
+    targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
+    for into in (targets[:-1], [*targets[:-1], targets[0]], {"no": targets}, "text"):
+        expect(SchemaError, consumer.get, "s", timeout=60, into=into)
+    assert not any(target.any() for target in targets)
+    until(lambda: receipt.lost_readers == 4, "it was given back")
+    receive(consumer, receipt, data)
+    stream = LayerStream(producer)
+    layers = [torch.zeros_like(dense(view)) for view in stream.data.tensors()]
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(consumer.get, "s", timeout=PATIENCE, into=[*layers[:-1], layers[0]])
+        stream.write(("kv", 0))
+        expect(SchemaError, getting.result, PATIENCE, mentions=("share memory",))
+        assert not layers[0].any(), "written before the last target was looked at"
+        stream.write(*list(stream.layers)[1:])
+    receive(consumer, stream.out.commit(), stream.data)
+    receipt = producer.put(data, digests=False)
+    full = partial(consumer.get, "s", timeout=60, verify="full")
+    expect(IntegrityError, full, into=targets, mentions=("no digests",))
+    receive(consumer, receipt, data)
+    copier.tamper = partial(flip_bit, "kv.0.key", 0)
+    receipt = producer.put(data)
+    expect(IntegrityError, consumer.get, "s", timeout=60, into=targets)
+    expect(TransferFailed, receipt.wait, timeout=60)
 
 
 def check_wrong_targets(rig: Rig) -> None:

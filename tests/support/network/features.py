@@ -25,6 +25,7 @@ FEATURES = {
     "put": 1,
     "bundle": 1,
     "scatter": 1,
+    "into": 1,
     "many": 3,
     "allocate": 1,
     "direct": 1,
@@ -33,6 +34,7 @@ FEATURES = {
     "requests": 1,
     "streams": 3,
     "aio": 1,
+    "aio-into": 1,
     "aio-many": 3,
     "aio-layers": 1,
     "aio-stream": 1,
@@ -41,7 +43,8 @@ FEATURES = {
 """The number of keys of a task of each feature.
 
 `small`, `put`, `bundle`: `put` and `get` of payloads inside offers, of all sizes, and of many
-tensors. `scatter`: received into the reader's own tensors. `many`: `put_many`, `get_many`.
+tensors. `scatter`: received into the reader's own tensors; `into`: by `get(into=)`, of what was put
+whole and of what is written layer by layer. `many`: `put_many`, `get_many`.
 `allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`, and the metadata at
 the end. `stream`: an append stream, from `open_stream` to `read_stream`; `requests`: of many
 requests in each chunk; `streams`: three, in one thread (`ChunkStreams`). `aio`: the reader awaits.
@@ -90,7 +93,7 @@ def recipe(key: str, incarnation: int) -> Recipe:
     if feature == "lookup":
         return Recipe(key, seed, tokens=TOKENS)
     nbytes = SIZES[0] if feature == "small" else SIZES[number % len(SIZES)]
-    layers = LAYERS if feature.endswith("layers") else 2
+    layers = LAYERS if feature.endswith(("layers", "into")) else 2
     return dataclasses.replace(sized(key, nbytes, seed=seed), layers=layers)
 
 

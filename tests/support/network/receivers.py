@@ -36,7 +36,7 @@ from support.network.features import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from omni_kvlink import KVConsumer, Received
+    from omni_kvlink import KVConsumer, Payload, Received
     from omni_kvlink.lookup import LookupConsumer
     from support.network.peer_process import Incarnation, Log
 
@@ -185,8 +185,13 @@ class Receiver:
 
     async def _take(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         (key,) = keys
-        received = await end.get(key, timeout=timeout, verify=self._rng.choice(("auto", "full")))
+        verify, into = self._rng.choice(("auto", "full")), self._targets(key)
+        received = await end.get(key, timeout=timeout, verify=verify, into=into)
         how = self._draw(TAKEN, GIVEN_BACK)
+        if into is not None:
+            sent = recipe(key, incarnation_of(received._data)).make()
+            if hash_tensors(into.tensors()) != hash_tensors(sent.tensors()):
+                self._log.write(key, "WRONG", incarnation_of(received._data))
         if feature_of(key) == "scatter":
             data = recipe(key, incarnation_of(received._data)).make()
             for view in data.tensors():
@@ -196,6 +201,16 @@ class Receiver:
             self._check(key, data)
             del data
         return self._leave([received], [key], how, received)
+
+    def _targets(self, key: str) -> Payload | None:
+        """Tensors for a payload that is received into the reader's own; else None."""
+        if not feature_of(key).endswith("into"):
+            return None
+        targets = recipe(key, 0).make()
+        for view in targets.tensors():
+            assert isinstance(view, torch.Tensor)
+            view.zero_()
+        return targets
 
     async def _take_many(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         batch = await end.get_many(keys, timeout=timeout)

@@ -15,7 +15,15 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.testing.caches import layers_of
-from support.network.features import chunk_count, chunk_of, end_of, feature_of, recipe, sizes_of
+from support.network.features import (
+    chunk_count,
+    chunk_of,
+    end_of,
+    feature_of,
+    number_of,
+    recipe,
+    sizes_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +76,7 @@ class Sender:
             "allocate": self._put_allocated,
             "direct": self._put_direct,
             "layers": self._put_layers,
+            "into": self._put_or_write,
         }.get(feature, self._put)
         sent = []
         for readers in set(task.values()):
@@ -130,6 +139,10 @@ class Sender:
                     raise ProducerError
                 out.write_layer(number, *views)
             return [out.finish(end_of(data))]
+
+    def _put_or_write(self, keys: Sequence[str], readers: int) -> list[Receipt]:
+        put = self._put_layers if number_of(keys[0]) % 2 else self._put
+        return put(keys, readers)
 
     def _append(self, keys: Sequence[str], readers: Mapping[str, int]) -> list[Receipt]:
         """Open a stream for each key, and append their chunks in turn; or fail them all."""
