@@ -204,7 +204,10 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
                 waited=timeout,
                 phase="connecting",
             )
-        task.result()
+        try:
+            task.result()
+        finally:
+            del task  # the error's traceback has this frame
 
 
 class _AsyncReader(Generic[S]):

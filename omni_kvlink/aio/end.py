@@ -38,7 +38,10 @@ async def _in_thread(call: Callable[[], T]) -> T:
     future.set_running_or_notify_cancel()  # then a cancelled task cannot cancel it
     run = partial(contextvars.copy_context().run, _complete, future, call)
     start_detached(run)
-    return await asyncio.wrap_future(future)
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        del future, run  # the error's traceback has this frame
 
 
 def _complete(future: Future[T], call: Callable[[], T]) -> None:

@@ -41,7 +41,7 @@ def start_detached(function: Callable[[], object]) -> None:
     never does.
     """
     try:
-        _thread.start_new_thread(_run_detached, (function,))
+        _thread.start_new_thread(_run_detached, ([function],))
     except RuntimeError as error:
         raise CapacityError(f"a thread: {error}; {cure_of(errno.EAGAIN)}") from None
 
@@ -132,9 +132,9 @@ class _Call(Generic[T]):
                 self._undo(result)
 
 
-def _run_detached(function: Callable[[], object]) -> None:
+def _run_detached(functions: list[Callable[[], object]]) -> None:
     try:
-        function()
+        functions.pop()()  # an error that the function keeps has this frame, which must not keep it
     finally:
         _unregister_thread()
 

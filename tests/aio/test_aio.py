@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
-from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink import ClosedError, KVLink, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink.aio import AsyncKVConsumer, AsyncKVLink
 from omni_kvlink.testing.caches import Recipe, fingerprint
+from omni_kvlink.testing.rig import until
 from support.link.aio_ends import THREE, Test, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
+    from omni_kvlink.aio import AsyncKVProducer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -252,3 +255,31 @@ def test_many_readers_of_one_key(run: Callable[[Test], None]) -> None:
         await producer.wait(receipt, timeout=60)
 
     run(test)
+
+
+async def _lose(consumer: AsyncKVConsumer) -> None:
+    for call in (consumer.get, consumer.stream_get, consumer.read_stream):
+        with contextlib.suppress(PeerLostError, TransferTimeout):
+            await call("k", timeout=0.3)
+
+
+def _lose_the_producer(sockets: str) -> None:
+    with KVLink.serve("shm://gone", directory=sockets) as producer:
+        consumer = KVLink.connect("shm://gone", timeout=60, directory=sockets)
+        producer.close()
+    with consumer:
+        until(lambda: not consumer.is_connected, "the producer is gone")
+        asyncio.run(_lose(AsyncKVConsumer(consumer)))
+
+
+def test_an_error_of_a_thread_keeps_nothing(sockets: str) -> None:
+    """Servers switch the cyclic collector off: an error that is caught must be in no cycle."""
+    _lose_the_producer(sockets)  # what a first use opens
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        _lose_the_producer(sockets)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, "every descriptor is closed")
+    finally:
+        gc.enable()
