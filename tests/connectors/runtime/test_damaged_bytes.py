@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from omni_kvlink import IntegrityError, KVConsumer, KVLink, KVProducer, TransferFailed, WireError
 from omni_kvlink.connectors.control.listener import ControlListener
@@ -238,7 +240,10 @@ def test_a_layer_that_is_damaged_twice(ends: Ends, line: Line, how: str) -> None
     if how == "stream":
         for layer in range(3):
             out.write_layer(layer, *views["kv", layer])
-    kept = dense(stream.wait_for_layer(0).key)
+    kept = list[torch.Tensor]()
+    # On a busy machine all of what was committed is here, and refused, before this asks for it.
+    with contextlib.suppress(*[IntegrityError] if how == "put" else []):
+        kept.append(dense(stream.wait_for_layer(0).key))
     if how == "stream":  # not committed: that would race with the reader's rejection
         out.write_layer(3, *views["kv", 3])
     expect(IntegrityError, stream.wait_for_layer, 3, timeout=PATIENCE, mentions=("layer 3", "V"))
@@ -246,8 +251,9 @@ def test_a_layer_that_is_damaged_twice(ends: Ends, line: Line, how: str) -> None
     stream.release()
     producer.put(Recipe("other", layers=4, tokens=1300, heads=4, dim=256, dtype="uint8").make())
     reader.get("other", timeout=PATIENCE).release()
-    assert hash_tensors([kept]) == hash_tensors([views["kv", 0][0]]), "reused under a view"
-    del kept
+    expected = hash_tensors(views["kv", 0][: len(kept)])
+    assert hash_tensors(kept) == expected, "reused under a view"
+    kept.clear()
     wait = lambda: out.commit().wait(timeout=60)  # noqa: E731
     expect(TransferFailed, wait, mentions=("rejected", "layer 3"))
     until_freed(producer)
