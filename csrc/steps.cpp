@@ -42,11 +42,14 @@ void Steps::plan_rows(const View &view, size_t count, bool into_view, bool any_o
         bits |= offsets[row] = offset_of(view, row);
     }
     are_lines_ = bits % ptrdiff_t(kLine) == 0;
-    // The processor prefetches what is read in memory's order. A CRC ends where its last row does.
-    bool is_last = std::max_element(offsets, offsets + count) == offsets + count - 1;
-    if (any_order && !into_view && is_last)
-        std::sort(order, order + count,
-                  [&](size_t a, size_t b) { return offsets[a] < offsets[b]; });
+    // The processor prefetches what is read in memory's order. A CRC begins at the first row and
+    // ends at the last, so that these two must stay where they are.
+    auto lies_before = [&](size_t a, size_t b) {
+        return offsets[a] != offsets[b] ? offsets[a] < offsets[b] : a < b;
+    };
+    if (any_order && !into_view) std::sort(order, order + count, lies_before);
+    if (order[0] != 0 || order[count - 1] != count - 1)
+        for (size_t row = 0; row < count; row++) order[row] = row;
     size_t far = std::min(count, std::max<size_t>(1, distance(count * view.run) / view.run));
     for (size_t i = 0; i < count; i++) {
         ptrdiff_t flat = ptrdiff_t(order[i] * view.run), at = offsets[order[i]];

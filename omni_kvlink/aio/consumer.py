@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni_kvlink.aio.end import AsyncLinkEnd, run_in_thread
-from omni_kvlink.connectors.base import MAX_RETRIES
 from omni_kvlink.connectors.protocol.get_table import StreamEnded
 from omni_kvlink.errors import PeerLostError, TransferTimeout, format_seconds
 from omni_kvlink.link import (
@@ -124,15 +123,14 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         self, request_id: str, into: Targets, timeout: float, verify: Verify
     ) -> Received:
         begin = partial(begin_get, streamed=True, verify=verify)
-        get, retries = self._get(request_id, begin, timeout), 0
+        get = self._get(request_id, begin, timeout)
         while True:
             started, delivery = time.perf_counter(), await self._receive(get)
             stream = open_stream(self.link, delivery, started=started, timeout=0.0)
             try:
                 return await self._copied(stream, into, get, verify)
             except PeerLostError:
-                retries += 1
-                if retries > MAX_RETRIES or not await run_in_thread(get.can_retry):
+                if not await run_in_thread(get.can_retry):
                     raise
 
     async def _copied(

@@ -73,7 +73,7 @@ _ELSEWHERE = {
     "executor": "FailureCallback",
     "inputs.prompt": "EmbedsPrompt Prompt",
     "kv.block_manager": "KVPools",
-    "kv.kv_manager": "KVState",
+    "kv.kv_state": "KVState",
     "kv.sequence_blocks": "SequenceBlocks",
     "lora.request": "LoRARequest",
     "outputs": "ARSchedulerOutput DiffusionOutput "
@@ -89,7 +89,7 @@ _ELSEWHERE = {
     "worker.prefill_utility": "PrefillSteps TextPass",
     "worker.step_execution": "SupportsStepExecution",
 }
-"""Names of other modules that people look for here, by module."""
+"""Public names that other modules of the engine have, by module: `__getattr__` says the line."""
 
 if not TYPE_CHECKING:  # a type checker reports these names by itself
 

@@ -86,7 +86,7 @@ class LinkCommands(CommandSet):
         return [lens, dict(stream.extra)]
 
     def get_extra(self, link: str, key: str, **options: Any) -> dict[str, Any]:
-        """Get a payload, and release it; the metadata at its end."""
+        """Receive a payload and release it; return the metadata that its stream ended with."""
         received = self._links[link].get(key, **options)
         with received:
             return dict(received.extra)

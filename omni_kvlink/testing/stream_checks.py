@@ -213,7 +213,7 @@ def check_late_reader_of_a_stream(rig: Rig) -> None:
 
 
 def check_metadata_at_the_end(rig: Rig) -> None:
-    """Every reader has what the writer said last, whenever it came; before the end there is none.
+    """Every reader gets the metadata given to `finish`, early or late; before the end it is empty.
 
     What `stream_put` said is there from the start.
     """

@@ -276,7 +276,7 @@ def _connector(
 
 
 def _check_ends(number: int, field: str, names: Mapping[str, str], word: str, other: int) -> None:
-    """Raise SchemaError unless names are of connectors from, or to, another stage; -1: of none."""
+    """Raise SchemaError if a field names an end at a stage that is not `other`; -1 allows none."""
     end = "" if other < 0 else f"{word}_stage_{other}"
     if unknown := sorted(names.keys() - {end}):
         hint = f"only {end} is known" if end else "there is no such stage"
@@ -284,7 +284,7 @@ def _check_ends(number: int, field: str, names: Mapping[str, str], word: str, ot
 
 
 def _check_edges(edges: Any, stages: int) -> None:
-    """Raises SchemaError unless each stage hands on to the next."""
+    """Raise SchemaError unless each edge goes from a stage to the next."""
     for edge in ListOf(MapOf(Json())).read(edges, "edges"):
         ends = edge.get("from"), edge.get("to")
         if ends not in [(number, number + 1) for number in range(stages - 1)]:

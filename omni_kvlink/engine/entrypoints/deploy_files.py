@@ -279,7 +279,7 @@ def with_pipeline(
 
 
 def _check_output(entry: Mapping[str, Any], location: str) -> None:
-    """Raises SchemaError if a stage is to give what its pipeline does not generate."""
+    """Raise SchemaError if a stage's output or architecture is not that of its pipeline."""
     name = entry.get("model_class_name")
     if name not in PIPELINE_CLASSES:
         return

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.ipc.rpc import RpcClient
-from omni_kvlink.engine.kv.kv_manager import KVEntry, KVManager, KVState
+from omni_kvlink.engine.kv.kv_manager import KVManager
+from omni_kvlink.engine.kv.kv_state import KVEntry, KVState
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.errors import CapacityError, TransferTimeout, format_seconds
 

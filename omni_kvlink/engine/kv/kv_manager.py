@@ -1,10 +1,9 @@
-"""`KVManager`: the states of requests' KV. `DiffusionKVManager`: receives and holds it."""
+"""`KVManager`: the table of requests' KV. `DiffusionKVManager`: receives and holds it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import math
 import queue
 import threading
@@ -19,6 +18,7 @@ from omni_kvlink import KVPayload
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.kv.kv_source import KVSource, ReceivedKV
+from omni_kvlink.engine.kv.kv_state import COUNTERS, NEXT_STATES, KVEntry, KVState
 from omni_kvlink.errors import CapacityError, ClosedError, TransferTimeout, format_seconds
 from omni_kvlink.lowlevel import BackgroundGet
 
@@ -29,45 +29,6 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.request import OmniDiffusionRequest
 
 _RECONNECT = 0.2  # seconds that a receive may take to reconnect to a producer that went away
-
-
-class KVState(enum.Enum):
-    """The state of a request's KV.
-
-    ABSENT ── allocate ──► ALLOCATED ── prefetch ──► RECEIVING ──┬──► READY
-       ▲                       │                         │       └──► FAILED
-       └───────── free ────────┴─────────────────────────┴──────────────┘
-    """
-
-    ABSENT = "absent"
-    ALLOCATED = "allocated"
-    RECEIVING = "receiving"
-    READY = "ready"
-    FAILED = "failed"
-
-
-_NEXT = {
-    KVState.ABSENT: (),
-    KVState.ALLOCATED: (KVState.RECEIVING, KVState.ABSENT),
-    KVState.RECEIVING: (KVState.READY, KVState.FAILED, KVState.ABSENT),
-    KVState.READY: (KVState.ABSENT,),
-    KVState.FAILED: (KVState.ABSENT,),
-}
-"""The states that may follow each."""
-_COUNTERS = {KVState.READY: "received", KVState.FAILED: "failed", KVState.ABSENT: "freed"}
-"""The counter of the KVs that came into a state."""
-
-
-@dataclasses.dataclass(eq=False)
-class KVEntry:
-    """One request's KV; the KV manager's lock guards it."""
-
-    request_id: str
-    timeout: float
-    started: float = 0.0  # monotonic
-    deadline: float = math.inf  # monotonic; infinite unless the KV is awaited
-    state: KVState = KVState.ALLOCATED
-    error: Exception | None = None  # while FAILED, and of a receive that was freed
 
 
 E = TypeVar("E", bound=KVEntry)
@@ -211,14 +172,14 @@ class KVManager(ABC, Generic[E]):
         return default if request.kv_nbytes is None else request.kv_nbytes
 
     def _move(self, entry: E, state: KVState, **fields: Any) -> bool:
-        """Change an entry's fields and state; False, and no change, if `_NEXT` forbids it."""
+        """Change an entry's fields and state; False, and no change, if `NEXT_STATES` forbids it."""
         with self._changed:
-            if state not in _NEXT[entry.state]:
+            if state not in NEXT_STATES[entry.state]:
                 return False
             vars(entry).update({"deadline": math.inf, **fields})
             entry.state = state
-            if state in _COUNTERS:
-                self._counts[_COUNTERS[state]] += 1
+            if state in COUNTERS:
+                self._counts[COUNTERS[state]] += 1
             if state is KVState.READY:
                 self._counts["nbytes"] += self.nbytes(entry.request_id)
             self._changed.notify_all()

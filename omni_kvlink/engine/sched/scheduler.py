@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError, RequestAborted
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.outputs import DiffusionOutput, DiffusionSchedulerOutput, ModelRunnerOutput
 from omni_kvlink.engine.request import OmniDiffusionRequest, not_cancelled
 from omni_kvlink.errors import KVLinkError

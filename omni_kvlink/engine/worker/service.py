@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.ipc.rpc import public_methods, set_result_of
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.outputs import (
     ARSchedulerOutput,
     BatchRunnerOutput,

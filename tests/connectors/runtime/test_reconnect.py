@@ -8,22 +8,26 @@ import importlib.util
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import zmq
 
 from omni_kvlink import KVLink, PeerLostError
-from omni_kvlink.aio import AsyncKVLink
+from omni_kvlink.aio import AsyncKVConsumer, AsyncKVLink
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.messages import Cancel, encode, own_hello
 from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.lowlevel import begin_get, can_retry
-from omni_kvlink.testing.caches import Recipe, fingerprint, sized
+from omni_kvlink.payload.views import dense
+from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, sized
 from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until
+from omni_kvlink.testing.stream_checks import LayerStream
 from support.connectors.zmq_addresses import free_port, fresh_url
 
 if TYPE_CHECKING:
@@ -321,6 +325,45 @@ def test_a_get_whose_bytes_are_coming(
     assert get.result(PATIENCE) == fingerprint(data)
     assert producer.stats()["transfers"]["redelivered"] == 1
     receipt.wait(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["put", "stream"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_get_into_tensors_whose_bytes_are_coming(
+    producer: KVProducer, cable: Cable, is_async: bool, how: str
+) -> None:
+    """Before the payload is delivered, and when one of its layers is copied already."""
+    data = sized("k", 8 << 20).make()
+    targets = [torch.zeros_like(dense(view)) for view in data.tensors()]
+    url = f"zmq+tcp://127.0.0.1:{cable.port}"
+    with KVLink.connect(url, timeout=PATIENCE) as consumer, ThreadPoolExecutor(1) as pool:
+
+        def get() -> None:
+            options: dict[str, Any] = {"timeout": PATIENCE, "into": targets}
+            if is_async:
+                asyncio.run(AsyncKVConsumer(consumer).get("k", **options)).release()
+            else:
+                consumer.get("k", **options).release()
+
+        getting = pool.submit(get)
+        until(lambda: waiting(producer), "the get arrived")
+        if how == "put":
+            cable.hold_after(1 << 20)
+            receipt = producer.put(data)
+            assert cable.held.wait(PATIENCE)
+            cable.cut()
+        else:
+            stream = LayerStream(producer, data=data)
+            stream.write(("kv", 0))
+            first = hash_tensors(stream.layers["kv", 0])
+            until(lambda: hash_tensors(targets[:2]) == first, "a layer is copied")
+            cable.cut()
+            stream.write(*list(stream.layers)[1:])
+            receipt = stream.out.commit()
+        getting.result(PATIENCE)
+        assert hash_tensors(targets) == hash_tensors(data.tensors())
+        assert producer.stats()["transfers"]["redelivered"] == 1
+        receipt.wait(timeout=60)
 
 
 def test_a_stream_that_was_not_begun(

@@ -24,7 +24,7 @@ from omni_kvlink import (
 from omni_kvlink.engine import DiffusionKVManager
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from support.engine.fixtures import WAIT, allocate_copy, bundle, link, request
 
 if TYPE_CHECKING:

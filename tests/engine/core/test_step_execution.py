@@ -13,7 +13,7 @@ from omni_kvlink import SchemaError, TransferFailed
 from omni_kvlink.engine import DiffusionEngine
 from omni_kvlink.engine.errors import EngineAsleepError, EngineError, RequestAborted, RequestFailed
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
 from support.engine.fixtures import WAIT, alone, config, request, until
 from support.engine.step_engine import LONG, SHORT, is_close, latent_of, result, step_engine

@@ -15,7 +15,7 @@ from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.executor import remote_kv
 from omni_kvlink.engine.executor.remote_kv import DPRouter, RemoteKVManager
 from omni_kvlink.engine.ipc.rpc import RpcClient
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from support.engine.fixtures import WAIT, request, until
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from omni_kvlink.engine.ipc.channel import RpcChannel
 from omni_kvlink.engine.ipc.codec import unpack
 from omni_kvlink.engine.ipc.rpc import Call
 from omni_kvlink.engine.ipc.shm_tensors import INLINE_NBYTES, ShmTensorReader
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.outputs import BatchRunnerOutput, DiffusionOutput, RunnerOutput
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from omni_kvlink import KVCacheBundle, KVCacheTransferData, Shard
 from omni_kvlink.adapters import PagedAdapter, PagedCache
 from omni_kvlink.engine import DiffusionKVManager, OmniDiffusionRequest
 from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig
-from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.kv.kv_partition import KVPartition
 from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.kv.partitioned_source import PartitionedKVSource
 from omni_kvlink.engine.parallel.rank_coords import RankCoords
 from omni_kvlink.errors import (

@@ -18,7 +18,7 @@ from omni_kvlink.engine import (
 )
 from omni_kvlink.engine.config import KVConfig
 from omni_kvlink.engine.errors import EngineError, RequestAborted
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.lora.request import LoRARequest
 from omni_kvlink.engine.outputs import ARSchedulerOutput, DiffusionOutput
 from omni_kvlink.engine.sched import scheduler as scheduler_module

@@ -14,8 +14,8 @@ import torch
 
 from omni_kvlink.engine import OmniARConfig, OmniDiffusionConfig, OmniDiffusionRequest
 from omni_kvlink.engine.config import DiffusionParallelConfig, KVConfig, StageConfig
-from omni_kvlink.engine.kv.kv_manager import KVState
 from omni_kvlink.engine.kv.kv_sink import KVSink
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 from support.engine.fixtures import SHAPE, WAIT, bundle, checkpoint, request

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_kvlink.engine import DiffusionEngine
-from omni_kvlink.engine.kv.kv_manager import KVState
+from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.models.bagel_pipeline import denoise_params, fill_params
 from omni_kvlink.engine.models.bagel_text import readable
 from support.engine.fixtures import SHAPE, WAIT, bundle, config, link, pipeline, request, until
