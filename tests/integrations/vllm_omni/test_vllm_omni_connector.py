@@ -423,6 +423,7 @@ def test_one_that_is_dropped_takes_no_lock(sockets: str) -> None:
         assert not collecting.is_alive()
         assert not links._closed
     until(lambda: links._closed, "it is closed by another thread")
+    until(lambda: not os.listdir(sockets), "its published address is removed")
 
 
 UNCLOSED = """
