@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 import threading
 import time
+from bisect import bisect_left
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
@@ -30,69 +29,108 @@ MIN_ARENA = 64 << 20
 class Arena:
     """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. Has no memory.
 
-    Its state is replaced in one assignment: an exception from a signal handler, which can come at
-    any line, cannot leave a block that is allocated twice.
+    Its cost does not depend on the number of blocks; of holes it is logarithmic. A call plans a
+    `_Change`, begins it in one assignment, and completes it in steps that can be repeated: what an
+    exception from a signal handler cuts, which can come at any line, the next call completes. So no
+    block is allocated twice, and none is lost.
     """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
-        self._state: _State = [(0, nbytes)], {}
+        self._blocks: dict[int, int] = {}  # bytes by offset
+        self._holes = {0: nbytes}  # bytes by offset
+        self._ends = {nbytes: 0}  # the offset of each hole by its end
+        # The holes, sorted by bytes, then by offset, each as one number.
+        self._by_size = [nbytes << _OFFSET_BITS]
+        self.change: _Change | None = None
+        """The change that was begun and is not completed, as after an interrupt."""
 
     @property
     def free_nbytes(self) -> int:
         """Bytes that are not allocated."""
-        return sum(map(itemgetter(1), self._state[0]))
+        self.complete()
+        return sum(self._holes.values())
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest free span."""
-        return max(map(itemgetter(1), self._state[0]), default=0)
+        if self.change is not None:  # the call costs more than the test
+            self.complete()
+        return self._by_size[-1] >> _OFFSET_BITS if self._by_size else 0
 
     @property
     def blocks(self) -> int:
         """Number of allocated blocks."""
-        return len(self._state[1])
+        self.complete()
+        return len(self._blocks)
 
     def allocate(self, nbytes: int) -> int:
         """Allocate a block and return its offset; CapacityError if no hole is large enough."""
-        offset, self._state = self._with_block(nbytes)
-        return offset
+        self.change = change = self.plan_block(nbytes)
+        self.complete()
+        return change[2]
 
     def free(self, offset: int) -> None:
         """Free a block, merging it with the holes on both sides; KeyError if there is none."""
-        self._state = self._without_block(offset)
+        self.change = self.plan_free(offset)
+        self.complete()
 
-    def _with_block(self, nbytes: int) -> tuple[int, _State]:
-        """The offset of a new block, and the state with it."""
-        holes, used = self._state
-        fitting = [(length, offset) for offset, length in holes if length >= nbytes > 0]
-        if not fitting:
-            text = f"{nbytes} bytes requested, the largest hole has {self.largest_hole}"
-            raise CapacityError(text, requested=nbytes, free=self.largest_hole)
-        length, offset = min(fitting)
-        index = holes.index((offset, length))
-        remainder = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-        return offset, ([*holes[:index], *remainder, *holes[index + 1 :]], {**used, offset: nbytes})
+    def plan_block(self, nbytes: int) -> _Change:
+        """Return the change that allocates a block; CapacityError if no hole is large enough."""
+        largest, by_size = self.largest_hole, self._by_size
+        if not 0 < nbytes <= largest:
+            text = f"{nbytes} bytes requested, the largest hole has {largest}"
+            raise CapacityError(text, requested=nbytes, free=largest)
+        best = by_size[bisect_left(by_size, nbytes << _OFFSET_BITS)]
+        length, offset = best >> _OFFSET_BITS, best & _OFFSETS
+        remainder = ((offset + nbytes, length - nbytes),) if length > nbytes else ()
+        return ((offset, length),), remainder, offset, nbytes
 
-    def _without_block(self, offset: int) -> _State:
-        """The state without a block."""
-        holes, used = self._state
-        start, stop = offset, offset + used[offset]
-        first = last = bisect.bisect(holes, (offset, 0))
-        if first and sum(holes[first - 1]) == start:
-            first -= 1
-            start = holes[first][0]
-        if last < len(holes) and holes[last][0] == stop:
-            stop = sum(holes[last])
-            last += 1
-        merged = [*holes[:first], (start, stop - start), *holes[last:]]
-        used_blocks = used.copy()  # in one call: there may be thousands of blocks
-        del used_blocks[offset]
-        return merged, used_blocks
+    def plan_free(self, offset: int) -> _Change:
+        """Return the change that frees a block; KeyError if there is none."""
+        self.complete()
+        start, stop = offset, offset + self._blocks[offset]
+        merged: tuple[_Hole, ...] = ()
+        if start in self._ends:
+            start = self._ends[start]
+            merged = ((start, self._holes[start]),)
+        if stop in self._holes:
+            merged += ((stop, self._holes[stop]),)
+            stop += self._holes[stop]
+        return merged, ((start, stop - start),), offset, 0
+
+    def complete(self) -> None:
+        """Complete the change that was begun, from its first step on."""
+        if self.change is None:
+            return
+        filled, made, offset, nbytes = self.change
+        holes, ends, by_size = self._holes, self._ends, self._by_size
+        for start, length in filled:
+            holes.pop(start, None)
+            ends.pop(start + length, None)
+            hole = length << _OFFSET_BITS | start
+            at = bisect_left(by_size, hole)
+            if at < len(by_size) and by_size[at] == hole:
+                del by_size[at]
+        for start, length in made:
+            holes[start], ends[start + length] = length, start
+            hole = length << _OFFSET_BITS | start
+            at = bisect_left(by_size, hole)
+            if at == len(by_size) or by_size[at] != hole:
+                by_size.insert(at, hole)
+        if nbytes:
+            self._blocks[offset] = nbytes
+        else:
+            self._blocks.pop(offset, None)
+        self.change = None
 
 
-_State: TypeAlias = "tuple[list[tuple[int, int]], dict[int, int]]"
-"""Offset and length in bytes of each hole, and the length of each block by its offset."""
+_Hole: TypeAlias = "tuple[int, int]"
+"""Offset and length in bytes."""
+_Change: TypeAlias = "tuple[tuple[_Hole, ...], tuple[_Hole, ...], int, int]"
+"""The holes that go and that come, and a block: its offset, and its bytes, or 0 if it is freed."""
+_OFFSET_BITS = 63
+_OFFSETS = (1 << _OFFSET_BITS) - 1
 
 
 class Block(NamedTuple):
@@ -106,19 +144,21 @@ class Block(NamedTuple):
     nbytes: int
 
 
+Part: TypeAlias = "tuple[int, int, int]"
+"""The values of a `Block`. Python's cyclic collector forgets a tuple of numbers, but no `Block`."""
 OUTSIDE = -1
 
 
 class BlockOwner(Protocol):
     """An object that has a block of a pool, or None."""
 
-    block: Block | None
+    block: Part | None
 
 
 class Holder:
     """A `BlockOwner` that is nothing else."""
 
-    def __init__(self, block: Block | None = None):
+    def __init__(self, block: Part | None = None):
         self.block = block
 
 
@@ -238,13 +278,13 @@ class ArenaPool:
             if self._mapped + sum(sizes) > self.quota:
                 return False
             for nbytes, owner in zip(sizes, owners, strict=True):
-                block = Block(OUTSIDE, 0, nbytes)
+                block = OUTSIDE, 0, nbytes
                 taken = block, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
                 # In one line: an interrupt comes before it or after it.
                 owner.block, self._mapped, self._outside, self._shares = taken
         return True
 
-    def free(self, block: Block) -> None:
+    def free(self, block: Part) -> None:
         """Free a block and wake the threads that wait for memory."""
         self.release(Holder(block))
 
@@ -262,15 +302,18 @@ class ArenaPool:
                 owner.block = None
             else:
                 arena = self._arenas[number][0]
-                state = arena._without_block(offset)
-                arena._state, owner.block = state, None
+                change = arena.plan_free(offset)
+                # In one line: an interrupt comes before it or after it.
+                arena.change, owner.block = change, None
+                arena.complete()
                 if not self._keep and not arena.blocks:
                     self._drop(number)
             self._wake_all()
 
-    def region(self, block: Block) -> Region:
+    def region(self, block: Part) -> Region:
         """Return the memory of a block."""
-        return self.mapping(block.arena).region.slice(block.offset, block.nbytes)
+        number, offset, nbytes = block
+        return self.mapping(number).region.slice(offset, nbytes)
 
     def mapping(self, arena: int) -> Mapping:
         """Return the mapping of an arena; raise ClosedError if the pool was closed."""
@@ -403,11 +446,12 @@ class ArenaPool:
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
         """Reserve a block in an arena that has room."""
         arena = self._arenas[number][0]
-        offset, state = arena._with_block(nbytes)
-        block = Block(number, offset, nbytes)
+        change = arena.plan_block(nbytes)
+        block = number, change[2], nbytes
         # In one line: an interrupt comes before it or after it.
-        arena._state, owner.block = state, block
-        return block
+        arena.change, owner.block = change, block
+        arena.complete()
+        return Block(*block)
 
     def _claim_growth(self, nbytes: int, growth: _Growth) -> bool:
         """Claim quota for a new arena; False if the quota does not allow one.

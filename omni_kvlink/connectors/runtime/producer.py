@@ -368,7 +368,7 @@ class PooledProducer(Producer):
             direct = DirectSource(head, header_end, tensors, nbytes)
         write_head(slot, transfer.epoch, header_end, committed=False)  # it may have shrunk
         slot.write(SLOT + header_end, draft)
-        location = Location(block.arena, block.offset, nbytes or header_end)
+        location = Location(block[0], block[1], nbytes or header_end)
         chunks = ChunkWindow[Transfer](readers, window) if window else None
         with self.lock:
             self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
@@ -423,7 +423,7 @@ class PooledProducer(Producer):
         block = transfer.block
         assert block is not None
         write_head(self.pool.region(block), transfer.epoch, region.nbytes, committed=True)
-        return transfer, Location(block.arena, block.offset, region.nbytes)
+        return transfer, Location(block[0], block[1], region.nbytes)
 
     def _commit(
         self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float
