@@ -1,8 +1,14 @@
-"""Reused memory: `Arena` allocates offsets by best fit, `ArenaPool` adds arenas up to a quota."""
+"""Reused memory: `Arena` allocates offsets by best fit, `ArenaPool` adds arenas up to a quota.
+
+One long file: each put enters both, and each file on its way costs it. A change of an arena and of
+its block's owner is one assignment in the pool, by the names of both.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from bisect import bisect_left
@@ -10,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
-from omni_kvlink.memory.mapping import Mapping, check_available
+from omni_kvlink.memory.mapping import Mapping, available_bytes, check_available
 from omni_kvlink.system.threads import start_thread
 from omni_kvlink.system.waits import NEVER, check_deadline
 
@@ -24,6 +30,8 @@ _logger = logging.getLogger("omni_kvlink")
 GRAIN = 4096
 """Blocks start and end on multiples of a page, so that two transfers never share a page."""
 MIN_ARENA = 64 << 20
+_NICENESS = 10
+"""Of the thread that maps memory unasked: it gets a tenth of what others get of a busy core."""
 
 
 class Arena:
@@ -168,6 +176,8 @@ class _Growth:
     nbytes = 0
     """Bytes of the quota that are claimed for an arena which is being mapped."""
     waiter: threading.Lock | None = None
+    is_optional = False
+    """Whether the arena is mapped ahead unasked: who needs memory meanwhile takes its quota."""
 
 
 def _locked() -> threading.Lock:
@@ -209,6 +219,7 @@ class ArenaPool:
         self._next_number = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
         self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
+        self._ahead = _Growth()  # of an arena that nobody waits for
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
         self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
         self._closed = False
@@ -330,8 +341,23 @@ class ArenaPool:
         finally:
             self.release(holder)
 
+    def begin_ahead(self, on_mapped: Callable[[int], None]) -> None:
+        """Map the first arena in a thread of low priority, where there is plenty of memory.
+
+        That is, if it takes an eighth of the quota and a sixteenth of what is available at most. A
+        `reserve` that comes before it is mapped does not wait for it, but maps memory of its own,
+        and the thread gives up. `on_mapped` as in `begin_prefault`. Nothing is raised or logged.
+        """
+        if 8 * self._min_arena <= self.quota and 16 * self._min_arena <= available_bytes():
+            with contextlib.suppress(CapacityError):  # no more threads
+                self.begin_prefault(self._min_arena, on_mapped, is_optional=True)
+
     def begin_prefault(
-        self, nbytes: int, on_mapped: Callable[[int], None] = lambda arena: None
+        self,
+        nbytes: int,
+        on_mapped: Callable[[int], None] = lambda arena: None,
+        *,
+        is_optional: bool = False,
     ) -> None:
         """Map an arena of `nbytes`, or of the quota if that is less, in a thread; called once.
 
@@ -343,6 +369,7 @@ class ArenaPool:
         nbytes = min(self.quota, -(-nbytes // GRAIN) * GRAIN)
         check_available(nbytes)
         growth = _Growth()
+        growth.is_optional = is_optional
         run = threading.Thread(
             target=self._run_prefault, args=(growth, on_mapped), name="kvlink-memory", daemon=True
         )
@@ -350,7 +377,11 @@ class ArenaPool:
             with self._lock:
                 if not self._claim_growth(nbytes, growth):
                     return  # memory of the quota is in use already
-                self._prefaulting = self._prefault["requested"] = growth.nbytes
+                self._prefault["requested"] = growth.nbytes
+                if is_optional:
+                    self._ahead = growth
+                else:
+                    self._prefaulting = growth.nbytes
             start_thread(run)
         except BaseException:
             self._end_prefault(growth)  # of a thread that did start, it does nothing
@@ -412,6 +443,8 @@ class ArenaPool:
             block = self._allocate(nbytes, owner)
             if block is not None:
                 return block
+            if self._ahead.nbytes:
+                self._return_growth(self._ahead)
             seconds = deadline - time.monotonic()
             is_mapping = nbytes <= self._prefaulting and seconds > 0
             if is_mapping or not self._claim_growth(nbytes, growth):
@@ -498,8 +531,11 @@ class ArenaPool:
     def _run_prefault(self, growth: _Growth, on_mapped: Callable[[int], None]) -> None:
         """Map the arena, in a thread."""
         began, size = time.monotonic(), growth.nbytes
+        if growth.is_optional:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            mapping = self._make(size, lambda: not self._closed)
+            mapping = self._make(size, lambda: not self._closed and growth.nbytes > 0)
         except Exception as error:
             self._end_prefault(growth, error)
             return
@@ -515,9 +551,12 @@ class ArenaPool:
     def _end_prefault(self, growth: _Growth, error: Exception | None = None) -> None:
         """The arena was not mapped: whoever waits for it maps memory of its own."""
         with self._lock:
-            self._prefaulting, self._prefault["error"] = 0, repr(error or "no thread")
-            size, is_wanted = growth.nbytes, not self._closed
+            size, is_wanted = growth.nbytes, not self._closed and not growth.is_optional
             self._return_growth(growth)
+            if growth.is_optional:
+                self._prefault["requested"] = 0
+                return
+            self._prefaulting, self._prefault["error"] = 0, repr(error or "no thread")
         if is_wanted:
             _logger.warning("%d bytes could not be mapped ahead: %r", size, error)
 

@@ -74,7 +74,8 @@ class PooledProducer(Producer):
 
     The listeners run in the thread of `loop`; if one fails to open, all are closed again. `lock`
     guards `transfers`. `incarnation` identifies this run of the producer. With `is_one_arena`,
-    `make` is called once, for all of the quota.
+    `make` is called once, for all of the quota. `is_shared`: it maps shared memory, new pages of
+    which are slow, so that the first arena is mapped ahead even if `Options.prefault` is not given.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PooledProducer(Producer):
         make: MakeArena,
         *openers: Opener,
         is_one_arena: bool = False,
+        is_shared: bool = False,
     ):
         super().__init__(repr(name))
         self._name, self._options, self.inline_limit = name, options, options.inline
@@ -104,10 +106,12 @@ class PooledProducer(Producer):
             for opener in openers:
                 self.listeners.append(opener(self))
             self._queueing = [listener for listener in self.listeners if listener.has_queue]
+            # Weakly: a thread must not keep it.
+            on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
             if options.prefault and pooled and not is_one_arena:
-                # Weakly: a thread must not keep it.
-                on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
                 self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
+            elif options.prefault is None and pooled and is_shared:
+                self.pool.begin_ahead(on_mapped)
             opened = Future[None]()
             self.loop.call(partial(_open_all, self.listeners, opened))
             opened.result()
