@@ -1,10 +1,16 @@
-"""Event loops of the package, held up by a test."""
+"""Event loops of the package, held up by a test, and whether they and their helpers sleep.
+
+Which thread receives, and whether one sleeps, is not public: nobody but a test that sets up the
+order of two events has to know.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from omni_kvlink.connectors.runtime import event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,3 +35,31 @@ def paused(loop: EventLoop) -> Iterator[None]:
         yield
     finally:
         go_on.set()
+
+
+def loop_of(owner: Any) -> EventLoop:
+    """Return the loop of a session, or of a consumer that has one for all its sessions."""
+    loop: EventLoop = owner._loop  # not public: see above
+    return loop
+
+
+def is_asleep(loop: EventLoop) -> bool:
+    """Return whether the loop's thread has nothing to do, and waits in epoll or is about to."""
+    return loop._sleeping != 0  # not public: see above
+
+
+def num_calls(loop: EventLoop) -> int:
+    """Return how many calls wait for the loop's thread."""
+    return len(loop._calls)  # not public: see above
+
+
+def live_loops() -> list[EventLoop]:
+    """Return the loops of this process whose threads run."""
+    # Not public: each loop has an owner, and only a test asks for those of all owners.
+    return [loop for loop in event_loop._loops if loop._thread.is_alive()]
+
+
+def leader_of(session: Any) -> int:
+    """Return the thread that receives while it waits for an answer; 0: the loop receives."""
+    leader: int = session._leader  # not public: see above
+    return leader
