@@ -1,8 +1,4 @@
-"""The connector behind an end of a link, for tests that act where no call of the link does.
-
-They hold up its loop, cut its connection, or change a function of it. A link has no public name for
-its connector: what may be known of it is in `stats()`, and another connector has other insides.
-"""
+"""The connector behind an end of a link, for tests that hold up its loop or cut its connection."""
 
 from __future__ import annotations
 
@@ -16,23 +12,24 @@ if TYPE_CHECKING:
     from omni_kvlink.link.end import LinkEnd
     from omni_kvlink.lowlevel import Delivery
 
+# Reaches into _end, _peers, _session: what may be known of a connector is in the link's `stats()`;
+# another connector has other insides, and the next connection another session.
+
 CopierT = TypeVar("CopierT", bound=Copier)
 
 
 def end_of(link: LinkEnd) -> Any:
     """Return the connector's producer or consumer."""
-    return link._end  # not public: see above
+    return link._end
 
 
 def session_of(consumer: KVConsumer) -> Any:
     """Return the connection that the consumer has now; None before the first."""
-    # Not public: a session ends with its connection, and the consumer opens another.
     return end_of(consumer)._session
 
 
 def peers_of(producer: KVProducer) -> Any:
     """Return the connections of the producer's first listener; of a network, by routing id."""
-    # `stats()` counts them and names their processes: a test that cuts one needs itself.
     return end_of(producer).listeners[0]._peers
 
 
