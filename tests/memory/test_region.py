@@ -406,6 +406,7 @@ def test_idle_cores_are_those_on_which_nothing_runs(monkeypatch: pytest.MonkeyPa
 def test_every_page_is_mapped(monkeypatch: pytest.MonkeyPatch, advice: int | None) -> None:
     """By advice to the kernel, or where that is too old for it, by touching them."""
     if advice is not None:
+        # Advice that this kernel does not know stands for an older kernel.
         monkeypatch.setattr(memory_mapping, "_MADV_POPULATE_WRITE", advice)
     nbytes = 4 * STEP + 3 * PAGE
     region = Mapping.shared("populated", nbytes).region
