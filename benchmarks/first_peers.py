@@ -32,11 +32,11 @@ def _agent(name: str, buffers: list[Any]) -> Any:
     """A NIXL agent over UCX that has registered the buffers."""
     nixl = importlib.import_module("nixl._api")
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-    agent.register_memory(agent.get_reg_descs([(*one, "") for one in _places(buffers)], "DRAM"))
+    agent.register_memory(agent.get_reg_descs([(*one, "") for one in _extents(buffers)], "DRAM"))
     return agent
 
 
-def _places(buffers: list[Any]) -> list[tuple[int, int, int]]:
+def _extents(buffers: list[Any]) -> list[tuple[int, int, int]]:
     return [(one.ctypes.data, one.nbytes, 0) for one in buffers]
 
 
@@ -47,15 +47,15 @@ def _produce(method: str, pipe: Connection, count: int, nbytes: int) -> None:
     metadata = agent.get_agent_metadata() if agent else b""
     # Where Yama is, a process says who may read its memory.
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)
-    pipe.send((os.getpid(), metadata, _places(buffers)))
+    pipe.send((os.getpid(), metadata, _extents(buffers)))
     pipe.recv()
 
 
-def _nixl(buffers: list[Any], metadata: bytes, places: list[tuple[int, int, int]]) -> float:
+def _nixl(buffers: list[Any], metadata: bytes, extents: list[tuple[int, int, int]]) -> float:
     agent = _agent("reader", buffers)
     began = time.perf_counter()
     name = agent.add_remote_agent(metadata)
-    into, source = (agent.get_xfer_descs(one, "DRAM") for one in (_places(buffers), places))
+    into, source = (agent.get_xfer_descs(one, "DRAM") for one in (_extents(buffers), extents))
     transfer = agent.initialize_xfer("READ", into, source, name, b"first")
     state = agent.transfer(transfer)
     while state != "DONE":
@@ -69,7 +69,7 @@ class _Span(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def _vm_read(buffers: list[Any], pid: int, places: list[tuple[int, int, int]]) -> float:
+def _vm_read(buffers: list[Any], pid: int, extents: list[tuple[int, int, int]]) -> float:
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     vector = (ctypes.c_void_p, ctypes.c_ulong)
     read.restype, read.argtypes = ctypes.c_ssize_t, (ctypes.c_int, *vector, *vector, ctypes.c_ulong)
@@ -77,7 +77,7 @@ def _vm_read(buffers: list[Any], pid: int, places: list[tuple[int, int, int]]) -
     for first in range(0, len(buffers), _BUFFERS_A_CALL):
         sides = [
             [_Span(address, nbytes) for address, nbytes, _ in side[first : first + _BUFFERS_A_CALL]]
-            for side in (_places(buffers), places)
+            for side in (_extents(buffers), extents)
         ]
         into, source = ((_Span * len(side))(*side) for side in sides)
         got = read(pid, into, len(into), source, len(source), 0)
@@ -95,11 +95,11 @@ def measure(method: str, count: int, nbytes: int) -> float:
     buffers = [np.full(nbytes, 255, np.uint8) for _ in range(count)]
     if not here.poll(TIMEOUT):
         raise RuntimeError("the producer did not begin")
-    pid, metadata, places = here.recv()
+    pid, metadata, extents = here.recv()
     if method == "nixl":
-        seconds = _nixl(buffers, metadata, places)
+        seconds = _nixl(buffers, metadata, extents)
     else:
-        seconds = _vm_read(buffers, pid, places)
+        seconds = _vm_read(buffers, pid, extents)
     if not all((one == number % 251).all() for number, one in enumerate(buffers)):
         raise RuntimeError("a byte is wrong")
     here.send(None)

@@ -31,7 +31,7 @@ GRAIN = 4096
 """Blocks start and end on multiples of a page, so that two transfers never share a page."""
 MIN_ARENA = 64 << 20
 _NICENESS = 10
-"""Of the thread that maps memory unasked: it gets a tenth of what others get of a busy core."""
+"""A thread that maps memory unasked gets a tenth of what others get of a busy core."""
 
 
 class Arena:

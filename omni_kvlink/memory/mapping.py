@@ -224,7 +224,7 @@ class Mapping:
         `is_wanted` is asked every `STEP` bytes.
         """
         left = deque(_steps(self.nbytes))
-        helpers = min(threads - 1, _idle_cores(), len(left) - 1) if threads > 1 else 0
+        helpers = min(threads - 1, idle_cores(), len(left) - 1) if threads > 1 else 0
         try:
             while left:
                 if not is_wanted():
@@ -292,7 +292,7 @@ def check_available(nbytes: int) -> None:
         )
 
 
-def _idle_cores() -> int:
+def idle_cores() -> int:
     """Return the cores on which nothing runs now, of those that this process may use."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/loadavg") as loads:
         running = int(loads.read().split()[3].partition("/")[0])  # this thread, too
