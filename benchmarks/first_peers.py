@@ -92,6 +92,7 @@ def measure(method: str, count: int, nbytes: int) -> float:
     here, there = spawning.Pipe()
     producer = spawning.Process(target=_produce, args=(method, there, count, nbytes), daemon=True)
     producer.start()
+    there.close()  # so that the end of a producer that fails is seen
     buffers = [np.full(nbytes, 255, np.uint8) for _ in range(count)]
     if not here.poll(TIMEOUT):
         raise RuntimeError("the producer did not begin")
