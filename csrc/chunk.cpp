@@ -28,6 +28,18 @@ bool aligned(char *const *lanes) {
     return bits % kLine == 0;
 }
 
+// Whether a lane's stores are near its own or another lane's loads.
+bool is_near(Dst dst, Src src, ptrdiff_t further, uint32_t most) {
+    bool near = false;
+    for (int lane = 0; lane < kLanes; lane++)
+        for (int other = 0; other < kLanes; other++) {
+            auto to = uint32_t(reinterpret_cast<uintptr_t>(dst[lane]));
+            auto from = uint32_t(reinterpret_cast<uintptr_t>(src[other]));
+            near |= (to + uint32_t(further) - from - 1) % uint32_t(kPage) < most;
+        }
+    return near;
+}
+
 size_t shortest(const Cursor *cursors, size_t n) {
     for (int lane = 0; lane < kLanes; lane++) n = std::min(n, cursors[lane].left);
     return n;
@@ -124,7 +136,9 @@ void Mover::copy(Dst dst, Src src, uint32_t *crcs, bool digest, bool aligned, Sr
     bool stream = stream_ && aligned && steps_.are_lines();
     auto kernel = digest ? (stream ? kernel_.stream_digest : kernel_.copy_digest)
                          : (stream ? kernel_.stream : kernel_.copy);
-    kernel(dst, src, steps_.begin(), steps_.count(), crcs, next);
+    bool near = steps_.are_even() &&
+                is_near(dst, src, steps_.begin()->to - steps_.begin()->from, kernel_.near);
+    kernel(dst, src, steps_.begin(), steps_.count(), crcs, next, near);
 }
 
 // Copy what four lanes of whole cache lines leave over: less than five lines.

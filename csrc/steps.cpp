@@ -28,7 +28,7 @@ void Steps::plan_piece(size_t n) {
     if (near) steps_[count_++] = {0, 0, ptrdiff_t(far), uint32_t(near), false, false, {}};
     auto rest = ptrdiff_t(near);
     steps_[count_++] = {rest, rest, 0, uint32_t(far), true, false, {}};
-    are_lines_ = true;
+    are_lines_ = are_even_ = true;
     view_ = nullptr;
 }
 
@@ -36,7 +36,7 @@ void Steps::plan_rows(const View &view, size_t count, bool into_view, bool any_o
     if (view_ == &view && count_ == count) return;
     view_ = &view, count_ = count;
     ptrdiff_t offsets[kMost], bits = 0;
-    size_t order[kMost];
+    size_t order[kMost] = {};
     for (size_t row = 0; row < count; row++) {
         order[row] = row;
         bits |= offsets[row] = offset_of(view, row);
@@ -67,6 +67,10 @@ void Steps::plan_rows(const View &view, size_t count, bool into_view, bool any_o
                          nbytes != 0,
                          nbytes ? gap(nbytes) : Gap{}};
     }
+    ptrdiff_t first = steps_[0].to - steps_[0].from;
+    are_even_ = std::all_of(steps_, steps_ + count, [&](const Step &step) {
+        return (step.to - step.from - first) % 4096 == 0;
+    });
 }
 
 const Gap &Steps::gap(ptrdiff_t nbytes) {

@@ -23,13 +23,15 @@ class Steps {
     size_t count() const { return count_; }
     // Whether all distances are multiples of kLine.
     bool are_lines() const { return are_lines_; }
+    // Whether each goes equally far in memory, by the low bits of addresses that `near` is about.
+    bool are_even() const { return are_even_; }
 
   private:
     const Gap &gap(ptrdiff_t nbytes);
 
     Step steps_[kMost];
     size_t count_ = 0;
-    bool are_lines_ = true;
+    bool are_lines_ = true, are_even_ = true;
     const View *view_ = nullptr;  // of the rows that are planned
     // The last gaps: rows of one view have two or three.
     static constexpr int kGaps = 4;
