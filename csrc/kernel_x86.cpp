@@ -23,16 +23,16 @@
 namespace kvl {
 namespace {
 
-// The addresses of the lanes, in variables of their own: no store can change them.
+// The addresses of a step in each lane.
 struct Lanes {
     char *to[kLanes];
-    const char *from[kLanes], *next[kLanes];
+    const char *from[kLanes], *ahead[kLanes];
 
-    Lanes(Dst dst, Src src, Src following) {
+    Lanes(Dst dst, Src src, Src next, const Step &step) {
         for (int lane = 0; lane < kLanes; lane++) {
-            to[lane] = dst ? dst[lane] : nullptr;
-            from[lane] = src[lane];
-            next[lane] = following ? following[lane] : nullptr;
+            to[lane] = dst ? dst[lane] + step.to : nullptr;
+            from[lane] = src[lane] + step.from;
+            ahead[lane] = next ? (step.behind ? next : src)[lane] + step.ahead : nullptr;
         }
     }
 };
@@ -40,9 +40,8 @@ struct Lanes {
 // The bytes are read again for the CRC: a first-level cache hit, and cheaper than extracting
 // them from the vector registers. The four lanes' instructions alternate, so none waits for
 // another.
-KVL_SSE42 inline __attribute__((always_inline)) void crc_line(Src src, ptrdiff_t at,
-                                                              uint64_t *crcs) {
-    for (ptrdiff_t word = 0; word < ptrdiff_t(kLine); word += 8)
+KVL_SSE42 inline __attribute__((always_inline)) void crc_line(Src src, size_t at, uint64_t *crcs) {
+    for (size_t word = 0; word < kLine; word += 8)
         for (int lane = 0; lane < kLanes; lane++) {
             uint64_t value;
             memcpy(&value, src[lane] + at + word, 8);
@@ -65,12 +64,12 @@ struct Lines {
     __m512i of0, of1, of2, of3;
 };
 
-// With `ahead`, the lanes' addresses to prefetch from.
-KVL_AVX512 inline __attribute__((always_inline)) Lines load(Src from, ptrdiff_t at, Src ahead,
-                                                            ptrdiff_t far) {
-    for (int lane = 0; ahead && lane < kLanes; lane++) _mm_prefetch(ahead[lane] + far, _MM_HINT_T0);
-    return {_mm512_loadu_si512(from[0] + at), _mm512_loadu_si512(from[1] + at),
-            _mm512_loadu_si512(from[2] + at), _mm512_loadu_si512(from[3] + at)};
+template <bool kAhead>
+KVL_AVX512 inline __attribute__((always_inline)) Lines load(const Lanes &here, size_t at) {
+    for (int lane = 0; kAhead && lane < kLanes; lane++)
+        _mm_prefetch(here.ahead[lane] + at, _MM_HINT_T0);
+    return {_mm512_loadu_si512(here.from[0] + at), _mm512_loadu_si512(here.from[1] + at),
+            _mm512_loadu_si512(here.from[2] + at), _mm512_loadu_si512(here.from[3] + at)};
 }
 
 template <bool kStream>
@@ -90,28 +89,48 @@ KVL_AVX512 inline __attribute__((always_inline)) void store(Dst to, ptrdiff_t at
     store<kStream>(to[3] + at, lines.of3);
 }
 
+// Lines that are loaded and not yet stored: with `kNear`, two of each lane, else none.
+struct Late {
+    Delay<Lines> one, two;
+};
+
+// Load a line of each lane, and store what is due.
+template <bool kStream, bool kAhead, bool kNear>
+KVL_AVX512 inline __attribute__((always_inline)) Lines pass(const Lanes &here, Dst dst, size_t at,
+                                                            ptrdiff_t to, Late &late) {
+    const Lines loaded = load<kAhead>(here, at);
+    Lines due = loaded;
+    to += ptrdiff_t(at);
+    if (!kNear)
+        store<kStream>(here.to, ptrdiff_t(at), loaded);
+    else if (late.one.exchange(due, to) && late.two.exchange(due, to))
+        store<kStream>(dst, to, due);
+    return loaded;
+}
+
+template <bool kStream>
+KVL_AVX512 inline __attribute__((always_inline)) void finish(Dst dst, const Late &late) {
+    Lines due;
+    ptrdiff_t to;
+    if (late.two.take(due, to)) store<kStream>(dst, to, due);
+    if (late.one.take(due, to)) store<kStream>(dst, to, due);
+}
+
 template <bool kStream, bool kDigest, bool kAhead, bool kNear>
 KVL_AVX512 void lanes_avx512(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs,
                              Src next) {
-    const Lanes lanes(dst, src, next);
-    Delay<Lines> one, two;
-    Lines lines;
-    ptrdiff_t to;
+    Late late;
     uint64_t crc[kLanes] = {};
     for (int lane = 0; lane < kLanes && kDigest; lane++) crc[lane] = crcs[lane];
     for (const Step *step = steps; step < steps + count; step++) {
-        Src ahead = !kAhead ? nullptr : step->behind ? lanes.next : lanes.from;
+        const Lanes here(dst, src, kAhead ? next : nullptr, *step);
         if (kDigest && step->jumps) jump(step->gap, crc);
-        for (ptrdiff_t at = 0; at < ptrdiff_t(step->nbytes); at += kLine) {
-            lines = load(lanes.from, step->from + at, ahead, step->ahead + at);
-            to = step->to + at;
-            if (kDigest) crc_line(lanes.from, step->from + at, crc);
-            if (!kNear || (one.exchange(lines, to) && two.exchange(lines, to)))
-                store<kStream>(lanes.to, to, lines);
+        for (size_t at = 0; at < step->nbytes; at += kLine) {
+            if (kDigest) crc_line(here.from, at, crc);
+            pass<kStream, kAhead, kNear>(here, dst, at, step->to, late);
         }
     }
-    if (kNear && two.take(lines, to)) store<kStream>(lanes.to, to, lines);
-    if (kNear && one.take(lines, to)) store<kStream>(lanes.to, to, lines);
+    if (kNear) finish<kStream>(dst, late);
     for (int lane = 0; lane < kLanes && kDigest; lane++)
         crcs[lane] = static_cast<uint32_t>(crc[lane]);
 }
@@ -141,40 +160,42 @@ KVL_CLMUL inline __attribute__((always_inline)) __m512i add_line(__m512i folded,
     return _mm512_ternarylogic_epi64(low, high, line, 0x96);  // xor of the three
 }
 
+KVL_CLMUL inline __attribute__((always_inline)) Lines add_lines(const Lines &folded,
+                                                                const Lines &lines,
+                                                                __m512i by_line) {
+    return {add_line(folded.of0, lines.of0, by_line), add_line(folded.of1, lines.of1, by_line),
+            add_line(folded.of2, lines.of2, by_line), add_line(folded.of3, lines.of3, by_line)};
+}
+
 // Copies and folds the CRC in the vector registers of the copy: two carry-less multiplications per
 // line instead of eight CRC instructions. Without `kStore`, the CRC alone. n is at least one line.
 template <bool kStore, bool kStream, bool kAhead, bool kNear>
 KVL_CLMUL void fold(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next) {
-    const Lanes lanes(dst, src, next);
-    Delay<Lines> one, two;
     // x^(512 + 31) and x^(512 - 33) modulo the polynomial: the instruction's product of reflected
     // numbers is by x^33 too large.
     const __m512i by_line = _mm512_set4_epi32(0, int(0x9e4addf8), 0, 0x740eef02);
+    Late late;
     Lines lines, folded{};
-    ptrdiff_t to;
     for (const Step *step = steps; step < steps + count; step++) {
-        Src ahead = !kAhead ? nullptr : step->behind ? lanes.next : lanes.from;
-        __m512i by = by_line;
-        if (step->jumps) {
-            const uint32_t *factors = step->gap.folded;
-            by = _mm512_set4_epi32(0, int(factors[1]), 0, int(factors[0]));
+        const Lanes here(dst, src, kAhead ? next : nullptr, *step);
+        lines = kStore ? pass<kStream, kAhead, kNear>(here, dst, 0, step->to, late)
+                       : load<kAhead>(here, 0);
+        if (step == steps) {
+            folded = {with_crc(lines.of0, crcs[0]), with_crc(lines.of1, crcs[1]),
+                      with_crc(lines.of2, crcs[2]), with_crc(lines.of3, crcs[3])};
+        } else if (step->jumps) {
+            const uint32_t *by = step->gap.folded;
+            folded = add_lines(folded, lines, _mm512_set4_epi32(0, int(by[1]), 0, int(by[0])));
+        } else {
+            folded = add_lines(folded, lines, by_line);
         }
-        for (ptrdiff_t at = 0; at < ptrdiff_t(step->nbytes); at += kLine) {
-            lines = load(lanes.from, step->from + at, ahead, step->ahead + at);
-            to = step->to + at;
-            if (step == steps && !at)
-                folded = {with_crc(lines.of0, crcs[0]), with_crc(lines.of1, crcs[1]),
-                          with_crc(lines.of2, crcs[2]), with_crc(lines.of3, crcs[3])};
-            else
-                folded = {add_line(folded.of0, lines.of0, by), add_line(folded.of1, lines.of1, by),
-                          add_line(folded.of2, lines.of2, by), add_line(folded.of3, lines.of3, by)};
-            by = by_line;
-            if (kStore && (!kNear || (one.exchange(lines, to) && two.exchange(lines, to))))
-                store<kStream>(lanes.to, to, lines);
+        for (size_t at = kLine; at < step->nbytes; at += kLine) {
+            lines = kStore ? pass<kStream, kAhead, kNear>(here, dst, at, step->to, late)
+                           : load<kAhead>(here, at);
+            folded = add_lines(folded, lines, by_line);
         }
     }
-    if (kStore && kNear && two.take(lines, to)) store<kStream>(lanes.to, to, lines);
-    if (kStore && kNear && one.take(lines, to)) store<kStream>(lanes.to, to, lines);
+    if (kStore && kNear) finish<kStream>(dst, late);
     // The folded line has the CRC of all lines: hash it.
     alignas(kLine) char last[kLanes][kLine];
     char *const addresses[kLanes] = {last[0], last[1], last[2], last[3]};
@@ -200,12 +221,12 @@ struct Halves {
     __m256i low0, high0, low1, high1, low2, high2, low3, high3;
 };
 
-KVL_AVX2 inline __attribute__((always_inline)) Halves load_halves(Src from, ptrdiff_t at, Src ahead,
-                                                                  ptrdiff_t far) {
+template <bool kAhead>
+KVL_AVX2 inline __attribute__((always_inline)) Halves load_halves(const Lanes &here, size_t at) {
     const __m256i *line[kLanes];
     for (int lane = 0; lane < kLanes; lane++) {
-        if (ahead) _mm_prefetch(ahead[lane] + far, _MM_HINT_T0);
-        line[lane] = reinterpret_cast<const __m256i *>(from[lane] + at);
+        if (kAhead) _mm_prefetch(here.ahead[lane] + at, _MM_HINT_T0);
+        line[lane] = reinterpret_cast<const __m256i *>(here.from[lane] + at);
     }
     return {_mm256_loadu_si256(line[0]), _mm256_loadu_si256(line[0] + 1),
             _mm256_loadu_si256(line[1]), _mm256_loadu_si256(line[1] + 1),
@@ -238,23 +259,25 @@ KVL_AVX2 inline __attribute__((always_inline)) void store(Dst to, ptrdiff_t at,
 template <bool kStream, bool kDigest, bool kAhead, bool kNear>
 KVL_AVX2 void lanes_avx2(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs,
                          Src next) {
-    const Lanes lanes(dst, src, next);
     Delay<Halves> one;
     Halves lines;
     ptrdiff_t to;
     uint64_t crc[kLanes] = {};
     for (int lane = 0; lane < kLanes && kDigest; lane++) crc[lane] = crcs[lane];
     for (const Step *step = steps; step < steps + count; step++) {
-        Src ahead = !kAhead ? nullptr : step->behind ? lanes.next : lanes.from;
+        const Lanes here(dst, src, kAhead ? next : nullptr, *step);
         if (kDigest && step->jumps) jump(step->gap, crc);
-        for (ptrdiff_t at = 0; at < ptrdiff_t(step->nbytes); at += kLine) {
-            lines = load_halves(lanes.from, step->from + at, ahead, step->ahead + at);
-            to = step->to + at;
-            if (kDigest) crc_line(lanes.from, step->from + at, crc);
-            if (!kNear || one.exchange(lines, to)) store<kStream>(lanes.to, to, lines);
+        for (size_t at = 0; at < step->nbytes; at += kLine) {
+            if (kDigest) crc_line(here.from, at, crc);
+            lines = load_halves<kAhead>(here, at);
+            to = step->to + ptrdiff_t(at);
+            if (!kNear)
+                store<kStream>(here.to, ptrdiff_t(at), lines);
+            else if (one.exchange(lines, to))
+                store<kStream>(dst, to, lines);
         }
     }
-    if (kNear && one.take(lines, to)) store<kStream>(lanes.to, to, lines);
+    if (kNear && one.take(lines, to)) store<kStream>(dst, to, lines);
     for (int lane = 0; lane < kLanes && kDigest; lane++)
         crcs[lane] = static_cast<uint32_t>(crc[lane]);
 }
