@@ -20,12 +20,12 @@ constexpr size_t kStage = 2048;
 constexpr size_t kPiece = 64 << 10;
 // Rows up to this size are copied many in one call of the kernel.
 constexpr size_t kRow = 2048;
-// In pieces of whole lines up to this size, all lanes begin at a piece: they end together then.
+// All lanes begin at a piece, or at an entry of up to this size: they end together then.
 constexpr size_t kUnit = 32 << 10;
-// Rows that are no whole lines: so many that they are, and up to this size, pass a stage at once.
+// Rows that are no whole lines pass a stage, so many at once that they are: about kLooseStage
+// bytes, and up to kLoose.
 constexpr size_t kLoose = 16 << 10;
-constexpr size_t kLooseStage = 4096;
-static_assert(kLooseStage / kLine <= Steps::kMost, "rows are at least a line");
+constexpr size_t kLooseStage = 4352;
 // On the way into a view the source is contiguous: shorter pieces gain nothing there.
 constexpr size_t kPage = 4096;
 
@@ -47,11 +47,10 @@ bool is_near(Dst dst, Src src, ptrdiff_t further, uint32_t most) {
     return near;
 }
 
-// The fewest bytes that are whole pieces and whole lines; 0 if there is no use for them.
-size_t unit_of(const View &view) {
-    size_t unit = view.run * (kLine / std::gcd(view.run, kLine));
-    const bool fits = unit <= (unit == view.run ? kUnit : kLoose);
-    return view.dims && view.run >= kLine && fits ? unit : 0;
+// Whole entries of a dimension that are whole lines, in bytes; 0 if there is no use for them.
+size_t unit_of(const View &view, int dimension) {
+    const size_t entry = view.below[dimension], unit = entry * (kLine / std::gcd(entry, kLine));
+    return view.run >= kLine && unit <= (entry % kLine ? kLoose : kUnit) ? unit : 0;
 }
 
 size_t shortest(const Cursor *cursors, size_t n) {
@@ -64,8 +63,10 @@ size_t shortest(const Cursor *cursors, size_t n) {
 uint32_t Mover::move(const Chunk &chunk, bool digest) {
     uint32_t crc = kCrcStart;
     Chunk left = chunk;
-    if (const size_t unit = chunk.view ? unit_of(*chunk.view) : 0) {
-        size_t head = std::min(left.nbytes, (unit - left.position % unit) % unit);
+    for (int d = 0; chunk.view && d < chunk.view->dims; d++) {
+        const size_t unit = unit_of(*chunk.view, d);
+        if (!unit || left.nbytes < kLanes * unit) continue;
+        size_t head = (unit - left.position % unit) % unit;
         crc = move_part(left, head, kLine, crc, digest);
         crc = move_part(left, left.nbytes / (kLanes * unit) * (kLanes * unit), unit, crc, digest);
     }
@@ -94,13 +95,14 @@ void Mover::lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool d
     Cursor cursors[kLanes];
     for (int lane = 0; lane < kLanes; lane++)
         cursors[lane].seek(*chunk.view, chunk.position + lane * lane_nbytes);
-    const size_t run = chunk.view->run, unit = unit_of(*chunk.view);
+    const size_t run = chunk.view->run;
+    const int dims = chunk.view->dims;
+    const size_t unit = dims ? unit_of(*chunk.view, dims - 1) : 0;
     const bool loose = unit > run;
-    // So many rows at once, and a multiple of so many.
+    // Rows at once: at most so many, and a multiple of so many.
     const size_t least = unit ? unit / run : 1;
-    const size_t most = loose                 ? std::max(least, kLooseStage / unit * least)
-                        : unit && run <= kRow ? Steps::kMost
-                                              : 0;
+    size_t most = unit && run <= kRow ? Steps::kMost : 0;
+    if (loose) most = std::max(least, std::min(most, kLooseStage / run) / least * least);
 
     for (size_t done = 0; done < lane_nbytes;) {
         char *payload[kLanes];
