@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DIRECTIONS = ("gather", "scatter")
 DISTANCES = {"0": 0, "64": 64, "equal": None, "equal + 64": 64, "equal + 2048": 2048}
 """The first byte of a tensor in its page: so many bytes, or so many behind the payload's."""
-_NBYTES = 224 << 20
+NBYTES = 224 << 20
 """Bytes of a payload: so many that the calls for its tensors, up to 256, do not count."""
 _GB = 1e9
 
@@ -118,7 +118,7 @@ def _memory(tensor: TensorView) -> torch.Tensor:
 # ---- how tensors lie
 
 
-def _at(name: str) -> Lay:
+def at(name: str) -> Lay:
     """One of `DISTANCES`."""
 
     def lay(shape: Shape, address: int) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _at(name: str) -> Lay:
     return lay
 
 
-def _between(before: int, after: int) -> Lay:
+def between(before: int, after: int) -> Lay:
     """Rows amid longer ones: so many elements lie before and after each."""
 
     def lay(shape: Shape, _: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _between(before: int, after: int) -> Lay:
     return lay
 
 
-def _in_blocks(by_head: bool) -> Lay:
+def in_blocks(by_head: bool) -> Lay:
     """Blocks in random order: token by token (NHD), or head by head (HND)."""
 
     def lay(shape: Shape, _: int) -> PagedTensor:
@@ -163,25 +163,25 @@ def _cases(quick: bool) -> list[tuple[str, str, Shape, Lay]]:
 
     def shape(layers: int, heads: int, head_nbytes: int) -> Shape:
         one = layers * (2 if heads else 1) * max(heads, 1) * head_nbytes
-        return Shape(layers, max(1, _NBYTES // one), heads, head_nbytes // 2)
+        return Shape(layers, max(1, NBYTES // one), heads, head_nbytes // 2)
 
     for layers in (1, 112) if quick else (1, 28, 96, 112, 128):
         dense = shape(layers, 4, 256)
-        cases.extend((f"{layers} layers", name, dense, _at(name)) for name in DISTANCES)
+        cases.extend((f"{layers} layers", name, dense, at(name)) for name in DISTANCES)
     for row in (128, 132) if quick else (64, 128, 132, 256, 512):
         for order in ("NHD", "HND"):
-            lay = _in_blocks(order == "HND")
+            lay = in_blocks(order == "HND")
             cases.append((order, f"{row} bytes", shape(28, 4, row), lay))
     cases += [
-        ("MLA", "128 bytes, in blocks", shape(28, 0, 128), _in_blocks(False)),
-        ("MLA", "1152 bytes, in blocks", shape(28, 0, 1152), _in_blocks(False)),
-        ("MLA", "1152 bytes, in rows of 1280", shape(28, 0, 1152), _between(0, 64)),
-        ("parts", "1024 bytes of rows of 1152", shape(28, 0, 1024), _between(0, 64)),
-        ("parts", "128 bytes of rows of 1152", shape(28, 0, 128), _between(512, 0)),
+        ("MLA", "128 bytes, in blocks", shape(28, 0, 128), in_blocks(False)),
+        ("MLA", "1152 bytes, in blocks", shape(28, 0, 1152), in_blocks(False)),
+        ("MLA", "1152 bytes, in rows of 1280", shape(28, 0, 1152), between(0, 64)),
+        ("parts", "1024 bytes of rows of 1152", shape(28, 0, 1024), between(0, 64)),
+        ("parts", "128 bytes of rows of 1152", shape(28, 0, 128), between(512, 0)),
     ]
     for power in (6, 12) if quick else (6, 8, 10, 12, 14, 16, 18, 20):
         row = 1 << power
-        cases.append(("rows", f"{row} bytes, 128 between", shape(28, 0, row), _between(0, 64)))
+        cases.append(("rows", f"{row} bytes, 128 between", shape(28, 0, row), between(0, 64)))
     return cases
 
 
@@ -252,7 +252,7 @@ def measure_placements(*, quick: bool, progress: Progress) -> Placements:
     library. A gigabyte and a half is allocated.
     """
     copier, chance = NativeCopier(threads=1), random.Random(0)
-    region = Mapping.shared("kvlink-bench", _NBYTES + (4 << 20)).region
+    region = Mapping.shared("kvlink-bench", NBYTES + (4 << 20)).region
     groups: dict[str, list[tuple[str, str, Shape, Lay]]] = {}
     for case in _cases(quick):
         groups.setdefault(case[0], []).append(case)
