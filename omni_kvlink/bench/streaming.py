@@ -114,7 +114,7 @@ def _whole(pair: Pair, sample: Sample, command: str) -> float:
     reading = _start_reader(pair, sample, command)
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
-    last = reading.result(TIMEOUT)
+    last: int = reading.result(TIMEOUT)
     receipt.wait(timeout=TIMEOUT)
     return 1e-9 * (last - called)
 
