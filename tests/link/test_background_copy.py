@@ -19,6 +19,7 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.copier import TorchCopier
 from omni_kvlink.lowlevel import BackgroundGet, CopyInto, GetPhase, LayerTargets, begin_get
 from omni_kvlink.payload.views import dense
@@ -291,9 +292,14 @@ def cut(consumer: KVConsumer) -> None:
 @pytest.mark.parametrize("allows", [True, False])
 @pytest.mark.parametrize("when", ["waiting", "copying"])
 def test_a_connection_that_breaks(
-    sockets: str, threads: ThreadPoolExecutor, when: str, allows: bool
+    sockets: str,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    allows: bool,
 ) -> None:
     """The payload is copied again from its start, unless its owner refuses."""
+    monkeypatch.setattr(runtime_consumer, "_RECONNECT_SECONDS", 60.0)
     attempts = list[CopyInto]()
 
     def copied(copies: CopyInto) -> None:
