@@ -381,6 +381,7 @@ def test_a_cancel_waits_for_no_layer(pair: tuple[KVProducer, KVConsumer]) -> Non
         stream = LayerStream(producer, data=DATA)
         until(partial(has_begun, first), "its thread waits for a layer")
         assert not first.get.cancel()
+        until(first.has_ended, "it has ended, without a layer")
         second = CopyOwner(consumer, pool)
         stream.write()
         receipt = stream.out.commit()

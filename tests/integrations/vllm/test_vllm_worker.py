@@ -527,9 +527,10 @@ def test_a_connection_that_breaks_amid_a_load(
 ) -> None:
     """The cache is loaded again from its first layer, unless a pass has begun to read it."""
     monkeypatch.setattr(runtime_consumer, "_RECONNECT_SECONDS", 60.0)
-    halves = Halves(sockets, f"zmq+ipc://{sockets}/halves", {})
+    url = f"zmq+ipc://{sockets}/halves"
+    halves = Halves(sockets, url, {})
     halves.saver.begin([CACHE])
-    halves.loader.start([load([1, 3, 8], is_async=is_async)])
+    halves.loader.start([load([1, 3, 8], is_async=is_async, url=url)])
     halves.saver.layer(0)
     (part,) = halves.loader._loading["r"].parts  # a pass names the layer, not the load
     part.wait_for_layer(0)

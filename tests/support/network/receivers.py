@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from omni_kvlink import KVConsumer, Payload, Received, ReceivedStream
-    from omni_kvlink.lowlevel import CopyInto
     from omni_kvlink.lookup import LookupConsumer
+    from omni_kvlink.lowlevel import CopyInto
     from support.network.peer_process import Incarnation, Log
 
 OVERDUE = 15.0
