@@ -168,6 +168,7 @@ def test_requests_are_preempted_amid_a_copy(
         preempted.append(request.request_id)
         return preempt(self, request, *arguments, **options)
 
+    # As above.
     monkeypatch.setattr(Scheduler, "_preempt_request", note)
     producer, consumer = engine("producer"), engine("consumer", load=load)
     producer.prefill("k", TOKENS)
