@@ -252,6 +252,29 @@ def test_cancelled_amid_the_copy(
     assert (len(reader.errors), len(reader.copies)) == (1, 0)
 
 
+def test_cancelled_before_it_is_claimed(
+    pair: tuple[KVProducer, KVConsumer], threads: ThreadPoolExecutor
+) -> None:
+    """Of a cancel and the end of the copy one counts, also when all bytes are there."""
+    producer, consumer = pair
+    gets, answers = list[BackgroundGet](), list[bool]()
+    may_begin = threading.Event()
+
+    def copied(copies: CopyInto) -> None:
+        assert may_begin.wait(60)
+        if copies.count == len(ALL_LAYERS):
+            answers.append(gets[0].cancel())
+
+    producer.put(DATA)
+    owner = CopyOwner(consumer, threads, copied=copied)
+    gets.append(owner.get)
+    may_begin.set()
+    assert isinstance(owner.error(), ClosedError)
+    assert answers == [False], "the targets are there"
+    assert not owner.get.is_read
+    check_another_reads(producer, consumer)
+
+
 def test_errors_end_it(pair: tuple[KVProducer, KVConsumer], threads: ThreadPoolExecutor) -> None:
     """Wrong targets and errors of the owner leave the payload to others."""
     producer, consumer = pair
