@@ -90,7 +90,7 @@ class CopyOwner:
         return bool(self.counts) and layer < self.counts[-1] and same(views, expected)
 
     def error(self) -> Exception:
-        until(lambda: bool(self.errors), "it has failed")
+        until(self.has_ended, "it has ended")
         (error,) = self.errors
         assert not self.copies
         return error
