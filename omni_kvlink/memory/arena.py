@@ -8,7 +8,7 @@ import threading
 import time
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
 from omni_kvlink.memory.mapping import Mapping, check_available
@@ -238,7 +238,8 @@ class ArenaPool:
             if self._mapped + sum(sizes) > self.quota:
                 return False
             for nbytes, owner in zip(sizes, owners, strict=True):
-                block = Block(OUTSIDE, 0, nbytes)
+                # A plain tuple: the garbage collector does not look at one of numbers.
+                block = cast("Block", (OUTSIDE, 0, nbytes))
                 taken = block, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
                 # In one line: an interrupt comes before it or after it.
                 owner.block, self._mapped, self._outside, self._shares = taken

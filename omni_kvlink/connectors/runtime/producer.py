@@ -317,7 +317,7 @@ class PooledProducer(Producer):
                 oldest = window.chunks[0] if window.is_full else None
             if oldest is None:
                 return
-            if not oldest.done.wait(deadline.timeout_left):
+            if not oldest.wait(deadline.timeout_left):
                 raise CapacityError(
                     f"stream {oldest.key!r}: not every reader has released chunk {window.first} "
                     f"within {format_seconds(deadline.timeout)}, and {window.size} chunks are "
@@ -342,7 +342,7 @@ class PooledProducer(Producer):
 
     def receipt(self, lease: Lease, ledger: Ledger) -> Receipt:
         """Return the receipt of a payload that is not published yet."""
-        return Receipt(_transfer(lease), ledger)
+        return Receipt(_transfer(lease), ledger, self._process)
 
     def begin(
         self,
@@ -411,7 +411,7 @@ class PooledProducer(Producer):
         self.loop.tick_by(expires)
         fault_points.point("publish.after")
         pairs = zip(payloads, ledgers, strict=True)
-        return [Receipt(transfer, ledger) for (transfer, _), ledger in pairs]
+        return [Receipt(transfer, ledger, self._process) for (transfer, _), ledger in pairs]
 
     def _complete(self, lease: Lease) -> tuple[Transfer, Location]:
         """Spend a lease and mark its slot as committed; return its transfer and where it lies."""
