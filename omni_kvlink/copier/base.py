@@ -108,6 +108,14 @@ class Copier(ABC):
         """
         return None
 
+    def pack_into(self, sources: Views, manifest: Manifest, region: Region) -> bool:
+        """Do what `pack` does, into the region, which the payload begins; False if it cannot.
+
+        For a few KiB, whose digests and header are written in the same pass; nothing is written if
+        it returns False: `gather` then copies the tensors, or says what is wrong.
+        """
+        return False
+
     def record(self, views: Views) -> StreamEvents:
         """Record what the calling thread's current streams hold now, on the devices of tensors.
 

@@ -86,13 +86,20 @@ class CopiedPut(PayloadPut):
         return all(len(spec.digest) <= MAX_DIGITS for spec in self.plan.tensors)
 
     def fill(self, lease: Lease) -> None:
-        """Copy the tensors that are not in place yet, and write the header.
+        """Copy the tensors that are not in place yet, and write the header; small ones in one call.
 
         With a `draft` each step is announced, so that remote readers fetch it meanwhile.
         """
         if self.allocation is not None:
             self.allocation.data.close()
-        started = time.perf_counter()
+        started, plan, copier = time.perf_counter(), self.plan, self.operation.copier
+        is_new = not self.draft and self.allocation is None
+        if is_new and copier.pack_into(self.views, plan, lease.region):
+            self.ledger.seconds["copy"] = time.perf_counter() - started
+            self.ledger.nbytes, self.ledger.copies = plan.nbytes, int(plan.data_nbytes > 0)
+            if self.stream is not None:
+                self.header = lease.region.read(0, plan.header_nbytes)
+            return
         gather = self._gather_in_steps if self.draft else self._gather
         try:
             digests, is_copied = gather(lease)

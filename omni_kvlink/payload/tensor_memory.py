@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -32,6 +32,9 @@ _const_data_ptr: Callable[[torch.Tensor], int]
 _const_data_ptr = getattr(torch.Tensor, "const_data_ptr", torch.Tensor.data_ptr)
 _is_cow: Callable[[torch.Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
 _storage_of, _nbytes_of = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+
+_KIND = operator.attrgetter("shape", "dtype", "layout", "is_nested")
+_is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
 _TORCH_FUNCTIONS = (
     torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
@@ -162,6 +165,27 @@ def are_whole(
     offsets = map(operator.mul, map(torch.Tensor.storage_offset, tensors), itemsizes)
     needed = map(operator.add, offsets, sizes)
     return all(map(operator.ge, map(_nbytes_of, map(_storage_of, tensors)), needed))
+
+
+def are_alike(tensors: Sequence[object], first: object) -> bool:
+    """Whether all are contiguous tensors like the first one, as the link sends them.
+
+    Also False for what only a closer look tells. A few calls a tensor, as in `are_whole`.
+    """
+    if type(first) is not torch.Tensor or {*map(type, tensors)} != {torch.Tensor}:
+        return False
+    alike, plain = (
+        (first.shape, first.dtype, torch.strided, False),
+        cast("Sequence[torch.Tensor]", tensors),
+    )
+    if first.dtype not in _NAMES or {*map(_KIND, plain)} != {alike}:
+        return False
+    try:
+        sizes = [first.itemsize] * len(plain), [first.nbytes] * len(plain)
+        is_whole = all(map(_is_contiguous, plain)) and are_whole(plain, *sizes)
+        return is_whole and first.nbytes > 0 and all(map(_const_data_ptr, plain))
+    except RuntimeError:
+        return False
 
 
 def dense_addresses(views: Sequence[object], specs: Sequence[TensorSpec]) -> list[int] | None:
