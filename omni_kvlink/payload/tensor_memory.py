@@ -33,6 +33,7 @@ _const_data_ptr = getattr(torch.Tensor, "const_data_ptr", torch.Tensor.data_ptr)
 _is_cow: Callable[[torch.Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
 _storage_of, _nbytes_of = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
+_is_neg, _offset_of = torch.Tensor.is_neg, torch.Tensor.storage_offset
 _KIND = operator.attrgetter("shape", "dtype", "layout", "is_nested")
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
@@ -157,14 +158,16 @@ def are_whole(
 ) -> bool:
     """Whether contiguous tensors of these bytes lie within their storages, and are read as stored.
 
-    Also False for what only a closer look tells; RuntimeError for a tensor without storage. Four
-    calls a tensor, for small payloads, that are made without a step of Python between them.
+    Also False for what only a closer look tells; RuntimeError for a tensor without storage.
     """
-    if _is_cow is None or any(map(_is_cow, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+    if _is_cow is None:
         return False
-    offsets = map(operator.mul, map(torch.Tensor.storage_offset, tensors), itemsizes)
-    needed = map(operator.add, offsets, sizes)
-    return all(map(operator.ge, map(_nbytes_of, map(_storage_of, tensors)), needed))
+    for tensor, itemsize, nbytes in zip(tensors, itemsizes, sizes):  # noqa: B905 (one is another's length)
+        if _is_cow(tensor) or _is_neg(tensor):
+            return False
+        if _nbytes_of(_storage_of(tensor)) < _offset_of(tensor) * itemsize + nbytes:
+            return False
+    return True
 
 
 def are_alike(tensors: Sequence[object], first: object) -> bool:
