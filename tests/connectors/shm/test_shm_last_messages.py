@@ -15,6 +15,7 @@ from omni_kvlink.testing.rig import expect, until, until_freed
 from omni_kvlink.testing.stream_checks import LayerStream
 from support.connectors.held_loops import paused
 from support.connectors.shm_unauthorized import greeted
+from support.link.ends import end_of
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -36,8 +37,8 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
             def block() -> None:
                 unblock.wait(60)
 
-            assert isinstance(producer._end, PooledProducer)
-            producer._end.loop.call(block)
+            assert isinstance(end_of(producer), PooledProducer)
+            end_of(producer).loop.call(block)
             peer.send(Release(1, offer.epoch, outcome))
             peer.sock.close()
             unblock.set()
@@ -53,9 +54,8 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
 def test_messages_before_a_wrong_one_are_handled(sockets: str) -> None:
     """Also if the producer receives all of them in one call."""
     with KVLink.serve("shm://last", directory=sockets) as producer:
-        assert isinstance(producer._end, PooledProducer)
         with greeted(producer.stats()["socket"]) as peer:
-            with paused(producer._end.loop):
+            with paused(end_of(producer).loop):
                 for number in range(3):
                     peer.send(Abort(f"k{number}", "enough"))
                 peer.send(b"no message")
