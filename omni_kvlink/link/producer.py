@@ -291,7 +291,7 @@ class KVProducer(LinkEnd):
 
     def _prepare(self, operation: PutOperation, data: Payload) -> PayloadPut:
         """Pack a payload, or plan its copy into new memory or what was allocated for it."""
-        allocation = self._allocation(data.request_id)
+        allocation = self._allocation(data.request_id) if self._has_allocated else None
         if allocation is None:
             return operation.prepare(data)
         return operation.prepare_allocated(data, allocation)

@@ -177,13 +177,11 @@ def are_alike(tensors: Sequence[object], first: object) -> bool:
     """
     if type(first) is not torch.Tensor or {*map(type, tensors)} != {torch.Tensor}:
         return False
-    alike, plain = (
-        (first.shape, first.dtype, torch.strided, False),
-        cast("Sequence[torch.Tensor]", tensors),
-    )
-    if first.dtype not in _NAMES or {*map(_KIND, plain)} != {alike}:
-        return False
+    plain = cast("Sequence[torch.Tensor]", tensors)
     try:
+        alike = first.shape, first.dtype, torch.strided, False
+        if first.dtype not in _NAMES or {*map(_KIND, plain)} != {alike}:
+            return False
         sizes = [first.itemsize] * len(plain), [first.nbytes] * len(plain)
         is_whole = all(map(_is_contiguous, plain)) and are_whole(plain, *sizes)
         return is_whole and first.nbytes > 0 and all(map(_const_data_ptr, plain))

@@ -97,7 +97,8 @@ class Inbox:
             if number in _FULL:
                 return []
             raise OSError(number, os.strerror(number))
-        received, start = list[bytes | None](), 0
+        received: list[bytes | None] = []
+        start = 0
         for datagram in self._datagrams[:count]:
             is_cut = datagram.head.flags & _CUT
             received.append(None if is_cut else memory[start : start + datagram.nbytes])
@@ -256,7 +257,7 @@ class ShmChannel:
                 continue
             except OSError as error:
                 raise ConnectionError(f"the connection broke: {error.strerror}") from None
-            messages = list[Message]()
+            messages: list[Message] = []
             while self._unread and len(messages) < left:
                 data = self._unread[0]
                 try:
