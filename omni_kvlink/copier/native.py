@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink._native import dlpack, host
-from omni_kvlink.copier.base import Copier
+from omni_kvlink.copier.base import MAX_PACKED, Copier
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.copier.torch_copier import COPYING, LARGE_STEP, gather_steps
 from omni_kvlink.errors import NativeError, SchemaError
@@ -126,7 +126,7 @@ class NativeCopier(Copier):
         layout = manifest.layout if manifest.is_plan else None
         packed = None if layout is None else layout.packed
         sizes = manifest.nbytes, manifest.header_nbytes
-        if packed is None or not sizes[0] <= min(region.nbytes, host.SMALL):
+        if packed is None or not sizes[0] <= min(region.nbytes, MAX_PACKED):
             return False
         if region.device != "cpu":
             return False

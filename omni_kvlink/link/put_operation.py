@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
+from omni_kvlink.copier.base import MAX_PACKED
 from omni_kvlink.errors import CapacityError, TransferTimeout
 from omni_kvlink.link.in_place import gather_into
 from omni_kvlink.payload.manifest import Manifest
@@ -93,8 +94,8 @@ class CopiedPut(PayloadPut):
         if self.allocation is not None:
             self.allocation.data.close()
         started, plan, copier = time.perf_counter(), self.plan, self.operation.copier
-        is_new = not self.draft and self.allocation is None
-        if is_new and copier.pack_into(self.views, plan, lease.region):
+        is_small = plan.nbytes <= MAX_PACKED and self.allocation is None and not self.draft
+        if is_small and copier.pack_into(self.views, plan, lease.region):
             self.ledger.seconds["copy"] = time.perf_counter() - started
             self.ledger.nbytes, self.ledger.copies = plan.nbytes, int(plan.data_nbytes > 0)
             if self.stream is not None:
