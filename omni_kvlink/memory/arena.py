@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import threading
 import time
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
 from omni_kvlink.memory.mapping import Mapping, check_available
@@ -107,6 +108,12 @@ class Block(NamedTuple):
 
 
 OUTSIDE = -1
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_of(nbytes: int) -> Block:
+    """Return one for all shares of a size: the collector looks at each, and there may be many."""
+    return Block(OUTSIDE, 0, nbytes)
 
 
 class BlockOwner(Protocol):
@@ -238,8 +245,7 @@ class ArenaPool:
             if self._mapped + sum(sizes) > self.quota:
                 return False
             for nbytes, owner in zip(sizes, owners, strict=True):
-                # A plain tuple: the garbage collector does not look at one of numbers.
-                block = cast("Block", (OUTSIDE, 0, nbytes))
+                block = _share_of(nbytes)
                 taken = block, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
                 # In one line: an interrupt comes before it or after it.
                 owner.block, self._mapped, self._outside, self._shares = taken
