@@ -46,6 +46,7 @@ COMMANDS = {
     "growing-10": "kvlink-bench append-stream --rate 10",
     "growing-steps": "kvlink-bench append-stream --reader steps",
     "many": "kvlink-bench many --rounds 8",
+    "many-live": "kvlink-bench many --live 50000",
     "copy": "kvlink-bench copy",
     "first-transfer": "benchmarks/first_transfer.py",
 }

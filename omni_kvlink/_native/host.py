@@ -283,27 +283,28 @@ class PackedLayout:
 
     def pack_tensors(
         self,
+        payload: bytes | int,
         nbytes: int,
         header_nbytes: int,
         request_id: bytes,
         objects: Sequence[object],
         describe: int,
-    ) -> bytes | None:
+    ) -> bool:
         """Do what `pack` does with tensors as objects, which `describe` describes.
 
-        That is an address of `dlpack.describer_of`. None unless all are contiguous tensors of the
-        layout's dtypes and shapes on the host, and JSON writes the request id as it is.
-        RuntimeError if one cannot be described.
+        The payload is new bytes that nobody else has, or the address of `nbytes`. `describe` is an
+        address of `dlpack.describer_of`. False, and nothing is written, unless all are contiguous
+        tensors of the layout's dtypes and shapes on the host, and JSON writes the request id as it
+        is. RuntimeError if one cannot be described.
         """
         if len(objects) != len(self._sizes):
-            return None
-        payload = bytes(nbytes)  # nobody else has it while the library writes to it
+            return False
         addresses = self._addresses.pack(*map(id, objects))
         failed = _held.kvl_pack_tensors(
             *(payload, nbytes, header_nbytes, self._address),
             *(request_id, len(request_id), addresses, describe),
         )
-        return None if failed else payload
+        return not failed
 
     def make_views(
         self, data: int, nbytes: int, numbers: range, owner: object, make: int

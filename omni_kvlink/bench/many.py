@@ -10,6 +10,7 @@ from omni_kvlink.bench.chunks import ChunkBytes, Pipe
 from omni_kvlink.bench.machine import load_line
 from omni_kvlink.bench.pair import Pair, open_pipe, open_setup
 from omni_kvlink.bench.pipelined import put_batch, put_run
+from omni_kvlink.bench.put_times import NUM_TENSORS, PutTimes, measure_puts
 from omni_kvlink.bench.reader import freeze_gc
 from omni_kvlink.bench.report import Progress, progress, table
 from omni_kvlink.bench.result import Result
@@ -35,6 +36,7 @@ _LIVE_BATCH = 250
 _SLOT_SPACE = 8 << 10
 """Bytes of memory that a small payload takes besides its tensors, at most."""
 _TIMEOUT = 120.0
+_CACHE_TEXT = f"KVCacheTransferData of {NUM_TENSORS} tensors of 512 bytes, new each time"
 
 
 def _paced(setup: ManySetup) -> Paced:
@@ -58,6 +60,7 @@ def measure(setup: ManySetup, progress: Progress = progress) -> Result:
     ):
         sender = ManySender(pair, setup, pipe)
         warm = [sender.run(kind) for kind in ("pipe", "single", "batched")]
+        puts = sender.measure_puts()  # before `freeze_gc`: collections count
         pair.peer.call("freeze_gc")
         freeze_gc()
         runs = list[Run]()
@@ -68,7 +71,8 @@ def measure(setup: ManySetup, progress: Progress = progress) -> Result:
                 step()
         sender.keep_live(0)
         wrong = sender.wrong_beside + sum(run.wrong for run in warm)
-        return result_of(setup, Runs(runs, one_process=pair.own_thread), sender.copier, wrong)
+        found = Runs(runs, one_process=pair.own_thread)
+        return result_of(setup, found, puts, sender.copier, wrong)
 
 
 class ManySender:
@@ -111,6 +115,10 @@ class ManySender:
         sides = {"producer": spent, "reader": received["cpu"]}
         return Run(kind, setup.transfers, began, received["ended"], sides, received["wrong"])
 
+    def measure_puts(self) -> PutTimes:
+        """The times of puts of the setup's tensor."""
+        return measure_puts(self._pair.link, self._data.tensor(0, 0), self._setup.live)
+
     def keep_live(self, count: int) -> None:
         """Let `count` payloads be live that nobody reads; those there were before are read."""
         if count == self._live:
@@ -136,7 +144,9 @@ class ManySender:
         return tensors
 
 
-def result_of(setup: ManySetup, runs: Runs, copier: str, wrong_beside: int = 0) -> Result:
+def result_of(
+    setup: ManySetup, runs: Runs, puts: PutTimes, copier: str, wrong_beside: int = 0
+) -> Result:
     """Compute the figures of runs.
 
     `wrong_beside` counts the wrong payloads that were not measured: those of the runs to warm up,
@@ -174,20 +184,23 @@ def result_of(setup: ManySetup, runs: Runs, copier: str, wrong_beside: int = 0) 
             "transfers_per_second": rates,
             "cpu_us_per_transfer": cpu,
             "ratios": ratios,
+            "put_cpu_us": puts._asdict(),
             "load": list(os.getloadavg()),
         },
         head=[
             ("payload", payload),
             ("link", setup.text(copier)),
             ("rounds", rounds),
-            ("gc", "gc.freeze() in both processes after the warm-up; see docs/operations.md"),
+            ("gc", "gc.freeze() in both processes after the puts; see docs/operations.md"),
         ],
-        tables=f"{table(head, rows)}\n\n{table(compared_head, compared)}",
+        tables="\n\n".join(
+            (table(head, rows), table(compared_head, compared), _put_table(setup, puts))
+        ),
         lines=[
             ("bytes", f"{wrong} payloads WRONG" if wrong else f"all {runs.total} equal"),
             load_line(),
         ],
-        bars=_bars(setup, runs) if setup.live >= 10000 else (),
+        bars=_bars(setup, runs, puts) if setup.live >= 10000 else (),
         drawn=({kind.replace("_", " "): rates[kind].p50 for kind in KINDS}, "transfers a second"),
         failed=wrong,
     )
@@ -205,14 +218,34 @@ def _ratio(runs: Runs, kind: str, other: str) -> dict[str, Summary]:
     return ratios
 
 
-def _bars(setup: ManySetup, runs: Runs) -> Bars:
+def _put_table(setup: ManySetup, puts: PutTimes) -> str:
+    rows = [
+        ["a put among few", _ranged(puts.few), "a new TensorTransferData each time"],
+        ["a put among many", _ranged(puts.many), f"with up to {setup.live} live"],
+        ["longest put", f"{puts.longest:.0f}", f"of {setup.live}, with the garbage collector"],
+        ["a tensor", _ranged(puts.tensor), _CACHE_TEXT],
+    ]
+    return table(["", "producer, µs CPU", "made and put, nobody reads it"], rows)
+
+
+def _bars(setup: ManySetup, runs: Runs, puts: PutTimes) -> Bars:
     slower = _ratio(runs, "few_live", "many_live")["transfers a second"].p50
     yield f"{FEW} live / {setup.live} live, transfers a second", slower, 1.1
+    yield f"a put among {setup.live} / among few, CPU", puts.many.p50 / puts.few.p50, 1.1
+    if setup.live >= 50000:
+        yield f"longest put of {setup.live}, ms CPU", 1e-3 * puts.longest, 5.0
     if setup.connector == "shm" and setup.bytes <= 4096 and setup.digests:
-        # 8,000 and 30,000 a second.
+        yield f"{NUM_TENSORS} tensors of 512 bytes, µs CPU a tensor", puts.tensor.p50, 5.0
+        # 8,000 and 30,000 a second; 4 and 10 % of a pipe's.
         yield "single, µs a transfer", 1e6 / runs.per_second("single").p50, 125.0
+        yield "pipe / single", 1 / _rate_ratio(runs, "single"), 25.0
         if setup.batch == 64:
             yield "64 in a batch, µs a transfer", 1e6 / runs.per_second("batched").p50, 33.3
+            yield "pipe / 64 in a batch", 1 / _rate_ratio(runs, "batched"), 10.0
+
+
+def _rate_ratio(runs: Runs, kind: str) -> float:
+    return _ratio(runs, kind, "pipe")["transfers a second"].p50
 
 
 def _ranged(summary: Summary) -> str:

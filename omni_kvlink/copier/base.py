@@ -44,6 +44,10 @@ class GatherHandle:
         return self._digests
 
 
+MAX_PACKED = 64 << 10
+"""Bytes of a payload that `Copier.pack_into` writes at most, as no other thread runs meanwhile."""
+
+
 class Copier(ABC):
     """Copies bytes between tensors and a payload; never allocates its destination.
 
@@ -107,6 +111,14 @@ class Copier(ABC):
         copies it, or says what is wrong.
         """
         return None
+
+    def pack_into(self, sources: Views, manifest: Manifest, region: Region) -> bool:
+        """Do what `pack` does, into the region, which the payload begins; False if it cannot.
+
+        For at most `MAX_PACKED` bytes, digests and header in the same pass; nothing is written if
+        it returns False: `gather` then copies the tensors, or says what is wrong.
+        """
+        return False
 
     def record(self, views: Views) -> StreamEvents:
         """Record what the calling thread's current streams hold now, on the devices of tensors.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_kvlink._native import dlpack, host
-from omni_kvlink.copier.base import Copier
+from omni_kvlink.copier.base import MAX_PACKED, Copier
 from omni_kvlink.copier.streams import DeviceCopies
 from omni_kvlink.copier.torch_copier import COPYING, LARGE_STEP, gather_steps
 from omni_kvlink.errors import NativeError, SchemaError
@@ -111,8 +111,8 @@ class NativeCopier(Copier):
             return None
         header_nbytes = layout.header_nbytes(len(request_id) + SIMPLE_QUOTES)
         nbytes = header_nbytes + layout.data_nbytes
-        payload = self._pack_plain(packed, nbytes, header_nbytes, request_id, sources)
-        if payload is not None:
+        payload = bytes(nbytes)  # nobody else has it while the library writes to it
+        if self._pack_plain(packed, payload, nbytes, header_nbytes, request_id, sources):
             return payload
         addresses = dense_addresses(sources, layout.tensors)
         if addresses is None:
@@ -121,28 +121,40 @@ class NativeCopier(Copier):
         header_nbytes = layout.header_nbytes(len(quoted_id))
         return packed.pack(header_nbytes + layout.data_nbytes, header_nbytes, quoted_id, addresses)
 
+    def pack_into(self, sources: Views, manifest: Manifest, region: Region) -> bool:
+        """Write a small payload with its header in one call of the library."""
+        layout = manifest.layout if manifest.is_plan else None
+        packed = None if layout is None else layout.packed
+        sizes = manifest.nbytes, manifest.header_nbytes
+        if packed is None or not sizes[0] <= min(region.nbytes, MAX_PACKED):
+            return False
+        if region.device != "cpu":
+            return False
+        return self._pack_plain(packed, region.address, *sizes, manifest.request_id, sources)
+
     def _pack_plain(
         self,
         packed: host.PackedLayout,
+        payload: bytes | int,
         nbytes: int,
         header_nbytes: int,
         request_id: str,
         sources: Views,
-    ) -> bytes | None:
-        """Pack tensors that the library looks at by itself; None if one is not plain and dense.
+    ) -> bool:
+        """Pack tensors that the library looks at by itself; False if one is not plain and dense.
 
         To ask torch for shape, dtype and address takes as long as all else that a small put does,
         and gives the interpreter's lock away for each tensor.
         """
         if not self._describe or {*map(type, sources)} - _PLAIN:
-            return None
+            return False
         request = request_id.encode()
         try:
-            if not are_whole(sources, packed.itemsizes, packed.sizes):  # type: ignore[arg-type]
-                return None
-            return packed.pack_tensors(nbytes, header_nbytes, request, sources, self._describe)
+            return are_whole(sources, packed.itemsizes, packed.sizes) and packed.pack_tensors(  # type: ignore[arg-type]
+                payload, nbytes, header_nbytes, request, sources, self._describe
+            )
         except RuntimeError:  # torch cannot describe one
-            return None
+            return False
 
     def _gather_few(
         self, addresses: Sequence[int], manifest: Manifest, region: Region

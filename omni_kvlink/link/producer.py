@@ -53,6 +53,7 @@ class KVProducer(LinkEnd):
         self._digests = digests
         self._allocations: dict[str, Allocation] = {}
         self._aborts = weakref.WeakValueDictionary[str, AbortedAllocation]()
+        self._has_allocated = False
 
     def put(
         self,
@@ -109,7 +110,7 @@ class KVProducer(LinkEnd):
                 raise SchemaError("direct=True is for tensors of your own, and puts them now")
             put = self._put_direct if direct else self._put_in_background
             return put(operation, data)
-        if self._allocations or self._aborts:  # the call costs more than the test
+        if self._has_allocated:  # the call costs more than the test
             return operation.run([self._prepare(operation, data)])[0]
         return operation.run([operation.prepare(data)])[0]
 
@@ -165,6 +166,7 @@ class KVProducer(LinkEnd):
                 "put tensors of your own, or open a link without device="
             )
         check_payload(plan, "allocate")
+        self._has_allocated = True
         capacity = plan.cached_plan(self._layouts, digests=True).as_capacity()
         request = PayloadPut(capacity.request_id, capacity.nbytes, Ledger())
         request.draft = capacity.header_nbytes  # it may be put as a stream
@@ -289,7 +291,7 @@ class KVProducer(LinkEnd):
 
     def _prepare(self, operation: PutOperation, data: Payload) -> PayloadPut:
         """Pack a payload, or plan its copy into new memory or what was allocated for it."""
-        allocation = self._allocation(data.request_id)
+        allocation = self._allocation(data.request_id) if self._has_allocated else None
         if allocation is None:
             return operation.prepare(data)
         return operation.prepare_allocated(data, allocation)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
+from omni_kvlink.copier.base import MAX_PACKED
 from omni_kvlink.errors import CapacityError, TransferTimeout
 from omni_kvlink.link.in_place import gather_into
 from omni_kvlink.payload.manifest import Manifest
@@ -86,13 +87,20 @@ class CopiedPut(PayloadPut):
         return all(len(spec.digest) <= MAX_DIGITS for spec in self.plan.tensors)
 
     def fill(self, lease: Lease) -> None:
-        """Copy the tensors that are not in place yet, and write the header.
+        """Copy the tensors that are not in place yet, and write the header; small ones in one call.
 
         With a `draft` each step is announced, so that readers fetch it, or copy it, meanwhile.
         """
         if self.allocation is not None:
             self.allocation.data.close()
-        started = time.perf_counter()
+        started, plan, copier = time.perf_counter(), self.plan, self.operation.copier
+        is_small = plan.nbytes <= MAX_PACKED and self.allocation is None and not self.draft
+        if is_small and copier.pack_into(self.views, plan, lease.region):
+            self.ledger.seconds["copy"] = time.perf_counter() - started
+            self.ledger.nbytes, self.ledger.copies = plan.nbytes, int(plan.data_nbytes > 0)
+            if self.stream is not None:
+                self.header = lease.region.read(0, plan.header_nbytes)
+            return
         gather = self._gather_in_steps if self.draft else self._gather
         try:
             digests, is_copied = gather(lease)

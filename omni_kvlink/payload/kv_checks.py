@@ -11,7 +11,7 @@ import msgspec
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.branches import PART_WORDS, PARTS, Branch, Shard, as_int, length_complaints
 from omni_kvlink.payload.dtypes import KV_DTYPES
-from omni_kvlink.payload.tensor_memory import dtype_name
+from omni_kvlink.payload.tensor_memory import are_alike, dtype_name
 from omni_kvlink.payload.views import TensorView, check_view
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def complete_layers(
     for name, word in names.items():
         if len(blocks[name]) != num_layers:
             raise SchemaError(f"{word}: {len(blocks[name])} layers, but num_layers is {num_layers}")
-        if first is None:
+        if first is None or are_alike(blocks[name], first):
             continue
         for index, layer in enumerate(blocks[name]):
             label = f"layer {index}, {word}"

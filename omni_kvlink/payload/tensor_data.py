@@ -173,7 +173,9 @@ class TensorTransferData(PayloadBase):
 
     def _key(self) -> Hashable | None:
         names = self._names()
-        return super()._key() if names is None else (names, self._shapes())
+        if names is None:
+            return super()._key()
+        return names, tuple([(view.dtype, view.shape) for view in self.tree.values()])  # type: ignore[union-attr]
 
     def _shapes(self) -> tuple[Any, ...]:
         return tuple([(view.dtype, tuple(view.shape)) for view in self.tensors()])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -32,6 +32,10 @@ _const_data_ptr: Callable[[torch.Tensor], int]
 _const_data_ptr = getattr(torch.Tensor, "const_data_ptr", torch.Tensor.data_ptr)
 _is_cow: Callable[[torch.Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
 _storage_of, _nbytes_of = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+
+_is_neg, _offset_of = torch.Tensor.is_neg, torch.Tensor.storage_offset
+_KIND = operator.attrgetter("shape", "dtype", "layout", "is_nested")
+_is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
 _TORCH_FUNCTIONS = (
     torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
@@ -154,14 +158,35 @@ def are_whole(
 ) -> bool:
     """Whether contiguous tensors of these bytes lie within their storages, and are read as stored.
 
-    Also False for what only a closer look tells; RuntimeError for a tensor without storage. Four
-    calls a tensor, for small payloads, that are made without a step of Python between them.
+    Also False for what only a closer look tells; RuntimeError for a tensor without storage.
     """
-    if _is_cow is None or any(map(_is_cow, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+    if _is_cow is None:
         return False
-    offsets = map(operator.mul, map(torch.Tensor.storage_offset, tensors), itemsizes)
-    needed = map(operator.add, offsets, sizes)
-    return all(map(operator.ge, map(_nbytes_of, map(_storage_of, tensors)), needed))
+    for tensor, itemsize, nbytes in zip(tensors, itemsizes, sizes):  # noqa: B905 (one is another's length)
+        if _is_cow(tensor) or _is_neg(tensor):
+            return False
+        if _nbytes_of(_storage_of(tensor)) < _offset_of(tensor) * itemsize + nbytes:
+            return False
+    return True
+
+
+def are_alike(tensors: Sequence[object], first: object) -> bool:
+    """Whether all are contiguous tensors like the first one, as the link sends them.
+
+    Also False for what only a closer look tells. A few calls a tensor, as in `are_whole`.
+    """
+    if type(first) is not torch.Tensor or {*map(type, tensors)} != {torch.Tensor}:
+        return False
+    plain = cast("Sequence[torch.Tensor]", tensors)
+    try:
+        alike = first.shape, first.dtype, torch.strided, False
+        if first.dtype not in _NAMES or {*map(_KIND, plain)} != {alike}:
+            return False
+        sizes = [first.itemsize] * len(plain), [first.nbytes] * len(plain)
+        is_whole = all(map(_is_contiguous, plain)) and are_whole(plain, *sizes)
+        return is_whole and first.nbytes > 0 and all(map(_const_data_ptr, plain))
+    except RuntimeError:
+        return False
 
 
 def dense_addresses(views: Sequence[object], specs: Sequence[TensorSpec]) -> list[int] | None:

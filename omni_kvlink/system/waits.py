@@ -102,15 +102,15 @@ def _renew_making() -> None:
 os.register_at_fork(after_in_child=_renew_making)  # a thread of the parent may have held it
 
 
-def list_of(owner: object, name: str) -> list[Any]:
-    """Return the list that is this attribute of `owner`, made now if it is None; any thread.
+def made_of(owner: object, name: str, make: Callable[[], T]) -> T:
+    """Return this attribute of `owner`, made now if it is None; any thread.
 
     An object that makes its lists when they are needed costs the garbage collector less.
     """
     with _making:
-        attribute: list[Any] | None = getattr(owner, name)
+        attribute: T | None = getattr(owner, name)
         if attribute is None:
-            attribute = []
+            attribute = make()
             setattr(owner, name, attribute)
         return attribute
 
@@ -150,7 +150,7 @@ class LazyEvent:
             return True
         deadline, lock = time.monotonic() + timeout, threading.Lock()
         lock.acquire()
-        waiting = list_of(self, "_waiting")
+        waiting = made_of(self, "_waiting", list[Any])
         is_released = True
         # A `set` from before the last `clear` may release the lock as late as now.
         while is_released and not self._is_set:
@@ -201,7 +201,7 @@ class Answer(LazyEvent, Generic[T]):
 
         Once; or twice if another thread calls meanwhile, or after an interrupt.
         """
-        list_of(self, "_callbacks").append(callback)
+        made_of(self, "_callbacks", list[Any]).append(callback)
         if self._is_set:
             self._call_back()
 

@@ -13,6 +13,7 @@ import torch
 from omni_kvlink._native.crc32c import numpy_crc32c
 from omni_kvlink.errors import IntegrityError, SchemaError
 from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.memory.region import Region
 from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.manifest import Layout as PayloadLayout
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
@@ -25,7 +26,6 @@ from omni_kvlink.testing.rig import expect, naming
 
 if TYPE_CHECKING:
     from omni_kvlink.copier import Copier
-    from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
 
 MIB = 1 << 20
@@ -57,6 +57,10 @@ def check_gather_of_every_layout(copier: Copier) -> None:
             _check_gather(copier, "uint8", layout, tokens, 2, row // 2, layers=1)
 
 
+USED = b"\xff"
+"""A byte of an earlier payload."""
+
+
 def check_digests_off(copier: Copier) -> None:
     """A plan without digests is gathered and verified without them."""
     _check_gather(copier, "float32", "contiguous", 5, 2, 3, digests=False)
@@ -84,17 +88,33 @@ def check_a_small_payload_is_packed(copier: Copier) -> None:
 
 
 def check_a_known_layout_is_packed(copier: Copier) -> None:
-    """`pack_known` returns what `pack` returns, or None; None for tensors of another layout."""
+    """`pack_known` and `pack_into` make what `pack` makes, or nothing; so for another layout's."""
     for layout, digests in itertools.product(LAYOUTS, (True, False)):
         sources = _sources("float16", layout, 5, 3, 4)
         data = TensorTransferData("r 1", {str(n): tensor for n, tensor in enumerate(sources)})
         plan = data.plan(digests=digests)
         packed = copier.pack_known(sources, PayloadLayout(plan), data.request_id)
-        assert packed in (None, copier.pack(sources, plan)), layout
+        right = copier.pack(sources, plan)
+        assert packed in (None, right), layout
+        region = _used(plan.nbytes)
+        is_written = copier.pack_into(sources, plan, region)
+        assert region.read() == (right if is_written else USED * plan.nbytes), layout
     sources = _sources("float16", "contiguous", 5, 2, 4)
     known_layout = PayloadLayout(_cache(sources).plan())
+    plan = _cache(sources).plan()
     for other in (*_misfits(sources), [sources[0].to("meta"), *sources[1:]]):
         assert copier.pack_known(other, known_layout, "r") is None
+        region = _used(plan.nbytes)
+        assert not copier.pack_into(other, plan, region)
+        assert region.read() == USED * plan.nbytes
+    assert not copier.pack_into(sources, plan, _used(plan.nbytes - 1)), "a region too short"
+
+
+def _used(nbytes: int) -> Region:
+    """Memory in which an earlier payload was."""
+    region = Region.private(nbytes)
+    region.write(0, USED * nbytes)
+    return region
 
 
 def check_scatter_into_every_layout(copier: Copier) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ from omni_kvlink.bench.pipelined import (
     payload_of,
     put_run,
 )
+from omni_kvlink.bench.put_times import PutTimes
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import ManySetup, Paced
-from omni_kvlink.bench.stats import Run, Runs
+from omni_kvlink.bench.stats import Run, Runs, Summary
 from omni_kvlink.connectors.base import Options
 from support.bench_document import bench_document
 
@@ -58,6 +60,9 @@ def test_the_document(case: str, tmp_path: Path) -> None:
         cpu = results["cpu_us_per_transfer"][kind]
         assert list(cpu) == sides
         assert all(one["min"] > 0 for one in cpu.values())
+    puts = results["put_cpu_us"]
+    assert puts["longest"] >= puts["many"]["max"] >= puts["many"]["min"] > 0
+    assert puts["tensor"]["min"] > 0
     assert len(results["ratios"]) == len(RATIOS)
     for ratio in results["ratios"].values():
         assert list(ratio) == ["transfers a second", *(f"CPU {side}" for side in sides)]
@@ -99,7 +104,8 @@ def test_the_figures_come_from_the_runs() -> None:
     slower = {"pipe": 10, "single": 1000, "batched": 500, "few_live": 1000, "many_live": 1250}
     runs = [one(kind, n * ms, cpu=ms // 10) for n in (1, 2) for kind, ms in slower.items()]
     setup = ManySetup("shm", transfers=1000, rounds=2)
-    result = result_of(setup, Runs(runs, one_process=False), "native")
+    puts = PutTimes(Summary.of([20, 10, 30]), Summary.of([25]), 7000, Summary.of([3, 4, 8]))
+    result = result_of(setup, Runs(runs, one_process=False), puts, "native")
     found = result.to_dict()
     rate = found["transfers_per_second"]["single"]
     assert (rate["min"], rate["p50"], rate["max"]) == (500, 750, 1000)
@@ -117,15 +123,23 @@ def test_the_figures_come_from_the_runs() -> None:
     }
     assert [(bar["got"], bar["limit"], bar["met"]) for bar in found["bars"]] == [
         (1.25, 1.1, False),
+        (1.25, 1.1, False),
+        (4, 5, True),
         (1333.3333, 125, False),
+        (100, 25, False),
         (666.6667, 33.3, False),
+        (50, 10, False),
     ]
+    many = dataclasses.replace(setup, live=50_000)
+    bars = result_of(many, Runs(runs, one_process=False), puts, "native").to_dict()["bars"]
+    (longest,) = (bar for bar in bars if "longest" in bar["bar"])
+    assert (longest["got"], longest["limit"]) == (7, 5)
     assert result.failed == 0
     wrong = Runs([*runs, one("pipe", 1, 1, wrong=3)], one_process=False)
     with pytest.raises(ValueError, match="zip"):  # a round without its other kinds
-        result_of(setup, wrong, "native")
+        result_of(setup, wrong, puts, "native")
     wrong = Runs([one(run.kind, 1, 1, wrong=run.kind == "pipe") for run in runs], one_process=False)
-    assert result_of(setup, wrong, "native", 1).failed == 2 + 1
+    assert result_of(setup, wrong, puts, "native", 1).failed == 2 + 1
 
 
 def test_the_pipe_keeps_no_more_outstanding_than_it_may(tmp_path: Path) -> None:

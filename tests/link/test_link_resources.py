@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from omni_kvlink import (
     KVLink,
     KVMetadata,
     KVProducer,
+    TensorTransferData,
     TransferFailed,
 )
 from omni_kvlink.testing.caches import Recipe
@@ -133,6 +135,23 @@ def test_hundreds_of_transfers_leave_nothing(ends: tuple[KVProducer, KVConsumer]
     until_freed(producer)
     until(lambda: process.num_fds() <= descriptors, "the descriptors are back")
     assert process.memory_info().rss - memory < 1 << 20
+
+
+def test_the_collector_looks_at_no_live_payload(sockets: str) -> None:
+    """Else one collection of tens of thousands would take as long as a thousand puts."""
+    row = torch.ones(64)
+    with KVLink.serve("shm://live", directory=sockets) as producer:
+        receipts = [producer.put(TensorTransferData("warm", {"row": row}))]
+        gc.collect()
+        before = len(gc.get_objects())
+        for number in range(300):
+            receipts.append(producer.put(TensorTransferData(f"k{number}", {"row": row})))
+            if number == 100:
+                large = torch.ones(1 << 14)
+                receipts.append(producer.put(TensorTransferData("large", {"row": large})))
+        gc.collect()  # tuples of what is not looked at are left out from now on
+        assert len(gc.get_objects()) - before < 100
+        assert not any(receipt.done for receipt in receipts)
 
 
 def test_nothing_of_a_payloads_size_beside_the_payload(sockets: str) -> None:

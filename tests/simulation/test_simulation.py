@@ -97,7 +97,7 @@ class Scenario:
         for producer in self.producers:
             stats = producer.transfers.stats()
             if producer.alive:
-                assert all(transfer.done.is_set() for transfer in producer.reserved), stats
+                assert all(transfer.is_done for transfer in producer.reserved), stats
                 assert producer.memory.taken == 0, stats
                 assert producer.quota.stats()["blocks"] == 0, stats
                 assert producer.quota.stats()["mapped"] == 0, stats

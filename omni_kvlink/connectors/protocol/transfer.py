@@ -6,18 +6,17 @@ import enum
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
+import msgspec
+
+from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
+from omni_kvlink.connectors.protocol.direct_source import DirectSource
+from omni_kvlink.connectors.protocol.messages import Location
 from omni_kvlink.errors import TransferFailed, TransferTimeout, format_seconds
+from omni_kvlink.memory.arena import Part
 from omni_kvlink.system import process
-from omni_kvlink.system.waits import LazyEvent, check_timeout, list_of
-
-if TYPE_CHECKING:
-    from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
-    from omni_kvlink.connectors.protocol.direct_source import DirectSource
-    from omni_kvlink.connectors.protocol.messages import Location
-    from omni_kvlink.memory.arena import Part
+from omni_kvlink.system.waits import LazyEvent, check_timeout, made_of
 
 Peer = Hashable
 Claim = tuple[Peer, int]
@@ -44,13 +43,19 @@ class TransferState(enum.Enum):
         return self._value_ in _FINAL
 
 
-class Transfer:
+class Transfer(msgspec.Struct, gc=False, eq=False):
     """One payload from `reserve` to its release; `(key, epoch)` is unique.
 
-    Only the `TransferTable` changes its state. What a small payload does not need is made when it
-    is needed: thousands may be live, and the garbage collector looks at each object of each.
+    Only the `TransferTable` changes its state. The garbage collector does not look at it: tens of
+    thousands may be live. So it may be in no reference cycle but one that its end breaks: a
+    chunk's with the window of its stream, and those of the callbacks.
     """
 
+    key: str
+    epoch: int = 0  # the table numbers it when it begins
+    inline: bytes = b""  # a small payload itself, which has no block
+    stream: Transfer | None = None  # of a chunk: its stream's transfer
+    block: Part | None = None  # of the owner's memory, until that is freed
     state: TransferState = TransferState.RESERVED
     reason: str = ""  # why it failed or expired
     location: Location | None = None  # once it may be offered
@@ -70,20 +75,19 @@ class Transfer:
     extra: bytes = b""  # the metadata at the end of a stream, as messages carry it
     direct: DirectSource | None = None  # the caller's tensors, if they are sent directly
     window: ChunkWindow[Transfer] | None = None  # the chunks and readers of an append stream
+    ended: LazyEvent | None = None  # set in a final state; made for the first thread that waits
 
-    def __init__(
-        self,
-        key: str,
-        epoch: int = 0,
-        *,
-        inline: bytes = b"",
-        stream: Transfer | None = None,
-    ):
-        self.key, self.epoch = key, epoch  # the table numbers it when it begins
-        self.done = LazyEvent()  # set in a final state
-        self.block: Part | None = None  # of the owner's memory, until that is freed
-        self.inline = inline  # a small payload itself, which has no block
-        self.stream = stream  # of a chunk: its stream's transfer
+    @property
+    def is_done(self) -> bool:
+        """Whether it has reached a final state."""
+        return self.state.is_final
+
+    def wait(self, timeout: float) -> bool:
+        """Block until `is_done`, for `timeout` seconds at most; return whether it is."""
+        if self.state.is_final:
+            return True
+        ended = made_of(self, "ended", LazyEvent)
+        return self.state.is_final or ended.wait(timeout)  # it may have ended before
 
     @property
     def is_lost(self) -> bool:
@@ -129,8 +133,9 @@ class Transfer:
 
     def finish(self, state: TransferState, reason: str) -> None:
         """Reach a final state, and wake what waits for it."""
-        self.state, self.reason = state, reason
-        self.done.set()
+        self.reason, self.state = reason, state
+        if self.ended is not None:
+            self.ended.set()
         if self.direct is not None:
             self.direct.all_sent.set()
         if self.done_callbacks:
@@ -157,8 +162,7 @@ class Transfer:
         return self.unclaimed > 0 and self.state in (TransferState.COMMITTED, TransferState.LEASED)
 
 
-@dataclass
-class Ledger:
+class Ledger(msgspec.Struct, gc=False):
     """The cost of one transfer at one side: bytes, copies and seconds.
 
     Attributes:
@@ -177,7 +181,7 @@ class Ledger:
     copier: str = ""
     instructions: str = ""
     digests: str = "off"
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = {}
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
@@ -187,15 +191,15 @@ class Ledger:
         )
 
 
-class Receipt:
+class Receipt(msgspec.Struct, gc=False, eq=False):
     """The producer's view of a payload that was put: its state, and a way to wait for its release.
 
     `ledger` tells what the put cost.
     """
 
-    def __init__(self, transfer: Transfer, ledger: Ledger):
-        self._transfer, self._process = transfer, process.current
-        self.ledger = ledger
+    _transfer: Transfer
+    ledger: Ledger
+    _process: process.OwnerProcess
 
     @property
     def key(self) -> str:
@@ -226,7 +230,7 @@ class Receipt:
     @property
     def done(self) -> bool:
         """Whether the state is final; never blocks."""
-        return self._transfer.done.is_set()
+        return self._transfer.state.is_final
 
     def wait(self, *, timeout: float) -> None:
         """Block until every declared reader has released the payload, `timeout` seconds at most.
@@ -238,13 +242,13 @@ class Receipt:
         limit = check_timeout(timeout)
         if not self._process.is_current:  # the call costs more than the test
             self._process.check(f"the receipt of {self.key!r}")
-        self._transfer.done.wait(limit)
+        self._transfer.wait(limit)
         self.check(waited=timeout)
 
     def check(self, *, waited: float) -> None:
         """Raise the error of `wait`, if it is not released after `waited` seconds; never blocks."""
         transfer = self._transfer
-        if not transfer.done.is_set():
+        if not transfer.state.is_final:
             raise TransferTimeout(
                 f"payload {self.key!r} is still {self.state} after {format_seconds(waited)}: "
                 f"{transfer.missing_readers}, {len(transfer.leases)} reading",
@@ -265,14 +269,14 @@ class Receipt:
         It runs in any thread, and the link may be locked: it must not block, raise or call back.
         """
         self._process.check(f"the receipt of {self.key!r}")
-        list_of(self._transfer, "done_callbacks").append(callback)
+        made_of(self._transfer, "done_callbacks", list[Any]).append(callback)
         if self.done:
             self._transfer.call_back()
 
     def remove_done_callback(self, callback: Callable[[], None]) -> None:
         """Undo `add_done_callback`, unless the call was made."""
         with suppress(ValueError):
-            list_of(self._transfer, "done_callbacks").remove(callback)
+            made_of(self._transfer, "done_callbacks", list[Any]).remove(callback)
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r}: {self.state}>"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
+import errno
+import mmap
 import os
 import select
 import socket
 import threading
 from collections import deque
+from ctypes import POINTER, Structure, c_int, c_size_t, c_ssize_t, c_uint, c_void_p
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import (
@@ -18,6 +22,7 @@ from omni_kvlink.connectors.protocol.messages import (
     encode,
     encode_all,
 )
+from omni_kvlink.connectors.runtime.turns import TURN
 from omni_kvlink.errors import WireError
 from omni_kvlink.system import process
 
@@ -30,8 +35,75 @@ MAX_BACKLOG = 4096
 """Messages that may wait for a peer that does not read; then it is disconnected."""
 MAX_BACKLOG_NBYTES = 64 << 20
 """Bytes of them."""
+# A PyDLL keeps the interpreter's lock. The calls of `socket` give it away: each wakes a thread that
+# computes, and waits for it, twice a message.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_FULL = (errno.EAGAIN, errno.EWOULDBLOCK)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_NOW = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+
+
+class _Buffer(Structure):
+    """An `iovec`."""
+
+    _fields_ = (("address", c_void_p), ("nbytes", c_size_t))
+
+
+class _DatagramHead(Structure):
+    """A `msghdr`."""
+
+    _fields_ = (
+        *(("name", c_void_p), ("name_nbytes", c_uint)),
+        *(("buffers", POINTER(_Buffer)), ("num_buffers", c_size_t)),
+        *(("control", c_void_p), ("control_nbytes", c_size_t), ("flags", c_int)),
+    )
+
+
+class _Datagram(Structure):
+    """An `mmsghdr`."""
+
+    _fields_ = (("head", _DatagramHead), ("nbytes", c_uint))
+
+
+_send, _receive = _libc.send, _libc.recvmmsg
+_send.argtypes, _send.restype = (c_int, ctypes.c_char_p, c_size_t, c_int), c_ssize_t
+_receive.argtypes = (c_int, POINTER(_Datagram), c_uint, c_int, c_void_p)
+
+
+class Inbox:
+    """Memory for the datagrams of one call, `TURN` at most; for one thread."""
+
+    def __init__(self) -> None:
+        # The system gives a page when it is written to: most datagrams have few bytes.
+        self._memory = mmap.mmap(-1, TURN * MAX_MESSAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._datagrams, self._buffers = (_Datagram * TURN)(), (_Buffer * TURN)()
+        for number, (datagram, buffer) in enumerate(
+            zip(self._datagrams, self._buffers, strict=True)
+        ):
+            buffer.address, buffer.nbytes = start + number * MAX_MESSAGE, MAX_MESSAGE
+            datagram.head.buffers, datagram.head.num_buffers = ctypes.pointer(buffer), 1
+
+    def receive(self, fd: int, limit: int) -> list[bytes | None]:
+        """Return the datagrams that are there, at most `limit` of `TURN`; an empty one is the end.
+
+        None stands for one that is too long or has descriptors, which the system has closed.
+        OSError if the connection broke.
+        """
+        count, memory = _receive(fd, self._datagrams, limit, _NOW, None), self._memory
+        if count < 0:
+            number = ctypes.get_errno()
+            if number in _FULL:
+                return []
+            raise OSError(number, os.strerror(number))
+        received: list[bytes | None] = []
+        start = 0
+        for datagram in self._datagrams[:count]:
+            is_cut = datagram.head.flags & _CUT
+            received.append(None if is_cut else memory[start : start + datagram.nbytes])
+            start += MAX_MESSAGE
+        return received
 
 
 class ShmChannel:
@@ -55,6 +127,7 @@ class ShmChannel:
         self._lock = threading.Lock()
         self._backlog: deque[tuple[bytes, Mapping | None]] = deque()
         self._backlog_nbytes = 0
+        self._unread: deque[bytes | None] = deque()  # what `receive_many` has taken from the socket
         process.call_in_children(sock, socket.socket.close)  # in them it would outlive this process
 
     @property
@@ -65,7 +138,7 @@ class ShmChannel:
     @property
     def has_unread(self) -> bool:
         """Whether a message, or the end of the connection, is there to be received."""
-        return self._sock is not None and self._has_event(select.POLLIN)
+        return bool(self._unread) or (self._sock is not None and self._has_event(select.POLLIN))
 
     @property
     def has_backlog(self) -> bool:
@@ -163,6 +236,46 @@ class ShmChannel:
             turn -= len(messages)
             yield messages, fds[0] if fds else -1
 
+    def receive_many(self, inbox: Inbox, turn: float) -> Iterator[list[Message]]:
+        """Yield messages as `receive`, those of many datagrams together; WireError for descriptors.
+
+        A message that `turn` excludes waits here for the next call.
+        """
+        left, was_reset, self.is_drained = turn, False, False
+        while left > 0 and self._sock is not None:
+            limit = int(min(left, TURN))
+            try:
+                if not self._unread:
+                    if self.is_drained:
+                        return
+                    self._unread.extend(inbox.receive(self.fd, limit))
+                    self.is_drained = len(self._unread) < limit
+            except ConnectionResetError:  # as in `receive`
+                if was_reset:
+                    raise
+                was_reset = True
+                continue
+            except OSError as error:
+                raise ConnectionError(f"the connection broke: {error.strerror}") from None
+            messages: list[Message] = []
+            while self._unread and len(messages) < left:
+                data = self._unread[0]
+                try:
+                    if data is None:
+                        raise WireError("a message is too long, or has a descriptor")
+                    if not data:
+                        raise ConnectionError("the connection was closed")
+                    messages += decode_all(data)
+                except (ConnectionError, WireError):
+                    if not messages:
+                        raise
+                    break  # what came before it is handled first
+                self._unread.popleft()
+            left -= len(messages)
+            if messages:
+                yield messages
+        self.is_drained &= not self._unread
+
     def peek(self) -> list[Message]:
         """Return the messages that would be received next, which stay; none if none are here.
 
@@ -196,6 +309,7 @@ class ShmChannel:
             self.fd = -1
             sock, self._sock = self._sock, None
             self._backlog.clear()
+            self._unread.clear()
             self._backlogged = lambda: None  # breaks the cycle with the owner
         if sock is not None:
             sock.close()
@@ -215,11 +329,13 @@ class ShmChannel:
             return True
         try:
             if memory is None:
-                self._sock.send(data, socket.MSG_NOSIGNAL)
-            else:
-                fds = array.array("i", [memory.fd])
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
-                self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+                if _send(self._sock.fileno(), data, len(data), _NOW) >= 0:
+                    return True
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+            fds = array.array("i", [memory.fd])
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+            self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError:

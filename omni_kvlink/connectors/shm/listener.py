@@ -24,7 +24,7 @@ from omni_kvlink.connectors.runtime.event_loop import READ, WRITE, readable_pidf
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import MANY_TURNS, TURN, TurnCounts
 from omni_kvlink.connectors.shm import rendezvous
-from omni_kvlink.connectors.shm.channel import ShmChannel
+from omni_kvlink.connectors.shm.channel import Inbox, ShmChannel
 from omni_kvlink.errors import ClosedError, ConnectorError, WireError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class ShmListener(Listener):
         self._detached: set[ShmPeerConnection] = set()
         self._refused: Counter[str] = Counter()
         self._throttled = TurnCounts()
+        self._inbox = Inbox()
         self._accept_again = float("inf")  # when a pause ends (`time.monotonic`)
         self._listener = rendezvous.NamedListener(self._path)
 
@@ -244,15 +245,11 @@ class ShmListener(Listener):
 
     def _receive_in_loop(self, peer: ShmPeerConnection, turn: float) -> None:
         try:
-            for messages, fd in peer.channel.receive(turn):
-                if fd >= 0:
-                    os.close(fd)
-                    raise WireError("a reader passes no descriptors")
-                is_peer = peer in self._peers
-                if is_peer and peer.hello is None:
+            if peer in self._peers and peer.hello is None:
+                for messages in peer.channel.receive_many(self._inbox, 1):
                     self._on_hello_in_loop(peer, messages)
-                    continue
-                if not is_peer:
+            for messages in peer.channel.receive_many(self._inbox, turn):
+                if peer not in self._peers:
                     messages = [m for m in messages if isinstance(m, Release)]
                 self._producer.handle(peer, *messages)
         except ConnectionError:

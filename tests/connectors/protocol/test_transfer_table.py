@@ -31,7 +31,7 @@ def test_get_before_commit(bench: Bench) -> None:
     assert transfer.state.value == "leased"
     bench.release("a", 1, transfer)
     assert transfer.state.value == "released"
-    assert transfer.done.is_set()
+    assert transfer.is_done
     assert bench.freed == [transfer]
 
 
@@ -153,7 +153,7 @@ def test_every_reader_must_release(bench: Bench) -> None:
     bench.request("a", 1, "k")
     bench.request("b", 1, "k")
     bench.release("a", 1, transfer)
-    assert not transfer.done.is_set()
+    assert not transfer.is_done
     assert bench.freed == []
     bench.release("b", 1, transfer)
     assert bench.freed == [transfer]
@@ -262,7 +262,7 @@ def test_memory_of_a_disconnected_reader_is_not_reused(bench: Bench, end: str) -
     else:
         bench.transfers.fail("k", "no", "failed", 1.0)
     assert transfer.state.value == end
-    assert transfer.done.is_set()
+    assert transfer.is_done
     assert bench.freed == []
     bench.release("b", 1, transfer)  # another reader's: it says nothing
     bench.release("a", 2, transfer)

@@ -270,7 +270,7 @@ def test_fail_while_leased(bench: Bench) -> None:
     transfer = bench.put("k", readers=2)
     bench.request("a", 1, "k")
     bench.transfers.fail("k", "why", "failed", 0.0)
-    assert transfer.done.is_set()
+    assert transfer.is_done
     assert bench.freed == []
     again = bench.put("k")
     bench.release("a", 1, transfer)
@@ -374,7 +374,7 @@ def test_close_answers_every_get(bench: Bench) -> None:
     ]
     for transfer in (committed, leased, reserved):
         assert transfer.state.value == "failed"
-        assert transfer.done.is_set()
+        assert transfer.is_done
     assert bench.freed == [committed]
     bench.transfers.on_peer_lost("a")
     bench.transfers.abort(reserved)

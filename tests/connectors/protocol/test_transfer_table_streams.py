@@ -74,7 +74,7 @@ def test_from_beginning_to_end(bench: StreamBench) -> None:
     assert state_of(transfer) == "leased"
     bench.release("a", 1, transfer)
     assert state_of(transfer) == "released"
-    assert transfer.done.is_set()
+    assert transfer.is_done
     assert bench.freed == [transfer]
 
 
@@ -186,7 +186,7 @@ def test_commit_after_every_reader_released(bench: StreamBench) -> None:
         bench.follow(peer, number)
         bench.release(peer, number, transfer)
     assert state_of(transfer) == "streaming"
-    assert not transfer.done.is_set()
+    assert not transfer.is_done
     assert bench.freed == []
     bench.transfers.announce(transfer, 0, K)
     bench.commit(transfer)
@@ -330,7 +330,7 @@ def test_lent_memory_is_freed_after_its_last_use(bench: StreamBench, last: str) 
     else:
         bench.release("a", 1, transfer)
         assert state_of(transfer) == "released"
-        assert transfer.done.is_set()
+        assert transfer.is_done
         assert bench.freed == []
         bench.transfers.on_view_freed(transfer, "tensor")
     assert bench.freed == [transfer]

@@ -28,9 +28,10 @@ from omni_kvlink.connectors.protocol.messages import (
     Memory,
     Release,
     Retire,
+    decode_all,
     encode_all,
 )
-from omni_kvlink.connectors.shm.channel import ShmChannel
+from omni_kvlink.connectors.shm import channel
 from omni_kvlink.link.producer import PAYLOADS_PER_TURN
 from omni_kvlink.link.put_operation import CopiedPut
 from omni_kvlink.lowlevel import begin_gets
@@ -42,7 +43,7 @@ from support.connectors.shm_unauthorized import greeted
 from support.link.ends import end_of, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from omni_kvlink.connectors.protocol.messages import Message
     from omni_kvlink.payload.manifest import Manifest
@@ -69,27 +70,17 @@ def datagrams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     "both" are those with a Get and a Release.
     """
-    counts, receive, peek = Counter[str](), ShmChannel.receive, ShmChannel.peek
-    lock = threading.Lock()  # the threads of both sides count
+    counts, lock = Counter[str](), threading.Lock()  # the threads of both sides count
 
-    def count(messages: Sequence[Message]) -> None:
+    def counted(data: bytes) -> list[Message]:
+        messages = decode_all(data)
         kinds = {type(message).__name__ for message in messages}
         with lock:
             counts.update(kinds)
             counts["both"] += {"Get", "Release"} <= kinds
-
-    def receiving(channel: ShmChannel, turn: float = float("inf")) -> Iterator[Any]:
-        for messages, fd in receive(channel, turn):
-            count(messages)
-            yield messages, fd
-
-    def peeking(channel: ShmChannel) -> list[Message]:
-        messages = peek(channel)
-        count(messages)
         return messages
 
-    monkeypatch.setattr(ShmChannel, "receive", receiving)
-    monkeypatch.setattr(ShmChannel, "peek", peeking)
+    monkeypatch.setattr(channel, "decode_all", counted)
     return counts
 
 

@@ -8,11 +8,12 @@ import threading
 import pytest
 
 from omni_kvlink import KVLink
-from omni_kvlink.connectors.protocol.messages import Get, Offer, Outcome, Release
+from omni_kvlink.connectors.protocol.messages import Cancel, Get, Message, Offer, Outcome, Release
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed
 from omni_kvlink.testing.stream_checks import LayerStream
+from support.connectors.held_loops import paused
 from support.connectors.shm_unauthorized import greeted
 from support.link.ends import end_of
 
@@ -48,6 +49,27 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
         assert found["failed"] == (outcome == "rejected")
         stream.out.fail("enough") if outcome == "rejected" else stream.out.commit().wait(timeout=60)
         until_freed(producer)
+
+
+def test_messages_before_a_wrong_one_are_handled(
+    sockets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the producer receives all of them in one call."""
+    with KVLink.serve("shm://last", directory=sockets) as producer:
+        end, sent, handled = (
+            end_of(producer),
+            [Cancel(number) for number in range(3)],
+            list[Message](),
+        )
+        monkeypatch.setattr(end, "handle", lambda peer, *messages: handled.extend(messages))
+        with greeted(producer.stats()["socket"]) as peer:
+            with paused(end.loop):
+                for message in sent:
+                    peer.send(message)
+                peer.send(b"no message")
+            assert peer.is_dropped()
+        assert handled == sent
+        assert producer.stats()["refused"] == {"bad message": 1}
 
 
 def _close(fds: list[int]) -> None:

@@ -76,7 +76,7 @@ class GrowingWriter:
         """Count an appended chunk; no more of them are kept than the window says."""
         self._producer.numbers[chunk.epoch] = number
         self._appended.append(chunk)
-        kept = [one for one in self._appended if not one.done.is_set()]
+        kept = [one for one in self._appended if not one.is_done]
         assert len(kept) <= WINDOW, f"{len(kept)} chunks are kept"
 
     def _write(self, chunk: Transfer) -> None:
