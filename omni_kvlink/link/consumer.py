@@ -130,7 +130,8 @@ class KVConsumer(LinkEnd):
         started = time.perf_counter()
         requests = get_requests(request_ids)
         pending = begin(self, requests, timeout=timeout, verify=verify)
-        opened = partial(open_delivery, self, started=started, verify=verify)
+        copier, layouts = self._copier, self._layouts
+        opened = partial(Received, copier=copier, layouts=layouts, started=started, verify=verify)
         return PendingBatch(partial(self._await, verify=verify), opened, requests, pending)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:

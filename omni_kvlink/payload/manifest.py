@@ -265,10 +265,9 @@ class Layout:
         kind: the class whose `of_header` opens the payloads; "" where a manifest is needed: for
             a bundle, for nested tensors, and for metadata of a `TensorTransferData`.
         names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
-        packed: the layout as the native library takes it; None if there is no library.
     """
 
-    packed: host.PackedLayout | None
+    _packed: host.PackedLayout | bool | None = False
 
     def __init__(self, manifest: Manifest):
         branches, tensors = manifest.branches, manifest.tensors
@@ -303,14 +302,13 @@ class Layout:
         self.tensors = tuple(map(TensorSpec, *self._columns, _split_digests(blank)))
         self.is_covered = manifest.is_covered
 
-    if not TYPE_CHECKING:  # a `cached_property` has a lock, which a fork may leave locked
-
-        def __getattr__(self, name: str) -> host.PackedLayout | None:
-            """Make `packed` at its first use; the call of `crc32c` has loaded the library."""
-            if name != "packed":
-                raise AttributeError(name)
-            self.packed = self._pack() if host.is_loaded() else None
-            return self.packed
+    @property  # a `cached_property` has a lock, which a fork may leave locked
+    def packed(self) -> host.PackedLayout | None:
+        """The layout as the native library takes it, made once; None if there is no library."""
+        packed = self._packed
+        if isinstance(packed, bool):  # the call of `crc32c` has loaded the library
+            packed = self._packed = self._pack() if host.is_loaded() else None
+        return packed
 
     def _pack(self) -> host.PackedLayout:
         pieces, at = [], len(self._middle) + len(_OPEN)
@@ -508,12 +506,12 @@ class LayoutCache:
         total = region.nbytes
         header_nbytes = 8 + int.from_bytes(head[:8], "little")
         for layout in self._received if make and not header_nbytes % ALIGN else ():
-            if header_nbytes + layout.data_nbytes != total or not layout.kind or not layout.packed:
+            if header_nbytes + layout.data_nbytes != total or not layout.kind:
                 continue
-            sizes = total, header_nbytes
-            views = layout.packed.open(
-                region.address, sizes, request_id.encode(), region.span, make
-            )
+            if (packed := layout.packed) is None:
+                return None
+            sizes, key = (total, header_nbytes), request_id.encode()
+            views = packed.open(region.address, sizes, key, region.span, make)
             if views is not None:
                 self._add_received(layout)
                 text, tensors = bytes(head[8:header_nbytes]), layout.tensors
