@@ -70,6 +70,7 @@ def test_it_is_what_the_reference_opens(name: str, monkeypatch: pytest.MonkeyPat
     )
     one_call = received(payload, layouts)
     assert open_copy(Region.copy_of(payload), payload, "key", layouts) is not None
+    # As where torch has no such API: the reference opens it.
     monkeypatch.setattr(tensor_memory, "_MAKE", 0)
     assert open_copy(Region.copy_of(payload), payload, "key", layouts) is None
     reference = received(payload, layouts)
