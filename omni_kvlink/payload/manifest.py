@@ -281,7 +281,7 @@ class Layout:
                 self._flat = _BRANCHES.decode(self._encoded)[0]
             if tree is not None and not manifest.bundle:
                 self.names = tuple(tree)
-            if self._flat is not None and not manifest.bundle and not (tree and extra):
+            if self._flat is not None and not manifest.bundle and (tree is None or not extra):
                 self.kind = manifest.kind
         self.data_nbytes = manifest.data_nbytes
         rows = [(spec.name, spec.dtype, spec.shape, spec.start, spec.stop) for spec in tensors]

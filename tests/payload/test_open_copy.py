@@ -17,7 +17,7 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.payload import tensor_memory
 from omni_kvlink.payload.manifest import LayoutCache, Manifest
 from omni_kvlink.payload.tensor_memory import open_copy
-from support.payloads.small_payloads import MAKERS, bytes_of, tensors
+from support.payloads.small_payloads import MAKERS, bytes_of, metadata_alone, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,13 +118,16 @@ def test_a_payload_that_was_cut(cut: int) -> None:
         received(view, layouts)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+ALL = MAKERS | {"metadata alone": metadata_alone}
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_every_kind_and_the_unknown(name: str) -> None:
     """A bundle and nested tensors take the way of the reference; so does the first of a layout."""
-    payload = bytes_of(MAKERS[name]("key", seed=5))
-    for layouts in (LayoutCache(), seen(*(make("key") for make in MAKERS.values()))):
+    payload = bytes_of(ALL[name]("key", seed=5))
+    for layouts in (LayoutCache(), seen(*(make("key") for make in ALL.values()))):
         opened, _, _ = received(payload, layouts)
-        assert opened.data.difference(MAKERS[name]("key", seed=5)) == ""  # type: ignore[arg-type]
+        assert opened.data.difference(ALL[name]("key", seed=5)) == ""  # type: ignore[arg-type]
 
 
 @needs_native

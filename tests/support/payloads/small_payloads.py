@@ -23,6 +23,10 @@ def nested(key: str = "key", *, seed: int = 0) -> TensorTransferData:
     return TensorTransferData(key, {"tree": [parts, {"one": parts[1]}]}, {"steps": [{"at": 1}]})
 
 
+def metadata_alone(key: str = "key", *, seed: int = 0) -> TensorTransferData:
+    return TensorTransferData(key, {}, {"steps": 1})
+
+
 def bundle(key: str = "key", *, seed: int = 0) -> KVCacheBundle:
     whole = cache(key, seed=seed)
     prefix = PrefixOf("gen", 2, cache(shape=(2, 2, 4)).metadata)
