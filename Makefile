@@ -258,7 +258,8 @@ wheel-aarch64-test:
 	rm -rf build/aarch64 && mkdir -p build/aarch64
 	$(PYTHON) -m zipfile -e dist/*_aarch64.whl build/aarch64
 	$(ARM)-g++ -std=c++17 -O1 -pthread -Icsrc/tests/fake_cuda csrc/tests/*.cpp csrc/cuda/*.cpp \
-		csrc/failure.cpp csrc/view.cpp build/aarch64/omni_kvlink/_native/_kvlink.so \
+		csrc/crc32c.cpp csrc/failure.cpp csrc/kernel.cpp csrc/kernel_arm.cpp csrc/view.cpp \
+		build/aarch64/omni_kvlink/_native/_kvlink.so \
 		-Wl,-rpath,build/aarch64/omni_kvlink/_native -o build/aarch64/native
 	qemu-aarch64 -L /usr/$(ARM) build/aarch64/native 10 neon
 

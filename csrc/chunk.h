@@ -30,9 +30,12 @@ class Mover {
     void fence() { kernel_.fence(); }
 
   private:
+    uint32_t move_part(Chunk &left, size_t n, size_t unit, uint32_t crc, bool digest);
     void lanes(const Chunk &chunk, size_t lane_nbytes, uint32_t *crcs, bool digest);
     size_t copy_rows(Cursor *cursors, const View &view, size_t rows, char *const *payload,
                      uint32_t *crcs, bool digest);
+    size_t copy_loose_rows(Cursor *cursors, const View &view, size_t rows, char *const *payload,
+                           uint32_t *crcs, bool digest);
     size_t copy_piece(Cursor *cursors, size_t left, char *const *payload, uint32_t *crcs,
                       bool digest);
     void copy(Dst dst, Src src, uint32_t *crcs, bool digest, bool aligned, Src next);
@@ -42,7 +45,7 @@ class Mover {
     Mode mode_;
     bool stream_;
     const Kernel &kernel_;
-    Steps steps_;
+    Steps steps_, loose_;
     size_t shift_nbytes_ = 0;  // that shift_ was computed for; most chunks have the same size
     uint32_t shift_ = 0;
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bytes.h"
 #include "view.h"
 
 namespace kvl {
@@ -26,6 +27,9 @@ class Cursor {
         at = (view.dims ? start_[view.dims - 1] : view.origin) + position;
         left = view.run - position + neighbours();
     }
+
+    // Bytes of a piece of the view.
+    size_t run() const { return view_->run; }
 
     // Advance by n bytes within the piece; at its end, to the next piece.
     void advance(size_t n) {
@@ -76,14 +80,13 @@ class Cursor {
     void move(char *flat, size_t n) {
         while (n) {
             size_t whole = n < view_->run || left < view_->run ? 0 : row(n);
-            if (whole) {
-                switch (view_->run) {  // constant sizes: one instruction for each element
-                    case 1: pieces<kIntoView, 1>(flat, whole); break;
-                    case 2: pieces<kIntoView, 2>(flat, whole); break;
-                    case 4: pieces<kIntoView, 4>(flat, whole); break;
-                    case 8: pieces<kIntoView, 8>(flat, whole); break;
-                    default: whole = 0;
-                }
+            switch (whole ? view_->run : 0) {  // constant sizes: one instruction for each element
+                case 0: break;
+                case 1: pieces<kIntoView>(flat, whole, copy_element<1>); break;
+                case 2: pieces<kIntoView>(flat, whole, copy_element<2>); break;
+                case 4: pieces<kIntoView>(flat, whole, copy_element<4>); break;
+                case 8: pieces<kIntoView>(flat, whole, copy_element<8>); break;
+                default: pieces<kIntoView>(flat, whole, copy_bytes);
             }
             if (!whole) {
                 whole = std::min(n, left);
@@ -106,17 +109,23 @@ class Cursor {
         return std::min(n / view_->run, view_->sizes[d] - entry_[d]) * view_->run;
     }
 
-    template <bool kIntoView, size_t kRun>
-    void pieces(char *flat, size_t n) {
+    template <size_t kRun>
+    static inline __attribute__((always_inline)) void copy_element(char *to, const char *from,
+                                                                   size_t) {
+        memcpy(to, from, kRun);
+    }
+
+    template <bool kIntoView, class Copy>
+    inline __attribute__((always_inline)) void pieces(char *flat, size_t n, Copy copy) {
         int d = view_->dims - 1;
-        ptrdiff_t stride = view_->strides[d];
-        size_t count = n / kRun;
+        const ptrdiff_t stride = view_->strides[d];
+        const size_t run = view_->run, count = n / run;
         char *piece = at;
         for (size_t i = 0; i < count; i++) {
             if (kIntoView)
-                memcpy(piece + ptrdiff_t(i) * stride, flat + i * kRun, kRun);
+                copy(piece + ptrdiff_t(i) * stride, flat + i * run, run);
             else
-                memcpy(flat + i * kRun, piece + ptrdiff_t(i) * stride, kRun);
+                copy(flat + i * run, piece + ptrdiff_t(i) * stride, run);
         }
         // Set the position to the last of them; `next` advances from there.
         entry_[d] += count - 1;

@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kBlock = 4096;  // copied, then hashed while it is in the first-level cache
 
 template <bool kDigest>
-void copy(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src) {
+void copy(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src, bool) {
     for (int lane = 0; lane < kLanes; lane++)
         for (const Step *step = steps; step < steps + count; step++) {
             char *to = dst[lane] + step->to;
@@ -57,8 +57,8 @@ std::atomic<const Kernel *> current{nullptr};
 }  // namespace
 
 const Kernel kPortable = {
-    "portable", copy<false>, copy<true>,   copy<false>, copy<true>,
-    false,      digest,      crc_portable, fence,
+    "portable", 0,     copy<false>, copy<true>,   copy<false>,
+    copy<true>, false, digest,      crc_portable, fence,
 };
 
 #if !defined(__x86_64__) && !defined(__AARCH64EL__)

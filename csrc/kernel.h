@@ -36,11 +36,17 @@ struct Step {
 
 struct Kernel {
     const char *name;
+    // Where a load follows a store whose address has the same low 12 bits, some processors have it
+    // wait until the store is done, which takes long past the cache. So all loads of a line, in all
+    // lanes and for the CRC, too, come before its stores; with `near`, so do those of the next
+    // bytes, so many. Calls are to be near if a target lies 1 to so many bytes behind a source, by
+    // these bits; further behind, a load follows two lines after the store or more.
+    uint32_t near;
     // Copy the steps in each lane, and continue each lane's CRC over them. With `next`, the address
     // where each lane goes on to read, prefetch. The stream variants require destinations aligned
     // to kLine.
     using Copy = void (*)(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs,
-                          Src next);
+                          Src next, bool near);
     Copy copy, copy_digest, stream, stream_digest;
     // Whether it carries CRCs over gaps: else steps come in the payload's order.
     bool jumps;

@@ -43,8 +43,20 @@ inline __attribute__((always_inline)) void stream_line(char *to, const uint8x16x
         : "memory");
 }
 
+inline __attribute__((always_inline)) uint8x16x4_t load(const char *from) {
+    return vld1q_u8_x4(reinterpret_cast<const uint8_t *>(from));
+}
+
+template <bool kStream>
+inline __attribute__((always_inline)) void store(char *to, const uint8x16x4_t &line) {
+    if (kStream)
+        stream_line(to, line);
+    else
+        vst1q_u8_x4(reinterpret_cast<uint8_t *>(to), line);
+}
+
 template <bool kStream, bool kDigest>
-KVL_CRC void lanes(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src) {
+KVL_CRC void lanes(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src, bool) {
     uint32_t crc[kLanes] = {};
     for (int lane = 0; lane < kLanes && kDigest; lane++) crc[lane] = crcs[lane];
     for (const Step *step = steps; step < steps + count; step++) {
@@ -53,14 +65,13 @@ KVL_CRC void lanes(Dst dst, Src src, const Step *steps, size_t count, uint32_t *
         for (int lane = 0; lane < kLanes; lane++)
             to[lane] = dst[lane] + step->to, from[lane] = src[lane] + step->from;
         for (size_t at = 0; at < step->nbytes; at += kLine) {
-            for (int lane = 0; lane < kLanes; lane++) {
-                uint8x16x4_t line = vld1q_u8_x4(reinterpret_cast<const uint8_t *>(from[lane] + at));
-                if (kStream)
-                    stream_line(to[lane] + at, line);
-                else
-                    vst1q_u8_x4(reinterpret_cast<uint8_t *>(to[lane] + at), line);
-            }
+            const uint8x16x4_t line0 = load(from[0] + at), line1 = load(from[1] + at);
+            const uint8x16x4_t line2 = load(from[2] + at), line3 = load(from[3] + at);
             if (kDigest) crc_line(from, at, crc);
+            store<kStream>(to[0] + at, line0);
+            store<kStream>(to[1] + at, line1);
+            store<kStream>(to[2] + at, line2);
+            store<kStream>(to[3] + at, line3);
         }
     }
     if (kDigest)
@@ -88,6 +99,7 @@ void fence() { __sync_synchronize(); }
 
 const Kernel kNeon = {
     "neon",
+    0,
     lanes<false, false>,
     lanes<false, true>,
     lanes<true, false>,

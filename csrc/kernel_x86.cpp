@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "delay.h"
 #include "kernel.h"
 
 #if defined(__clang__) && __clang_major__ >= 14
@@ -58,51 +59,94 @@ KVL_JUMP inline __attribute__((always_inline)) void jump(const Gap &gap, uint64_
     }
 }
 
-template <bool kStream, bool kDigest, bool kAhead>
+// One line of each lane. Variables instead of an array, since compilers keep those in registers.
+struct Lines {
+    __m512i of0, of1, of2, of3;
+};
+
+template <bool kAhead>
+KVL_AVX512 inline __attribute__((always_inline)) Lines load(const Lanes &here, size_t at) {
+    for (int lane = 0; kAhead && lane < kLanes; lane++)
+        _mm_prefetch(here.ahead[lane] + at, _MM_HINT_T0);
+    return {_mm512_loadu_si512(here.from[0] + at), _mm512_loadu_si512(here.from[1] + at),
+            _mm512_loadu_si512(here.from[2] + at), _mm512_loadu_si512(here.from[3] + at)};
+}
+
+template <bool kStream>
+KVL_AVX512 inline __attribute__((always_inline)) void store(char *to, __m512i line) {
+    if (kStream)
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(to), line);
+    else
+        _mm512_storeu_si512(to, line);
+}
+
+template <bool kStream>
+KVL_AVX512 inline __attribute__((always_inline)) void store(Dst to, ptrdiff_t at,
+                                                            const Lines &lines) {
+    store<kStream>(to[0] + at, lines.of0);
+    store<kStream>(to[1] + at, lines.of1);
+    store<kStream>(to[2] + at, lines.of2);
+    store<kStream>(to[3] + at, lines.of3);
+}
+
+// Lines that are loaded and not yet stored: with `kNear`, two of each lane, else none.
+struct Late {
+    Delay<Lines> one, two;
+};
+
+// Load a line of each lane, and store what is due.
+template <bool kStream, bool kAhead, bool kNear>
+KVL_AVX512 inline __attribute__((always_inline)) Lines pass(const Lanes &here, Dst dst, size_t at,
+                                                            ptrdiff_t to, Late &late) {
+    const Lines loaded = load<kAhead>(here, at);
+    Lines due = loaded;
+    to += ptrdiff_t(at);
+    if (!kNear)
+        store<kStream>(here.to, ptrdiff_t(at), loaded);
+    else if (late.one.exchange(due, to) && late.two.exchange(due, to))
+        store<kStream>(dst, to, due);
+    return loaded;
+}
+
+template <bool kStream>
+KVL_AVX512 inline __attribute__((always_inline)) void finish(Dst dst, const Late &late) {
+    Lines due;
+    ptrdiff_t to;
+    if (late.two.take(due, to)) store<kStream>(dst, to, due);
+    if (late.one.take(due, to)) store<kStream>(dst, to, due);
+}
+
+template <bool kStream, bool kDigest, bool kAhead, bool kNear>
 KVL_AVX512 void lanes_avx512(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs,
                              Src next) {
+    Late late;
     uint64_t crc[kLanes] = {};
     for (int lane = 0; lane < kLanes && kDigest; lane++) crc[lane] = crcs[lane];
     for (const Step *step = steps; step < steps + count; step++) {
         const Lanes here(dst, src, kAhead ? next : nullptr, *step);
         if (kDigest && step->jumps) jump(step->gap, crc);
         for (size_t at = 0; at < step->nbytes; at += kLine) {
-            for (int lane = 0; lane < kLanes; lane++) {
-                if (kAhead) _mm_prefetch(here.ahead[lane] + at, _MM_HINT_T0);
-                __m512i line = _mm512_loadu_si512(here.from[lane] + at);
-                if (kStream)
-                    _mm512_stream_si512(reinterpret_cast<__m512i *>(here.to[lane] + at), line);
-                else
-                    _mm512_storeu_si512(here.to[lane] + at, line);
-            }
             if (kDigest) crc_line(here.from, at, crc);
+            pass<kStream, kAhead, kNear>(here, dst, at, step->to, late);
         }
     }
+    if (kNear) finish<kStream>(dst, late);
     for (int lane = 0; lane < kLanes && kDigest; lane++)
         crcs[lane] = static_cast<uint32_t>(crc[lane]);
 }
 
 template <bool kStream, bool kDigest>
-void copy_avx512(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next) {
-    return next ? lanes_avx512<kStream, kDigest, true>(dst, src, steps, count, crcs, next)
-                : lanes_avx512<kStream, kDigest, false>(dst, src, steps, count, crcs, next);
+void copy_avx512(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next,
+                 bool near) {
+    auto copy = near ? (next ? lanes_avx512<kStream, kDigest, true, true>
+                             : lanes_avx512<kStream, kDigest, false, true>)
+                     : (next ? lanes_avx512<kStream, kDigest, true, false>
+                             : lanes_avx512<kStream, kDigest, false, false>);
+    copy(dst, src, steps, count, crcs, next);
 }
 
 // Below this size the final reduction of a fold costs more than the fold saves.
 constexpr size_t kFold = 1024;
-
-// Copies one line of one lane and returns it; prefetches the one at `ahead`.
-template <bool kStore, bool kStream, bool kAhead>
-KVL_CLMUL inline __attribute__((always_inline)) __m512i pass(char *to, const char *from,
-                                                             const char *ahead) {
-    if (kAhead) _mm_prefetch(ahead, _MM_HINT_T0);
-    __m512i line = _mm512_loadu_si512(from);
-    if (kStore && kStream)
-        _mm512_stream_si512(reinterpret_cast<__m512i *>(to), line);
-    else if (kStore)
-        _mm512_storeu_si512(to, line);
-    return line;
-}
 
 KVL_CLMUL inline __attribute__((always_inline)) __m512i with_crc(__m512i line, uint32_t crc) {
     return _mm512_xor_si512(line, _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
@@ -116,102 +160,136 @@ KVL_CLMUL inline __attribute__((always_inline)) __m512i add_line(__m512i folded,
     return _mm512_ternarylogic_epi64(low, high, line, 0x96);  // xor of the three
 }
 
+KVL_CLMUL inline __attribute__((always_inline)) Lines add_lines(const Lines &folded,
+                                                                const Lines &lines,
+                                                                __m512i by_line) {
+    return {add_line(folded.of0, lines.of0, by_line), add_line(folded.of1, lines.of1, by_line),
+            add_line(folded.of2, lines.of2, by_line), add_line(folded.of3, lines.of3, by_line)};
+}
+
 // Copies and folds the CRC in the vector registers of the copy: two carry-less multiplications per
-// line instead of eight CRC instructions. Without `kStore`, the CRC alone. Four variables instead
-// of arrays, since compilers keep those in registers. n is at least one line.
-template <bool kStore, bool kStream, bool kAhead>
+// line instead of eight CRC instructions. Without `kStore`, the CRC alone. n is at least one line.
+template <bool kStore, bool kStream, bool kAhead, bool kNear>
 KVL_CLMUL void fold(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next) {
     // x^(512 + 31) and x^(512 - 33) modulo the polynomial: the instruction's product of reflected
     // numbers is by x^33 too large.
     const __m512i by_line = _mm512_set4_epi32(0, int(0x9e4addf8), 0, 0x740eef02);
-    __m512i folded0{}, folded1{}, folded2{}, folded3{};
+    Late late;
+    Lines lines, folded{};
     for (const Step *step = steps; step < steps + count; step++) {
         const Lanes here(dst, src, kAhead ? next : nullptr, *step);
-        char *to0 = here.to[0], *to1 = here.to[1], *to2 = here.to[2], *to3 = here.to[3];
-        const char *from0 = here.from[0], *from1 = here.from[1];
-        const char *from2 = here.from[2], *from3 = here.from[3];
-        const char *ahead0 = here.ahead[0], *ahead1 = here.ahead[1];
-        const char *ahead2 = here.ahead[2], *ahead3 = here.ahead[3];
-        __m512i by_gap = by_line;
-        if (step->jumps) {
-            const uint32_t *folded = step->gap.folded;
-            by_gap = _mm512_set4_epi32(0, int(folded[1]), 0, int(folded[0]));
-        }
+        lines = kStore ? pass<kStream, kAhead, kNear>(here, dst, 0, step->to, late)
+                       : load<kAhead>(here, 0);
         if (step == steps) {
-            folded0 = with_crc(pass<kStore, kStream, kAhead>(to0, from0, ahead0), crcs[0]);
-            folded1 = with_crc(pass<kStore, kStream, kAhead>(to1, from1, ahead1), crcs[1]);
-            folded2 = with_crc(pass<kStore, kStream, kAhead>(to2, from2, ahead2), crcs[2]);
-            folded3 = with_crc(pass<kStore, kStream, kAhead>(to3, from3, ahead3), crcs[3]);
+            folded = {with_crc(lines.of0, crcs[0]), with_crc(lines.of1, crcs[1]),
+                      with_crc(lines.of2, crcs[2]), with_crc(lines.of3, crcs[3])};
+        } else if (step->jumps) {
+            const uint32_t *by = step->gap.folded;
+            folded = add_lines(folded, lines, _mm512_set4_epi32(0, int(by[1]), 0, int(by[0])));
         } else {
-            folded0 = add_line(folded0, pass<kStore, kStream, kAhead>(to0, from0, ahead0), by_gap);
-            folded1 = add_line(folded1, pass<kStore, kStream, kAhead>(to1, from1, ahead1), by_gap);
-            folded2 = add_line(folded2, pass<kStore, kStream, kAhead>(to2, from2, ahead2), by_gap);
-            folded3 = add_line(folded3, pass<kStore, kStream, kAhead>(to3, from3, ahead3), by_gap);
+            folded = add_lines(folded, lines, by_line);
         }
         for (size_t at = kLine; at < step->nbytes; at += kLine) {
-            folded0 = add_line(
-                folded0, pass<kStore, kStream, kAhead>(to0 + at, from0 + at, ahead0 + at), by_line);
-            folded1 = add_line(
-                folded1, pass<kStore, kStream, kAhead>(to1 + at, from1 + at, ahead1 + at), by_line);
-            folded2 = add_line(
-                folded2, pass<kStore, kStream, kAhead>(to2 + at, from2 + at, ahead2 + at), by_line);
-            folded3 = add_line(
-                folded3, pass<kStore, kStream, kAhead>(to3 + at, from3 + at, ahead3 + at), by_line);
+            lines = kStore ? pass<kStream, kAhead, kNear>(here, dst, at, step->to, late)
+                           : load<kAhead>(here, at);
+            folded = add_lines(folded, lines, by_line);
         }
     }
+    if (kStore && kNear) finish<kStream>(dst, late);
     // The folded line has the CRC of all lines: hash it.
-    alignas(kLine) char lines[kLanes][kLine];
-    _mm512_store_si512(lines[0], folded0);
-    _mm512_store_si512(lines[1], folded1);
-    _mm512_store_si512(lines[2], folded2);
-    _mm512_store_si512(lines[3], folded3);
-    const char *const last[kLanes] = {lines[0], lines[1], lines[2], lines[3]};
+    alignas(kLine) char last[kLanes][kLine];
+    char *const addresses[kLanes] = {last[0], last[1], last[2], last[3]};
+    store<false>(addresses, 0, folded);
     uint64_t crc[kLanes] = {};
-    crc_line(last, 0, crc);
+    crc_line(addresses, 0, crc);
     for (int lane = 0; lane < kLanes; lane++) crcs[lane] = static_cast<uint32_t>(crc[lane]);
 }
 
 template <bool kStream>
-void copy_clmul(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next) {
+void copy_clmul(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next,
+                bool near) {
     if (steps[count - 1].nbytes * count < kFold)
-        return copy_avx512<kStream, true>(dst, src, steps, count, crcs, next);
-    if (next) return fold<true, kStream, true>(dst, src, steps, count, crcs, next);
-    fold<true, kStream, false>(dst, src, steps, count, crcs, next);
+        return copy_avx512<kStream, true>(dst, src, steps, count, crcs, next, near);
+    auto copy = near
+                    ? (next ? fold<true, kStream, true, true> : fold<true, kStream, false, true>)
+                    : (next ? fold<true, kStream, true, false> : fold<true, kStream, false, false>);
+    copy(dst, src, steps, count, crcs, next);
 }
 
-template <bool kStream, bool kDigest, bool kAhead>
+// One line of each lane.
+struct Halves {
+    __m256i low0, high0, low1, high1, low2, high2, low3, high3;
+};
+
+template <bool kAhead>
+KVL_AVX2 inline __attribute__((always_inline)) Halves load_halves(const Lanes &here, size_t at) {
+    const __m256i *line[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) {
+        if (kAhead) _mm_prefetch(here.ahead[lane] + at, _MM_HINT_T0);
+        line[lane] = reinterpret_cast<const __m256i *>(here.from[lane] + at);
+    }
+    return {_mm256_loadu_si256(line[0]), _mm256_loadu_si256(line[0] + 1),
+            _mm256_loadu_si256(line[1]), _mm256_loadu_si256(line[1] + 1),
+            _mm256_loadu_si256(line[2]), _mm256_loadu_si256(line[2] + 1),
+            _mm256_loadu_si256(line[3]), _mm256_loadu_si256(line[3] + 1)};
+}
+
+template <bool kStream>
+KVL_AVX2 inline __attribute__((always_inline)) void store(char *to, __m256i low, __m256i high) {
+    auto target = reinterpret_cast<__m256i *>(to);
+    if (kStream) {
+        _mm256_stream_si256(target, low);
+        _mm256_stream_si256(target + 1, high);
+    } else {
+        _mm256_storeu_si256(target, low);
+        _mm256_storeu_si256(target + 1, high);
+    }
+}
+
+template <bool kStream>
+KVL_AVX2 inline __attribute__((always_inline)) void store(Dst to, ptrdiff_t at,
+                                                          const Halves &lines) {
+    store<kStream>(to[0] + at, lines.low0, lines.high0);
+    store<kStream>(to[1] + at, lines.low1, lines.high1);
+    store<kStream>(to[2] + at, lines.low2, lines.high2);
+    store<kStream>(to[3] + at, lines.low3, lines.high3);
+}
+
+// With `kNear`, two lines of each lane fill the registers.
+template <bool kStream, bool kDigest, bool kAhead, bool kNear>
 KVL_AVX2 void lanes_avx2(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs,
                          Src next) {
+    Delay<Halves> one;
+    Halves lines;
+    ptrdiff_t to;
     uint64_t crc[kLanes] = {};
     for (int lane = 0; lane < kLanes && kDigest; lane++) crc[lane] = crcs[lane];
     for (const Step *step = steps; step < steps + count; step++) {
         const Lanes here(dst, src, kAhead ? next : nullptr, *step);
         if (kDigest && step->jumps) jump(step->gap, crc);
         for (size_t at = 0; at < step->nbytes; at += kLine) {
-            for (int lane = 0; lane < kLanes; lane++) {
-                if (kAhead) _mm_prefetch(here.ahead[lane] + at, _MM_HINT_T0);
-                auto source = reinterpret_cast<const __m256i *>(here.from[lane] + at);
-                auto target = reinterpret_cast<__m256i *>(here.to[lane] + at);
-                __m256i low = _mm256_loadu_si256(source), high = _mm256_loadu_si256(source + 1);
-                if (kStream) {
-                    _mm256_stream_si256(target, low);
-                    _mm256_stream_si256(target + 1, high);
-                } else {
-                    _mm256_storeu_si256(target, low);
-                    _mm256_storeu_si256(target + 1, high);
-                }
-            }
             if (kDigest) crc_line(here.from, at, crc);
+            lines = load_halves<kAhead>(here, at);
+            to = step->to + ptrdiff_t(at);
+            if (!kNear)
+                store<kStream>(here.to, ptrdiff_t(at), lines);
+            else if (one.exchange(lines, to))
+                store<kStream>(dst, to, lines);
         }
     }
+    if (kNear && one.take(lines, to)) store<kStream>(dst, to, lines);
     for (int lane = 0; lane < kLanes && kDigest; lane++)
         crcs[lane] = static_cast<uint32_t>(crc[lane]);
 }
 
 template <bool kStream, bool kDigest>
-void copy_avx2(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next) {
-    return next ? lanes_avx2<kStream, kDigest, true>(dst, src, steps, count, crcs, next)
-                : lanes_avx2<kStream, kDigest, false>(dst, src, steps, count, crcs, next);
+void copy_avx2(Dst dst, Src src, const Step *steps, size_t count, uint32_t *crcs, Src next,
+               bool near) {
+    auto copy = near ? (next ? lanes_avx2<kStream, kDigest, true, true>
+                             : lanes_avx2<kStream, kDigest, false, true>)
+                     : (next ? lanes_avx2<kStream, kDigest, true, false>
+                             : lanes_avx2<kStream, kDigest, false, false>);
+    copy(dst, src, steps, count, crcs, next);
 }
 
 KVL_SSE42 void digest(Src src, size_t n, uint32_t *crcs) {
@@ -225,7 +303,7 @@ KVL_SSE42 void digest(Src src, size_t n, uint32_t *crcs) {
 void digest_clmul(Src src, size_t n, uint32_t *crcs) {
     if (n < kFold) return digest(src, n, crcs);
     const Step whole{0, 0, 0, uint32_t(n), false, false, {}};
-    fold<false, false, false>(nullptr, src, &whole, 1, crcs, nullptr);
+    fold<false, false, false, false>(nullptr, src, &whole, 1, crcs, nullptr);
 }
 
 KVL_SSE42 uint32_t crc_sse42(uint32_t crc, const void *data, size_t n) {
@@ -266,6 +344,7 @@ struct Processor {
 
 const Kernel kAvx512 = {
     "avx512",
+    2 * kLine,
     copy_avx512<false, false>,
     copy_avx512<false, true>,
     copy_avx512<true, false>,
@@ -277,6 +356,7 @@ const Kernel kAvx512 = {
 };
 const Kernel kAvx512Clmul = {
     "avx512+clmul",
+    2 * kLine,
     copy_avx512<false, false>,
     copy_clmul<false>,
     copy_avx512<true, false>,
@@ -288,6 +368,7 @@ const Kernel kAvx512Clmul = {
 };
 const Kernel kAvx2 = {
     "avx2",
+    kLine,
     copy_avx2<false, false>,
     copy_avx2<false, true>,
     copy_avx2<true, false>,

@@ -28,34 +28,34 @@ void Steps::plan_piece(size_t n) {
     if (near) steps_[count_++] = {0, 0, ptrdiff_t(far), uint32_t(near), false, false, {}};
     auto rest = ptrdiff_t(near);
     steps_[count_++] = {rest, rest, 0, uint32_t(far), true, false, {}};
-    are_lines_ = true;
+    are_lines_ = are_even_ = true;
     view_ = nullptr;
 }
 
-void Steps::plan_rows(const View &view, size_t count, bool into_view, bool any_order) {
+void Steps::plan_rows(const View &view, size_t count, bool into_view, Order kind) {
     if (view_ == &view && count_ == count) return;
     view_ = &view, count_ = count;
     ptrdiff_t offsets[kMost], bits = 0;
-    size_t order[kMost];
+    size_t order[kMost] = {};
     for (size_t row = 0; row < count; row++) {
         order[row] = row;
         bits |= offsets[row] = offset_of(view, row);
     }
     are_lines_ = bits % ptrdiff_t(kLine) == 0;
-    // The processor prefetches what is read in memory's order. A CRC begins at the first row and
-    // ends at the last, so that these two must stay where they are.
+    // The processor prefetches what is read in memory's order.
     auto lies_before = [&](size_t a, size_t b) {
         return offsets[a] != offsets[b] ? offsets[a] < offsets[b] : a < b;
     };
-    if (any_order && !into_view) std::sort(order, order + count, lies_before);
-    if (order[0] != 0 || order[count - 1] != count - 1)
+    if (kind != Order::payload) std::sort(order, order + count, lies_before);
+    if (kind == Order::inner && (order[0] != 0 || order[count - 1] != count - 1))
         for (size_t row = 0; row < count; row++) order[row] = row;
     size_t far = std::min(count, std::max<size_t>(1, distance(count * view.run) / view.run));
     for (size_t i = 0; i < count; i++) {
         ptrdiff_t flat = ptrdiff_t(order[i] * view.run), at = offsets[order[i]];
         bool behind = i + far >= count;
         ptrdiff_t ahead = offsets[order[behind ? i + far - count : i + far]];
-        ptrdiff_t nbytes = i ? flat - steps_[i - 1].to - ptrdiff_t(view.run) : 0;
+        ptrdiff_t nbytes =
+            i && kind == Order::inner ? flat - steps_[i - 1].to - ptrdiff_t(view.run) : 0;
         if (into_view)
             steps_[i] = {flat, at, 0, uint32_t(view.run), false, false, {}};
         else
@@ -67,6 +67,10 @@ void Steps::plan_rows(const View &view, size_t count, bool into_view, bool any_o
                          nbytes != 0,
                          nbytes ? gap(nbytes) : Gap{}};
     }
+    ptrdiff_t first = steps_[0].to - steps_[0].from;
+    are_even_ = std::all_of(steps_, steps_ + count, [&](const Step &step) {
+        return (step.to - step.from - first) % 4096 == 0;
+    });
 }
 
 const Gap &Steps::gap(ptrdiff_t nbytes) {

@@ -16,6 +16,7 @@ thread pool.
 | `begin_chunks`, `open_chunks` | the same for append streams |
 | `PendingGet`, `Delivery` | what they return |
 | `BackgroundGet`, `GetPhase` | one get with a deadline that no thread waits for |
+| `CopyInto`, `LayerTargets` | its copy into tensors of the caller, or layers of it |
 | `LazyEvent` | an event whose wait an interrupt may cut at any line |
 | `Options`, `ServeOptions`, `ConnectOptions`, `LinkUrl`, `Device` | settings of a configuration |
 | `backend`, `check_verify` | validate a configuration before a link is opened |
@@ -47,7 +48,9 @@ from omni_kvlink.copier import TorchCopier as TorchCopier
 from omni_kvlink.copier import named_copier as named_copier
 from omni_kvlink.link import BackgroundGet as BackgroundGet
 from omni_kvlink.link import ConnectOptions as ConnectOptions
+from omni_kvlink.link import CopyInto as CopyInto
 from omni_kvlink.link import GetPhase as GetPhase
+from omni_kvlink.link import LayerTargets as LayerTargets
 from omni_kvlink.link import LinkUrl as LinkUrl
 from omni_kvlink.link import ServeOptions as ServeOptions
 from omni_kvlink.link import begin_chunks as begin_chunks

@@ -102,7 +102,7 @@ def test_keywords_are_the_options() -> None:
     """And a type checker allows of each what its rule allows."""
     types = {Flag: "bool", Size: "int | str", FilePath: "str | os.PathLike[str]"}
     options = {name: types.get(type(rule), "str") for name, rule in rules(Options).items()}
-    options["prefault"] += " | Payload"
+    options["prefault"] = "int | str | Payload | None"
     hints = LinkOptions.__annotations__.items()
     assert {name: hint.__forward_arg__ for name, hint in hints} == options
 

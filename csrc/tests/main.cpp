@@ -4,6 +4,7 @@
 #include "check.h"
 
 void test_copies(const char *features, int rounds);
+void test_kernels(const char *features);
 void test_refusals();
 void test_cuda();
 void test_device_memory();
@@ -11,8 +12,10 @@ void test_device_memory();
 // Arguments: rounds of random copies; the instruction set that must be selected by default.
 int main(int argc, char **argv) {
     int rounds = argc > 1 ? std::atoi(argv[1]) : 30;
-    for (const char *features : {"portable", "avx2", "avx512", "avx512+clmul", "neon"})
+    for (const char *features : {"portable", "avx2", "avx512", "avx512+clmul", "neon"}) {
+        test_kernels(features);
         test_copies(features, rounds);
+    }
     if (argc > 2) CHECK(std::string(kvl_features()) == argv[2]);
     test_refusals();
     test_cuda();

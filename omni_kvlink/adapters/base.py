@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from omni_kvlink.errors import SchemaError
+from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.payload.views import dense
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
+    from omni_kvlink.payload.schema import KVMetadata
 
 C = TypeVar("C")
+
+
+class PayloadStream(Protocol):
+    """A payload whose metadata and shapes are known, such as a `ReceivedStream`."""
+
+    @property
+    def payload(self) -> Any:
+        """Its tensors, whose bytes may not be there yet."""
 
 
 class CacheAdapter(ABC, Generic[C]):
@@ -38,3 +52,33 @@ class CacheAdapter(ABC, Generic[C]):
         Raises:
             SchemaError: `into` has another number of layers.
         """
+
+    def targets(self, cache: C) -> Callable[[PayloadStream], KVCacheTransferData]:
+        """Return the `into` of `KVConsumer.get` that fills an empty cache, while it is written.
+
+        Unlike those of `load`, the tensors are the cache's own, and writable. After an error of
+        `get` the cache is worthless. SchemaError, in `get`, as of `load`, or for a bundle.
+        """
+        filled = list[KVCacheTransferData]()
+
+        def targets(stream: PayloadStream) -> KVCacheTransferData:
+            if not filled:  # else the connection broke meanwhile
+                data = cache_of(stream)
+                blocks = {
+                    name: [None if view is None else torch.empty_like(dense(view)) for view in part]
+                    for name, part in data.layer_blocks.items()
+                }
+                filled.append(KVCacheTransferData(data.request_id, blocks, [], data.metadata))
+                self.load(filled[0], cache)
+            return filled[0]
+
+        return targets
+
+
+def cache_of(stream: PayloadStream) -> KVCacheTransferData:
+    """Return the cache that a stream brings; SchemaError if it is another payload."""
+    data = stream.payload
+    if not isinstance(data, KVCacheTransferData):
+        text = f"payload {data.request_id!r} is a {type(data).__name__}, no single cache"
+        raise SchemaError(text)
+    return data

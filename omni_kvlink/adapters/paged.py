@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.adapters.base import CacheAdapter
+from omni_kvlink.adapters.base import CacheAdapter, PayloadStream, cache_of
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.kv_checks import CACHES
 from omni_kvlink.payload.overlap import check_distinct
@@ -21,7 +21,7 @@ from omni_kvlink.payload.tensor_memory import storage_address
 from omni_kvlink.payload.views import TensorView, dense, write
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -61,6 +61,18 @@ class PagedAdapter(CacheAdapter[PagedCache]):
         """Copy a cache into its blocks; see `inject`."""
         self.inject(data, **_pools(into))
         return into
+
+    def targets(self, cache: PagedCache) -> Callable[[PayloadStream], KVCacheTransferData]:
+        """Return the `into` of `KVConsumer.get` that fills blocks, of any size, as it is written.
+
+        SchemaError, in `get`, if the table or a pool does not fit; nothing was written then.
+        """
+
+        def targets(stream: PayloadStream) -> KVCacheTransferData:
+            metadata = dataclasses.replace(cache_of(stream).metadata, block_size=cache.block_size)
+            return self.export(cache, request_id="targets", metadata=metadata)
+
+        return targets
 
     def inject(
         self,

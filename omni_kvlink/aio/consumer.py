@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
-    from omni_kvlink.link.copy_into import Targets
+    from omni_kvlink.link.copy_into import Into
     from omni_kvlink.link.read_block import ReadBlock
     from omni_kvlink.payload.schema import KVMetadata
 
@@ -60,7 +60,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         *,
         timeout: float,
         verify: Verify = "auto",
-        into: Targets | None = None,
+        into: Into | None = None,
     ) -> Received:
         """`KVConsumer.get`; cancelling the task cancels the request.
 
@@ -120,7 +120,7 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
         return AsyncChunkStream(stream)
 
     async def _get_into(
-        self, request_id: str, into: Targets, timeout: float, verify: Verify
+        self, request_id: str, into: Into, timeout: float, verify: Verify
     ) -> Received:
         begin = partial(begin_get, streamed=True, verify=verify)
         get = self._get(request_id, begin, timeout)
@@ -134,15 +134,16 @@ class AsyncKVConsumer(AsyncLinkEnd[KVConsumer]):
                     raise
 
     async def _copied(
-        self, stream: ReceivedStream, into: Targets, get: BackgroundGet, verify: Verify
+        self, stream: ReceivedStream, into: Into, get: BackgroundGet, verify: Verify
     ) -> Received:
         """Copy the payload of a stream into the caller's tensors; after an error it is unread."""
         work: _InThread | None = None
         try:
-            copies, reader = CopyInto(stream, into, verify), AsyncReceivedStream(stream)
-            for key in stream.names() if copies.is_by_layer else ():
-                await reader.wait_for_layer(key[1], branch=key[0], timeout=get.seconds_left())
-                work = _InThread(partial(copies.copy_layer, key), stream)
+            copies, reader = CopyInto(stream, into, verify=verify), AsyncReceivedStream(stream)
+            for targets in copies.layers if copies.is_by_layer else ():
+                branch, limit = targets.branch, get.seconds_left()
+                layer = await reader.wait_for_layer(targets.layer, branch=branch, timeout=limit)
+                work = _InThread(partial(copies.copy_layer, targets, layer), stream)
                 await work.run()
             payload = await reader.wait(timeout=get.seconds_left())
             if not copies.is_by_layer:

@@ -15,15 +15,14 @@ import torch
 from omni_kvlink._native import host
 from omni_kvlink.bench.machine import torch_threads
 from omni_kvlink.bench.payloads import Sources, make_sample
+from omni_kvlink.bench.placements import Placements, measure_placements
 from omni_kvlink.bench.report import BenchError, Progress, progress, table
 from omni_kvlink.bench.result import Result
 from omni_kvlink.bench.setups import BLOCK, CopySetup, Shape
 from omni_kvlink.bench.stats import Timings
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.errors import IntegrityError
-from omni_kvlink.memory.mapping import PAGE, Mapping
-from omni_kvlink.payload.paged import PagedTensor
-from omni_kvlink.payload.schema import KVCacheTransferData
+from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.payload.tensor_memory import tensor_view
 from omni_kvlink.payload.views import TensorView, dense, same_bytes
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
+    from omni_kvlink.payload.schema import KVCacheTransferData
 
     MakeMapping = Callable[[str, int], Mapping]
 
@@ -131,24 +131,6 @@ class StagedPayload:
         self.manifest = self.manifest.with_digests(self.gather(copier))
 
 
-class PagedScatterMethod(CopyMethod):
-    """Copies a payload into the blocks of pools."""
-
-    def __init__(self, key: str, text: str, committed: StagedPayload, targets: list[PagedTensor]):
-        def scatter(copier: Copier) -> None:
-            copier.scatter(committed.manifest, committed.region, targets)
-
-        super().__init__(key, text, scatter, committed.tensors(), (), NativeCopier(threads=1))
-        self._blocks = targets
-
-    def moves_all_bytes(self) -> bool:
-        """Run on blank pools, and compare."""
-        for target in self._blocks:
-            target.pool.view(torch.uint8).zero_()
-        self.run()
-        return self.holds([dense(target) for target in self._blocks])
-
-
 class _VerifyMethod(CopyMethod):
     """Reads all bytes and compares digests; `targets` are the tensors that it reads."""
 
@@ -197,13 +179,10 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     cache = _cache(shape, "contiguous")
     payload, committed = StagedPayload(cache), StagedPayload(cache)
     paged = StagedPayload(_cache(shape, "paged"))
-    by_head = StagedPayload(_by_head(paged))
     bare = StagedPayload(cache, payload.region, digests=False)  # the same warm memory
     committed.commit(single)
-    by_head.commit(single)
     sources, read = [dense(source) for source in payload.sources], committed.tensors()
     copied, scattered = ([torch.zeros_like(one) for one in tensors] for tensors in (sources, read))
-    blocks = [_heads_first(source) for source in by_head.sources]
 
     def copy_tensors(_: object) -> None:
         for source, target in zip(sources, copied, strict=True):
@@ -212,18 +191,14 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
     def gather(key: str, text: str, copier: Copier, staged: StagedPayload) -> CopyMethod:
         return CopyMethod(key, text, staged.gather, staged.sources, staged.tensors(), copier)
 
-    def scatter(key: str, text: str, targets: list[torch.Tensor]) -> CopyMethod:
-        def copy(copier: Copier) -> None:
-            copier.scatter(committed.manifest, committed.region, targets)
-
-        return CopyMethod(key, text, copy, read, targets, single)
+    def scatter(copier: Copier) -> None:
+        copier.scatter(committed.manifest, committed.region, scattered)
 
     def verify(copier: Copier) -> None:
         copier.verify(committed.manifest, committed.region)
 
     torch_text, all_text = f"torch threads {threads}", f"a thread on each of {cores} cores, digests"
     out_text, read_text = "out of a payload, digests checked", "only read, digests checked"
-    digests, same_text = "digests", "to where the bytes lie in a payload's pages"
     fresh_text = "gather into a new memory file"
     return [
         PlainCopy(shape.nbytes),
@@ -233,12 +208,8 @@ def make_copy_methods(shape: Shape, *, threads: int) -> list[CopyMethod]:
         gather("gather_auto_bare", "as many threads as a put takes", auto, bare),
         gather("gather_auto", "the same with digests", auto, payload),
         gather("gather_all_cores", all_text, all_cores, payload),
-        gather("gather_paged", f"random blocks of {BLOCK}, {digests}", single, paged),
-        gather("gather_by_head", f"blocks that lie head by head (HND), {digests}", single, by_head),
-        scatter("scatter", out_text, scattered),
-        scatter("scatter_same_offset", same_text, _placed(read, 0)),
-        scatter("scatter_next_line", f"{same_text}, and a line further", _placed(read, 64)),
-        PagedScatterMethod("scatter_by_head", "into blocks head by head", by_head, blocks),
+        gather("gather_paged", f"random blocks of {BLOCK}, digests", single, paged),
+        CopyMethod("scatter", out_text, scatter, read, scattered, single),
         _VerifyMethod("verify", read_text, verify, read, read, single),
         FirstTouchMethod("first_touch", fresh_text, single, payload, _untouched),
         FirstTouchMethod(
@@ -251,30 +222,6 @@ def _cache(shape: Shape, sources: Sources) -> KVCacheTransferData:
     return make_sample("copy", shape, np.random.default_rng(0), sources=sources).cache
 
 
-def _heads_first(blocks: TensorView | None) -> PagedTensor:
-    """The same blocks in a pool [blocks, heads, tokens, dim]."""
-    assert isinstance(blocks, PagedTensor)
-    pool = blocks.pool.transpose(1, 2).contiguous().transpose(1, 2)
-    return PagedTensor(pool, blocks.block_table)
-
-
-def _by_head(paged: StagedPayload) -> KVCacheTransferData:
-    """The cache of a paged payload, in pools that lie head by head."""
-    layers = {name: list(map(_heads_first, blocks)) for name, blocks in paged.layers.items()}
-    return KVCacheTransferData("copy", layers, metadata=paged.metadata)
-
-
-def _placed(tensors: Sequence[torch.Tensor], further: int) -> list[torch.Tensor]:
-    """Blank tensors `further` than the page offsets of others: stores and loads may alias."""
-    placed = []
-    for tensor in tensors:
-        memory = torch.zeros(tensor.nbytes + 2 * PAGE, dtype=torch.uint8)
-        start = (tensor.data_ptr() + further - memory.data_ptr()) % PAGE
-        flat = memory[start : start + tensor.nbytes]
-        placed.append(flat.view(tensor.dtype).view(tensor.shape))
-    return placed
-
-
 def _untouched(name: str, nbytes: int) -> Mapping:
     """Make a memory file without pages: each is made when the copy reaches it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -283,11 +230,13 @@ def _untouched(name: str, nbytes: int) -> Mapping:
 
 
 def measure(setup: CopySetup, progress: Progress = progress) -> Result:
-    """Prove every method, then time each once a round.
+    """Prove every method, then time each once a round; then `measure_placements`.
 
-    It raises `BenchError` for a method that does not move all bytes, `NativeError` without a
-    compiled library, and `CapacityError` if the memory is too small.
+    The instruction set of the setup remains selected. It raises `BenchError` for a method that
+    does not move all bytes, `NativeError` without a compiled library or this instruction set, and
+    `CapacityError` if the memory is too small.
     """
+    host.select(setup.features)
     with torch_threads(setup.threads), progress("rounds", setup.rounds) as step:
         methods = make_copy_methods(setup.shape, threads=setup.threads)
         for method in methods:
@@ -299,10 +248,15 @@ def measure(setup: CopySetup, progress: Progress = progress) -> Result:
             for method in chance.sample(methods, len(methods)):
                 times[method.key].append(method.seconds())
             step()
-    return _result(setup, times, {method.key: method.text for method in methods})
+        texts = {method.key: method.text for method in methods}
+        del methods, method  # their memory
+        placements = measure_placements(quick=setup.quick, progress=progress)
+    return _result(setup, times, texts, placements)
 
 
-def _result(setup: CopySetup, times: Timings, texts: dict[str, str]) -> Result:
+def _result(
+    setup: CopySetup, times: Timings, texts: dict[str, str], placements: Placements
+) -> Result:
     cost = 100 * (times.ratio_of("gather", "gather_bare") - 1)
     cells, figures, rates = [], {}, {}
     for key, text in texts.items():
@@ -327,13 +281,17 @@ def _result(setup: CopySetup, times: Timings, texts: dict[str, str]) -> Result:
             "rounds": setup.rounds,
             "rows": figures,
             "digests_cost_percent": round(cost, 3),
+            "placements": placements.figures(),
         },
         head=[
             ("payload", setup.shape.text),
             ("copier", f"native, {features}; one thread unless a row says more"),
             ("rounds", f"{setup.rounds}; each row once in each, in random order"),
         ],
-        tables=table(["", "ms p50 [min..max]", "GB/s", "× plain", "what"], cells),
-        lines=[("digests", f"{cost:+.1f} % of one thread's gather")],
+        tables="\n\n".join(
+            [table(["", "ms p50 [min..max]", "GB/s", "× plain", "what"], cells), placements.table()]
+        ),
+        lines=[("digests", f"{cost:+.1f} % of one thread's gather"), *placements.lines()],
+        bars=placements.bars(),
         drawn=(rates, "GB/s"),
     )

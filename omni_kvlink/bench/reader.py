@@ -99,6 +99,14 @@ class ReaderCommands(CommandSet):
         received.release()
         return last
 
+    def copy_into(self, key: str, timeout: float, **targets: Any) -> int:
+        """Get a payload into the targets; when it was copied."""
+        into = [part for layer in self._targets(**targets) for part in layer]
+        received = self._link.get(key, timeout=timeout, into=into)
+        last = time.monotonic_ns()
+        received.release()
+        return last
+
     def copy_layers_out(self, key: str, timeout: float, **targets: Any) -> dict[str, int]:
         """Copy every layer of a stream out as soon as it comes; when the first and last were."""
         layers, first, last = self._targets(**targets), 0, 0

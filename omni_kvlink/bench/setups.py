@@ -23,6 +23,8 @@ BLOCK = 16
 """Tokens of a block of paged sources."""
 READERS = ("streams", "callbacks", "asyncio", "steps")
 """The ways in which the one thread of `append-stream`'s reader waits for all streams."""
+FEATURES = ("avx512+clmul", "avx512", "avx2", "neon", "portable")
+"""The instruction sets of the native copier."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,7 @@ _BRANCHES = "send a bundle of N: one branch with bytes, the others in turn half 
 _DIGESTS = "which the reader checks: full: all; auto: of bytes from a socket (default); off: none"
 _BUSY = "put others just before: the producer's code is in the processor's caches"
 _TOGETHER = "the chunks of all streams are due at the same moment, as after a batched step"
+_FEATURES = "the instruction set (default: the best of this processor)"
 _READER = (
     "how the reader's one thread waits for all streams (default: callbacks); steps: "
     "one stream carries them, each chunk of it what is due together (append_requests)"
@@ -263,13 +266,15 @@ class CopySetup:
     about: ClassVar = (
         "what this machine's memory allows: methods to copy as many bytes, timed in turn"
     )
-    example: ClassVar = "--preset small --rounds 100"
+    example: ClassVar = "--quick --features avx2"
     module: ClassVar = "membench"
     presets: ClassVar = ("small", "bagel", "bagel36")
 
     shape: Shape
     rounds: int = option(20, "measurement", "times that each method is timed")
     threads: int = option(1, "measurement", "threads of torch", THREADS)
+    features: str = option("auto", "measurement", _FEATURES, ("auto", *FEATURES))
+    quick: bool = option(False, "measurement", "copy from and to fewer places", None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ KEY = "bench"
 MEASUREMENTS = {
     "plain_copy": "as many bytes, one thread",
     "sequential": "put → get → the reader copied all out, digests checked on the way",
+    "into": "put → get(into=) of a reader that waited: it copies while put does",
     "streamed": "the same with stream_put, write_layer and stream_get",
     "first_layer": "streamed: stream_put called → the reader copied layer 0 out",
     "at_once": "both copies at the same moment, nothing between them: the floor of any overlap",
@@ -52,7 +53,8 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> Result:
         progress("rounds", count) as step,
     ):
         for _ in range(count):
-            timings = {"plain_copy": plain.seconds(), **_sequential(pair, sample)}
+            timings = {"plain_copy": plain.seconds()}
+            timings |= {row: _whole(pair, sample, call) for row, call in _WHOLE.items()}
             timings |= _layers(pair, sample)
             timings |= _at_once(pair, sample, copier, target) | _in_place(pair, sample)
             rounds.append(timings)
@@ -62,15 +64,18 @@ def measure(setup: StreamSetup, progress: Progress = progress) -> Result:
 
 def _result(setup: StreamSetup, times: Timings, copier: str) -> Result:
     ratio, at_once = (times.ratio_of(name, "sequential") for name in ("streamed", "at_once"))
+    into, sequential = (times.ratio_of(name, "plain_copy") for name in ("into", "sequential"))
     beyond_digest = times.milliseconds("in_place").p50 - times.milliseconds("digest").p50
     sides = "paged: random blocks" if setup.paged else "dense"
     ratio_text = (
         f"streamed = {ratio:.2f} × sequential; the two copies at once, as this machine's memory "
-        f"lets them, {at_once:.2f} ×"
+        f"lets them, {at_once:.2f} ×; get(into=) = {into:.2f} × a plain copy, get and scatter "
+        f"{sequential:.2f} ×"
     )
     has_bars = setup.connector == "shm" and setup.shape.nbytes >= 100 << 20
     bars = [
         ("streamed / sequential", ratio, 0.7),
+        ("get(into=) / plain copy", into, 1.35),
         ("first layer, ms", times.milliseconds("first_layer").p50, 5.0),
         ("in-place put beyond its digests, ms", beyond_digest, 1.0),
     ]
@@ -82,6 +87,7 @@ def _result(setup: StreamSetup, times: Timings, copier: str) -> Result:
             "milliseconds": {name: times.milliseconds(name) for name in MEASUREMENTS},
             "streamed_over_sequential": round(ratio, 4),
             "at_once_over_sequential": round(at_once, 4),
+            "into_over_plain_copy": round(into, 4),
             "in_place_beyond_digest_ms": round(beyond_digest, 4),
         },
         head=[
@@ -100,13 +106,17 @@ def _start_reader(pair: Pair, sample: Sample, command: str, **options: Any) -> F
     return pair.begin(command, key=KEY, shape=shape, paged=paged, **options)
 
 
-def _sequential(pair: Pair, sample: Sample) -> dict[str, float]:
-    reading = _start_reader(pair, sample, "copy_out")
+_WHOLE = {"sequential": "copy_out", "into": "copy_into"}
+"""The rows whose payload is put as a whole, and the reader's command."""
+
+
+def _whole(pair: Pair, sample: Sample, command: str) -> float:
+    reading = _start_reader(pair, sample, command)
     called = time.monotonic_ns()
     receipt = pair.link.put(sample.cache)
-    last = reading.result(TIMEOUT)
+    last: int = reading.result(TIMEOUT)
     receipt.wait(timeout=TIMEOUT)
-    return {"sequential": 1e-9 * (last - called)}
+    return 1e-9 * (last - called)
 
 
 def _layers(pair: Pair, sample: Sample) -> dict[str, float]:

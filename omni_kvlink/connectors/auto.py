@@ -125,7 +125,7 @@ def _serve(name: str, options: Options) -> PooledProducer:
         openers.append(partial(ControlListener, address, options, senders=senders))
     else:
         refuse_keys(f"auto://{name} without tcp=", options)
-    return PooledProducer(name, options, make, *openers)
+    return PooledProducer(name, options, make, *openers, is_shared=True)
 
 
 def _senders(address: ControlAddress, options: Options) -> list[SenderOpener]:

@@ -67,7 +67,9 @@ class Options(Settings):
             moment the link opens, so that the first transfer is as fast as the later ones; or a
             payload as large as the largest one, such as `KVCacheTransferData.blank` returns. Of a
             `shm://` link the producer's alone counts. What needs the memory earlier waits for it.
-            `stats()["memory"]["prefault"]` says when it is mapped.
+            `stats()["memory"]["prefault"]` says when it is mapped. If it is not given, the
+            producer of a `shm://` or `auto://` link maps 64 MiB so, in a thread of low priority for
+            which nothing waits, where that is little memory; 0: none.
         inline: bytes of the largest payload of host tensors that a producer sends inside the
             message that offers it, at most 32,768 (default 16,384): its reader gets a copy of its
             own, sooner. Larger ones, and with 0 all, are sent from the link's memory.
@@ -93,7 +95,7 @@ class Options(Settings):
 
     quota: Annotated[int, Size(least=1)] = 4 << 30
     mode: Annotated[str, Choice("pooled", "sealed")] = "pooled"
-    prefault: Annotated[int, Size()] = 0
+    prefault: Annotated[int, Size()] | None = None
     inline: Annotated[int, Size(most=INLINE)] = DEFAULT_INLINE
     directory: Annotated[str, FilePath()] = ""
     keys: Annotated[str, FilePath()] = ""
@@ -107,7 +109,7 @@ class Options(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prefault > self.quota:
+        if self.prefault is not None and self.prefault > self.quota:
             raise SchemaError(
                 f"prefault={self.prefault}: not within the quota {self.quota}; raise quota="
             )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.base import MAX_RETRIES
 from omni_kvlink.connectors.protocol.get_table import GetRequest
-from omni_kvlink.errors import ClosedError, TransferTimeout, WireError, format_seconds
-from omni_kvlink.link.consumer import begin, can_retry, get_requests, stream_request
+from omni_kvlink.errors import (
+    ClosedError,
+    PeerLostError,
+    TransferTimeout,
+    WireError,
+    format_seconds,
+)
+from omni_kvlink.link.consumer import begin, can_retry, get_requests, open_stream, stream_request
+from omni_kvlink.link.copy_into import CopyInto
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.system.waits import Deadline, check_timeout
 
@@ -19,7 +27,10 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import PendingGet
     from omni_kvlink.connectors.protocol.delivery import Delivery
+    from omni_kvlink.copier import StreamEvents
     from omni_kvlink.link.consumer import KVConsumer, Received, Verify
+    from omni_kvlink.link.copy_into import Into
+    from omni_kvlink.link.received_stream import ReceivedStream
 
 
 class GetPhase(enum.Enum):
@@ -28,7 +39,9 @@ class GetPhase(enum.Enum):
     CONNECTING = "nothing is requested"
     WAITING = "the producer has the request"
     QUEUED = "the answer or the deadline has come; the copy has no thread"
-    TAKEN = "the payload, or its error, is the caller's"
+    TAKEN = "the payload, or its error, is the caller's; or it is being copied into the targets"
+    CLAIMED = "its copy into the targets has ended; the payload counts as read"
+    STOPPED = "it was cancelled amid the copy, which ends at the next layer"
     ENDED = "it was cancelled, or nothing could be requested"
 
 
@@ -44,6 +57,7 @@ class BackgroundGet:
 
         CONNECTING, WAITING, QUEUED --cancel--> ENDED
         CONNECTING --error, deadline--> ENDED
+        TAKEN --end of the copy--> CLAIMED, TAKEN --cancel--> STOPPED: with `into`
 
     `connect(timeout=…)` returns the link, and may wait for the producer; `begin(link, key,
     timeout=…)` requests the payload, as `begin_get` does.
@@ -52,10 +66,19 @@ class BackgroundGet:
     `begin` again. With a thread pool: `request` in one of its threads; `submit(function)` then runs
     a function in the pool that ends with `copy(delivery)` or `fail(error)`, once, unless `cancel`
     came first. Whoever polls the get calls `expire`. `fail` is called in any thread.
+
+    With `into` (see `KVConsumer.get`), of a `begin` that asks for layers while they are written,
+    the pool's thread copies them into the targets as they come: again from the first one if only
+    the connection broke. It ends with `copy(copies)`, the `CopyInto`, or `fail(error)`: no target
+    is written any more then, and the payload is released. Before that, `copied(copies)` is called
+    as by `CopyInto.run`, and once when the payload is claimed; a device may still write the last
+    layers then (`copies.ends`). `after` is that of `CopyInto`.
     """
 
     link: KVConsumer
     _pending: PendingGet | None = None
+    _stream: ReceivedStream | None = None
+    _leaves_unread = True
 
     def __init__(
         self,
@@ -68,10 +91,14 @@ class BackgroundGet:
         submit: Callable[[Callable[[], None]], object] = lambda function: function(),
         copy: Callable[[Any], object] = lambda delivery: None,
         fail: Callable[[Exception], object] = lambda error: None,
+        into: Into | None = None,
+        copied: Callable[[CopyInto], object] = lambda copies: None,
+        after: StreamEvents | None = None,
     ):
         self.key, self.timeout, self._url = key, check_timeout(timeout), url
         self._connect, self._begin = connect, begin
         self._submit, self._copy, self._fail = submit, copy, fail
+        self._into, self._copied, self._after = into, copied, after
         self._deadline, self._retries = Deadline(self.timeout), 0
         self._lock = threading.Lock()  # of one assignment: an interrupt leaves it unlocked
         self.phase = GetPhase.CONNECTING
@@ -89,6 +116,12 @@ class BackgroundGet:
         """The request, once it was sent; when its `future` is done, `take` does not time out."""
         assert self._pending is not None
         return self._pending
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the payload was copied into targets, and counts as read: no other one has it."""
+        is_declined = self.phase is GetPhase.STOPPED and not self._leaves_unread
+        return is_declined or self.phase is GetPhase.CLAIMED
 
     def seconds_left(self) -> float:
         """Seconds until the deadline; 0 after it."""
@@ -149,12 +182,22 @@ class BackgroundGet:
         text = f"the producer {self._url} was not reached within {format_seconds(self.timeout)}"
         self._fail(TransferTimeout(text, key=self.key, waited=self.timeout))
 
-    def cancel(self) -> bool:
-        """Withdraw the request, or leave the payload to others; False if another call ended it."""
+    def cancel(self, *, leaves_unread: bool = True) -> bool:
+        """Withdraw the request, or leave the payload to others; False if another call ended it.
+
+        False, too, amid a copy into the targets: they are written until `fail` is called, with
+        ClosedError, when the layer that is being copied is there. The payload is released as read
+        then, unless it `leaves_unread`.
+        """
         ending = GetPhase.CONNECTING, GetPhase.WAITING, GetPhase.QUEUED
         is_first = self._move(GetPhase.ENDED, *ending)
         if is_first and self._pending is not None:
             self._pending.cancel()
+        self._leaves_unread = leaves_unread  # before the move, which the copy looks at
+        if self._into is not None and self._move(GetPhase.STOPPED, GetPhase.TAKEN):
+            stream = self._stream
+            if stream is not None:
+                stream.interrupt(self._cancelled())
         return is_first
 
     def _queue(self) -> None:
@@ -166,15 +209,55 @@ class BackgroundGet:
         if not self._move(GetPhase.TAKEN, GetPhase.QUEUED):
             return
         try:
-            delivery = self.take()
+            taken: Any = self.take()
+            if self._into is not None:
+                taken = self._copy_into(taken, self._into)
         except Exception as error:
-            self._fail(error)
+            # Their frames would keep the payload's memory, and so its lease.
+            error.__traceback__ = error.__context__ = None
+            is_lost = isinstance(error, PeerLostError) and self._into is not None
+            if is_lost and self.can_retry():
+                self.request()
+            else:
+                self._fail(error)
         else:
-            self._copy(delivery)
+            self._copy(taken)
+
+    def _copy_into(self, delivery: Delivery, into: Into) -> CopyInto:
+        """Copy the payload as it comes; no target is written any more when this has ended."""
+        started = time.perf_counter()
+        with open_stream(self.link, delivery, started=started, timeout=0.0) as stream:
+            self._stream = stream  # before the look at the phase; `cancel` does the reverse
+            try:
+                copies = CopyInto(stream, into, after=self._after)
+                try:
+                    copies.run(self.seconds_left, self._on_copied)
+                    if not self._move(GetPhase.CLAIMED, GetPhase.TAKEN):
+                        raise self._cancelled()
+                    self._copied(copies)
+                finally:
+                    copies.wait()
+            except PeerLostError:
+                raise
+            except BaseException:
+                self._move(GetPhase.CLAIMED, GetPhase.TAKEN)
+                raise
+            finally:
+                self._stream = None
+                if self.phase is GetPhase.STOPPED:
+                    (stream.release_unread if self._leaves_unread else stream.release)()
+        return copies
+
+    def _on_copied(self, copies: CopyInto) -> None:
+        self._check_wanted()
+        self._copied(copies)
 
     def _check_wanted(self) -> None:
-        if self.phase is GetPhase.ENDED:
-            raise ClosedError(f"the get of {self.key!r} was cancelled")
+        if self.phase in (GetPhase.ENDED, GetPhase.STOPPED):
+            raise self._cancelled()
+
+    def _cancelled(self) -> ClosedError:
+        return ClosedError(f"the get of {self.key!r} was cancelled")
 
     def _move(self, phase: GetPhase, *previous: GetPhase) -> bool:
         """Change the phase if it is one of `previous`; of several calls, one does."""

@@ -17,7 +17,7 @@ from omni_kvlink.connectors.protocol.messages import INLINE
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import IntegrityError, PeerLostError, SchemaError, WireError
 from omni_kvlink.link.chunk_stream import ChunkStream
-from omni_kvlink.link.copy_into import Targets, copy_into
+from omni_kvlink.link.copy_into import CopyInto, Into, Targets
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.end_metadata import extra_of
 from omni_kvlink.link.read_block import ReceivedPayload, scatter_delivery
@@ -59,7 +59,7 @@ class KVConsumer(LinkEnd):
         *,
         timeout: float,
         verify: Verify = "auto",
-        into: Targets | None = None,
+        into: Into | None = None,
     ) -> Received:
         """Wait for a payload; blocks until it is committed.
 
@@ -75,7 +75,9 @@ class KVConsumer(LinkEnd):
         "off" checks headers and commit words only.
 
         `into`, as of `Received.scatter`, has the tensors copied out before this returns, each byte
-        checked: of a payload that is written meanwhile, the first layers while the last are put.
+        checked: of a payload that is written meanwhile, the first layers while the last are put. It
+        may be a function of the `ReceivedStream`, whose `payload` has metadata and shapes, that
+        returns them; it is called again if the connection broke.
 
         Raises:
             TransferTimeout: the text tells how far the payload had come.
@@ -179,7 +181,7 @@ class KVConsumer(LinkEnd):
         self._end.abort(check_request_id(request_id), check_reason(reason))
 
     def _get_into(
-        self, request_id: str, into: Targets, deadline: Deadline, verify: Verify
+        self, request_id: str, into: Into, deadline: Deadline, verify: Verify
     ) -> Received:
         """Copy a payload out while it is written; again from its start if the connection broke."""
         request, retries = GetRequest(check_request_id(request_id), streamed=True), 0
@@ -189,7 +191,7 @@ class KVConsumer(LinkEnd):
             pending, delivery = self._await(request, pending, deadline, verify)
             stream = open_stream(self, delivery, started=started, timeout=0.0)
             try:
-                payload = copy_into(stream, into, deadline, verify)
+                payload = CopyInto(stream, into, verify=verify).run(deadline.seconds_left)
                 return Received.of_stream(stream, payload, self._copier, self._layouts)
             except PeerLostError:
                 stream.release_unread()

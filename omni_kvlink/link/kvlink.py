@@ -34,7 +34,7 @@ class LinkOptions(TypedDict, total=False):
 
     quota: int | str
     mode: str
-    prefault: int | str | Payload
+    prefault: int | str | Payload | None
     inline: int | str
     directory: str | os.PathLike[str]
     keys: str | os.PathLike[str]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_DIGITS = 80_000
 """Digits of one announcement, so that it fits into a message: the digests of 10,000 MiB."""
 FIRST_STEP_NBYTES = 8 << 20
-"""Bytes of tensors that are copied before the first announcement to a waiting remote reader."""
+"""Bytes of tensors that are copied before the first announcement to a reader that waits."""
 
 
 class PayloadPut:
@@ -88,7 +88,7 @@ class CopiedPut(PayloadPut):
     def fill(self, lease: Lease) -> None:
         """Copy the tensors that are not in place yet, and write the header.
 
-        With a `draft` each step is announced, so that remote readers fetch it meanwhile.
+        With a `draft` each step is announced, so that readers fetch it, or copy it, meanwhile.
         """
         if self.allocation is not None:
             self.allocation.data.close()
@@ -236,7 +236,7 @@ class PutOperation:
     ) -> CopiedPut:
         """Return the put of a payload; announced before it is written if that saves time.
 
-        A remote reader that waits can fetch the first tensors while the last are being copied.
+        A reader that waits can fetch, or copy, the first tensors while the last are being copied.
         """
         ledger, producer = self.ledger(data, plan_seconds), self.producer
         put = CopiedPut(self, plan, views, ledger, allocation=allocation, stream=stream)
@@ -326,13 +326,16 @@ class PutOperation:
 
 
 def announcement_steps(plan: Manifest) -> Iterator[range]:
-    """Divide the tensors into steps for announcements, each twice as long: a message has a cost."""
+    """Divide the tensors into steps for announcements; a short one first, a message has a cost.
+
+    The reader's copy ends one step behind this one.
+    """
     step_nbytes, first, nbytes = FIRST_STEP_NBYTES, 0, 0
     for number, spec in enumerate(plan.tensors):
         nbytes += spec.nbytes
         if nbytes >= step_nbytes:
             yield range(first, number + 1)
-            step_nbytes, first, nbytes = 2 * step_nbytes, number + 1, 0
+            step_nbytes, first, nbytes = 2 * FIRST_STEP_NBYTES, number + 1, 0
     if first < len(plan.tensors):
         yield range(first, len(plan.tensors))
 

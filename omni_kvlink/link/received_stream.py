@@ -148,6 +148,14 @@ class ReceivedStream(ReadBlock):
         """
         return extra_of(self.delivery)
 
+    @property
+    def payload(self) -> Payload:
+        """The data that `wait` returns, as views; of a layer that has not come, the bytes are not.
+
+        For its metadata, names, shapes and dtypes.
+        """
+        return open_payload(self.manifest, self.delivery.open_region())
+
     def __len__(self) -> int:
         """Layers of all branches together."""
         return len(self._layers)
@@ -185,7 +193,7 @@ class ReceivedStream(ReadBlock):
             announced = progress.when(numbers)
             self._check(announced.is_set(), announced.error, self.WHOLE, 0.0)
             self.manifest = self._with_digests(self.manifest, numbers)
-        payload = open_payload(self.manifest, self.delivery.open_region())
+        payload = self.payload
         self._mark_taken()
         return payload
 
@@ -203,6 +211,14 @@ class ReceivedStream(ReadBlock):
     def release_unread(self) -> None:
         """Release the payload so that another reader receives it."""
         self.delivery.release_unread()
+
+    def interrupt(self, error: KVLinkError) -> None:
+        """End the waits for layers of a payload that is being written, and later ones; any thread.
+
+        Each raises a copy of this error; a layer that is being copied is copied to its end.
+        """
+        if self.delivery.progress is not None:
+            self.delivery.progress.fail(error)
 
     def __enter__(self) -> ReceivedStream:
         return self

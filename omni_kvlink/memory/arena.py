@@ -1,17 +1,22 @@
-"""Reused memory: `Arena` allocates offsets by best fit, `ArenaPool` adds arenas up to a quota."""
+"""Reused memory: `Arena` allocates offsets by best fit, `ArenaPool` adds arenas up to a quota.
+
+One long file: each put enters both, and each file on its way costs it. A change of an arena and of
+its block's owner is one assignment in the pool, by the names of both.
+"""
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import logging
+import os
 import threading
 import time
+from bisect import bisect_left
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from omni_kvlink.errors import CapacityError, ClosedError, format_seconds
-from omni_kvlink.memory.mapping import Mapping, check_available
+from omni_kvlink.memory.mapping import Mapping, available_bytes, check_available
 from omni_kvlink.system.threads import start_thread
 from omni_kvlink.system.waits import NEVER, check_deadline
 
@@ -25,74 +30,115 @@ _logger = logging.getLogger("omni_kvlink")
 GRAIN = 4096
 """Blocks start and end on multiples of a page, so that two transfers never share a page."""
 MIN_ARENA = 64 << 20
+_NICENESS = 10
+"""A thread that maps memory unasked gets a tenth of what others get of a busy core."""
 
 
 class Arena:
     """An allocator of offsets in `0…nbytes`: best fit, neighbours merged when freed. Has no memory.
 
-    Its state is replaced in one assignment: an exception from a signal handler, which can come at
-    any line, cannot leave a block that is allocated twice.
+    Its cost does not depend on the number of blocks; of holes it is logarithmic. A call plans a
+    `_Change`, begins it in one assignment, and completes it in steps that can be repeated: what an
+    exception from a signal handler cuts, which can come at any line, the next call completes. So no
+    block is allocated twice, and none is lost.
     """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
-        self._state: _State = [(0, nbytes)], {}
+        self._blocks: dict[int, int] = {}  # bytes by offset
+        self._holes = {0: nbytes}  # bytes by offset
+        self._ends = {nbytes: 0}  # the offset of each hole by its end
+        # The holes, sorted by bytes, then by offset, each as one number.
+        self._by_size = [nbytes << _OFFSET_BITS]
+        self.change: _Change | None = None
+        """The change that was begun and is not completed, as after an interrupt."""
 
     @property
     def free_nbytes(self) -> int:
         """Bytes that are not allocated."""
-        return sum(map(itemgetter(1), self._state[0]))
+        self.complete()
+        return sum(self._holes.values())
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest free span."""
-        return max(map(itemgetter(1), self._state[0]), default=0)
+        if self.change is not None:  # the call costs more than the test
+            self.complete()
+        return self._by_size[-1] >> _OFFSET_BITS if self._by_size else 0
 
     @property
     def blocks(self) -> int:
         """Number of allocated blocks."""
-        return len(self._state[1])
+        self.complete()
+        return len(self._blocks)
 
     def allocate(self, nbytes: int) -> int:
         """Allocate a block and return its offset; CapacityError if no hole is large enough."""
-        offset, self._state = self._with_block(nbytes)
-        return offset
+        self.change = change = self.plan_block(nbytes)
+        self.complete()
+        return change[2]
 
     def free(self, offset: int) -> None:
         """Free a block, merging it with the holes on both sides; KeyError if there is none."""
-        self._state = self._without_block(offset)
+        self.change = self.plan_free(offset)
+        self.complete()
 
-    def _with_block(self, nbytes: int) -> tuple[int, _State]:
-        """The offset of a new block, and the state with it."""
-        holes, used = self._state
-        fitting = [(length, offset) for offset, length in holes if length >= nbytes > 0]
-        if not fitting:
-            text = f"{nbytes} bytes requested, the largest hole has {self.largest_hole}"
-            raise CapacityError(text, requested=nbytes, free=self.largest_hole)
-        length, offset = min(fitting)
-        index = holes.index((offset, length))
-        remainder = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-        return offset, ([*holes[:index], *remainder, *holes[index + 1 :]], {**used, offset: nbytes})
+    def plan_block(self, nbytes: int) -> _Change:
+        """Return the change that allocates a block; CapacityError if no hole is large enough."""
+        largest, by_size = self.largest_hole, self._by_size
+        if not 0 < nbytes <= largest:
+            text = f"{nbytes} bytes requested, the largest hole has {largest}"
+            raise CapacityError(text, requested=nbytes, free=largest)
+        best = by_size[bisect_left(by_size, nbytes << _OFFSET_BITS)]
+        length, offset = best >> _OFFSET_BITS, best & _OFFSETS
+        remainder = ((offset + nbytes, length - nbytes),) if length > nbytes else ()
+        return ((offset, length),), remainder, offset, nbytes
 
-    def _without_block(self, offset: int) -> _State:
-        """The state without a block."""
-        holes, used = self._state
-        start, stop = offset, offset + used[offset]
-        first = last = bisect.bisect(holes, (offset, 0))
-        if first and sum(holes[first - 1]) == start:
-            first -= 1
-            start = holes[first][0]
-        if last < len(holes) and holes[last][0] == stop:
-            stop = sum(holes[last])
-            last += 1
-        merged = [*holes[:first], (start, stop - start), *holes[last:]]
-        used_blocks = used.copy()  # in one call: there may be thousands of blocks
-        del used_blocks[offset]
-        return merged, used_blocks
+    def plan_free(self, offset: int) -> _Change:
+        """Return the change that frees a block; KeyError if there is none."""
+        self.complete()
+        start, stop = offset, offset + self._blocks[offset]
+        merged: tuple[_Hole, ...] = ()
+        if start in self._ends:
+            start = self._ends[start]
+            merged = ((start, self._holes[start]),)
+        if stop in self._holes:
+            merged += ((stop, self._holes[stop]),)
+            stop += self._holes[stop]
+        return merged, ((start, stop - start),), offset, 0
+
+    def complete(self) -> None:
+        """Complete the change that was begun, from its first step on."""
+        if self.change is None:
+            return
+        filled, made, offset, nbytes = self.change
+        holes, ends, by_size = self._holes, self._ends, self._by_size
+        for start, length in filled:
+            holes.pop(start, None)
+            ends.pop(start + length, None)
+            hole = length << _OFFSET_BITS | start
+            at = bisect_left(by_size, hole)
+            if at < len(by_size) and by_size[at] == hole:
+                del by_size[at]
+        for start, length in made:
+            holes[start], ends[start + length] = length, start
+            hole = length << _OFFSET_BITS | start
+            at = bisect_left(by_size, hole)
+            if at == len(by_size) or by_size[at] != hole:
+                by_size.insert(at, hole)
+        if nbytes:
+            self._blocks[offset] = nbytes
+        else:
+            self._blocks.pop(offset, None)
+        self.change = None
 
 
-_State: TypeAlias = "tuple[list[tuple[int, int]], dict[int, int]]"
-"""Offset and length in bytes of each hole, and the length of each block by its offset."""
+_Hole: TypeAlias = "tuple[int, int]"
+"""Offset and length in bytes."""
+_Change: TypeAlias = "tuple[tuple[_Hole, ...], tuple[_Hole, ...], int, int]"
+"""The holes that go and that come, and a block: its offset, and its bytes, or 0 if it is freed."""
+_OFFSET_BITS = 63
+_OFFSETS = (1 << _OFFSET_BITS) - 1
 
 
 class Block(NamedTuple):
@@ -106,19 +152,21 @@ class Block(NamedTuple):
     nbytes: int
 
 
+Part: TypeAlias = "tuple[int, int, int]"
+"""The values of a `Block`. Python's cyclic collector forgets a tuple of numbers, but no `Block`."""
 OUTSIDE = -1
 
 
 class BlockOwner(Protocol):
     """An object that has a block of a pool, or None."""
 
-    block: Block | None
+    block: Part | None
 
 
 class Holder:
     """A `BlockOwner` that is nothing else."""
 
-    def __init__(self, block: Block | None = None):
+    def __init__(self, block: Part | None = None):
         self.block = block
 
 
@@ -128,6 +176,8 @@ class _Growth:
     nbytes = 0
     """Bytes of the quota that are claimed for an arena which is being mapped."""
     waiter: threading.Lock | None = None
+    is_optional = False
+    """Whether the arena is mapped ahead unasked: who needs memory meanwhile takes its quota."""
 
 
 def _locked() -> threading.Lock:
@@ -169,6 +219,7 @@ class ArenaPool:
         self._next_number = self._mapped = 0
         self._outside = self._shares = 0  # bytes of `_mapped` that lie in no arena, and blocks
         self._prefaulting = 0  # bytes of the arena that a thread is mapping ahead
+        self._ahead = _Growth()  # of an arena that nobody waits for
         self._prefaulted: dict[int, None] = {}  # arenas that were mapped ahead
         self._prefault = {"requested": 0, "mapped": 0, "milliseconds": 0, "error": ""}
         self._closed = False
@@ -238,13 +289,13 @@ class ArenaPool:
             if self._mapped + sum(sizes) > self.quota:
                 return False
             for nbytes, owner in zip(sizes, owners, strict=True):
-                block = Block(OUTSIDE, 0, nbytes)
+                block = OUTSIDE, 0, nbytes
                 taken = block, self._mapped + nbytes, self._outside + nbytes, self._shares + 1
                 # In one line: an interrupt comes before it or after it.
                 owner.block, self._mapped, self._outside, self._shares = taken
         return True
 
-    def free(self, block: Block) -> None:
+    def free(self, block: Part) -> None:
         """Free a block and wake the threads that wait for memory."""
         self.release(Holder(block))
 
@@ -262,15 +313,18 @@ class ArenaPool:
                 owner.block = None
             else:
                 arena = self._arenas[number][0]
-                state = arena._without_block(offset)
-                arena._state, owner.block = state, None
+                change = arena.plan_free(offset)
+                # In one line: an interrupt comes before it or after it.
+                arena.change, owner.block = change, None
+                arena.complete()
                 if not self._keep and not arena.blocks:
                     self._drop(number)
             self._wake_all()
 
-    def region(self, block: Block) -> Region:
+    def region(self, block: Part) -> Region:
         """Return the memory of a block."""
-        return self.mapping(block.arena).region.slice(block.offset, block.nbytes)
+        number, offset, nbytes = block
+        return self.mapping(number).region.slice(offset, nbytes)
 
     def mapping(self, arena: int) -> Mapping:
         """Return the mapping of an arena; raise ClosedError if the pool was closed."""
@@ -287,8 +341,23 @@ class ArenaPool:
         finally:
             self.release(holder)
 
+    def begin_ahead(self, on_mapped: Callable[[int], None]) -> None:
+        """Map the first arena in a thread of low priority, where there is plenty of memory.
+
+        That is, if it takes an eighth of the quota and a sixteenth of what is available at most. A
+        `reserve` that comes before it is mapped does not wait for it, but maps memory of its own,
+        and the thread gives up. `on_mapped` as in `begin_prefault`. Nothing is raised or logged.
+        """
+        if 8 * self._min_arena <= self.quota and 16 * self._min_arena <= available_bytes():
+            with contextlib.suppress(CapacityError):  # no more threads
+                self.begin_prefault(self._min_arena, on_mapped, is_optional=True)
+
     def begin_prefault(
-        self, nbytes: int, on_mapped: Callable[[int], None] = lambda arena: None
+        self,
+        nbytes: int,
+        on_mapped: Callable[[int], None] = lambda arena: None,
+        *,
+        is_optional: bool = False,
     ) -> None:
         """Map an arena of `nbytes`, or of the quota if that is less, in a thread; called once.
 
@@ -300,6 +369,7 @@ class ArenaPool:
         nbytes = min(self.quota, -(-nbytes // GRAIN) * GRAIN)
         check_available(nbytes)
         growth = _Growth()
+        growth.is_optional = is_optional
         run = threading.Thread(
             target=self._run_prefault, args=(growth, on_mapped), name="kvlink-memory", daemon=True
         )
@@ -307,7 +377,11 @@ class ArenaPool:
             with self._lock:
                 if not self._claim_growth(nbytes, growth):
                     return  # memory of the quota is in use already
-                self._prefaulting = self._prefault["requested"] = growth.nbytes
+                self._prefault["requested"] = growth.nbytes
+                if is_optional:
+                    self._ahead = growth
+                else:
+                    self._prefaulting = growth.nbytes
             start_thread(run)
         except BaseException:
             self._end_prefault(growth)  # of a thread that did start, it does nothing
@@ -369,6 +443,8 @@ class ArenaPool:
             block = self._allocate(nbytes, owner)
             if block is not None:
                 return block
+            if self._ahead.nbytes:
+                self._return_growth(self._ahead)
             seconds = deadline - time.monotonic()
             is_mapping = nbytes <= self._prefaulting and seconds > 0
             if is_mapping or not self._claim_growth(nbytes, growth):
@@ -403,11 +479,12 @@ class ArenaPool:
     def _take(self, number: int, nbytes: int, owner: BlockOwner) -> Block:
         """Reserve a block in an arena that has room."""
         arena = self._arenas[number][0]
-        offset, state = arena._with_block(nbytes)
-        block = Block(number, offset, nbytes)
+        change = arena.plan_block(nbytes)
+        block = number, change[2], nbytes
         # In one line: an interrupt comes before it or after it.
-        arena._state, owner.block = state, block
-        return block
+        arena.change, owner.block = change, block
+        arena.complete()
+        return Block(*block)
 
     def _claim_growth(self, nbytes: int, growth: _Growth) -> bool:
         """Claim quota for a new arena; False if the quota does not allow one.
@@ -454,8 +531,11 @@ class ArenaPool:
     def _run_prefault(self, growth: _Growth, on_mapped: Callable[[int], None]) -> None:
         """Map the arena, in a thread."""
         began, size = time.monotonic(), growth.nbytes
+        if growth.is_optional:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            mapping = self._make(size, lambda: not self._closed)
+            mapping = self._make(size, lambda: not self._closed and growth.nbytes > 0)
         except Exception as error:
             self._end_prefault(growth, error)
             return
@@ -471,9 +551,12 @@ class ArenaPool:
     def _end_prefault(self, growth: _Growth, error: Exception | None = None) -> None:
         """The arena was not mapped: whoever waits for it maps memory of its own."""
         with self._lock:
-            self._prefaulting, self._prefault["error"] = 0, repr(error or "no thread")
-            size, is_wanted = growth.nbytes, not self._closed
+            size, is_wanted = growth.nbytes, not self._closed and not growth.is_optional
             self._return_growth(growth)
+            if growth.is_optional:
+                self._prefault["requested"] = 0
+                return
+            self._prefaulting, self._prefault["error"] = 0, repr(error or "no thread")
         if is_wanted:
             _logger.warning("%d bytes could not be mapped ahead: %r", size, error)
 

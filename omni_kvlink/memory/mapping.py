@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections import deque
 from errno import EINVAL
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,17 @@ from omni_kvlink.errors import CapacityError, ClosedError, KVLinkError, Unavaila
 from omni_kvlink.memory.region import CallAtEnd, Region, address_of_buffer, closer, take
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import cure_of
+from omni_kvlink.system.threads import start_detached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PAGE = mmap.PAGESIZE
-STEP = 16 << 20
-"""Bytes of an arena that are allocated at a time; a few milliseconds."""
+STEP = 4 << 20
+"""Bytes of an arena that a thread allocates at a time; a millisecond."""
+MAX_THREADS = 4
+"""Threads that touch the pages of a new arena, the caller's among them."""
+_UNWANTED = "the memory is not wanted any more"
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since Linux 5.14
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MFD_FLAGS = 0x1 | 0x2  # linux/memfd.h: CLOEXEC | ALLOW_SEALING; Python has them only if libc does
@@ -125,9 +130,10 @@ class Mapping:
     def anonymous(cls, nbytes: int, is_wanted: Callable[[], bool] = lambda: True) -> Mapping:
         """Map private memory, with its pages allocated, so that a copy into it has no page faults.
 
-        Allocating takes a second a gigabyte, and more; other threads run meanwhile. `is_wanted` is
-        asked every `STEP` bytes, and may raise an error of its own. Raises CapacityError if the
-        machine has not enough memory, and ClosedError if it is not wanted any more.
+        Allocating takes a second a gigabyte, and more; other threads run meanwhile, and up to
+        `MAX_THREADS` share it. `is_wanted` is asked every `STEP` bytes, in this thread, and may
+        raise an error of its own. Raises CapacityError if the machine has not enough memory, and
+        ClosedError if it is not wanted any more.
         """
         check_available(nbytes)
         with _refusals(nbytes):
@@ -135,7 +141,7 @@ class Mapping:
         mapping = cls(pages, nbytes)._not_inherited()
         with contextlib.suppress(OSError, ValueError):  # else all copies use small pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-        mapping.populate(is_wanted)
+        mapping.populate(is_wanted, threads=MAX_THREADS)
         return mapping
 
     @classmethod
@@ -161,12 +167,17 @@ class Mapping:
             raise
         mapping = cls(pages, nbytes, fd=fd)._not_inherited()
         if _has_huge_shared_pages():
-            mapping._touch_huge_pages(is_wanted)
+            # Before the file has pages. What fails here is allocated, or reported, with the file.
+            _libc.madvise(mapping.region.address, nbytes, mmap.MADV_HUGEPAGE)
+            mapping.populate(is_wanted, threads=MAX_THREADS)
         with _refusals(nbytes):
-            for start, length in _steps(nbytes, is_wanted):
+            # Faster than page faults; in one thread, since a second one waits for the file's lock.
+            for start, length in _steps(nbytes):
+                if not is_wanted():
+                    raise ClosedError(_UNWANTED)
                 os.posix_fallocate(fd, start, length)
             seal(fd)
-        mapping.populate(is_wanted)
+        mapping.populate(is_wanted, threads=MAX_THREADS)
         return mapping
 
     @classmethod
@@ -205,27 +216,42 @@ class Mapping:
         process.call_in_children(self._pages, MappedPages.lose)
         return self
 
-    def _touch_huge_pages(self, is_wanted: Callable[[], bool]) -> None:
-        """Have the kernel allocate huge pages where it can; before the file's pages exist."""
-        _libc.madvise(self.region.address, self.nbytes, mmap.MADV_HUGEPAGE)
-        for start, length in _steps(self.nbytes, is_wanted):
-            # What fails here is allocated, or reported, with the file.
-            _libc.madvise(self.region.address + start, length, _MADV_POPULATE_WRITE)
-
-    def populate(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def populate(self, is_wanted: Callable[[], bool] = lambda: True, *, threads: int = 1) -> None:
         """Map every page, so that the first copy has no page faults; the GIL is released.
 
-        Raises ClosedError if it is not wanted any more: `is_wanted` is asked every `STEP` bytes.
+        Up to `threads` share it, one for each idle core; another one may still be at its last step
+        at the end, which changes no byte. Raises ClosedError if it is not wanted any more:
+        `is_wanted` is asked every `STEP` bytes.
         """
-        readonly = self.region.readonly
-        advice = _MADV_POPULATE_READ if readonly else _MADV_POPULATE_WRITE
-        for start, length in _steps(self.nbytes, is_wanted):
-            address = self.region.address + start
-            if _libc.madvise(address, length, advice) == 0:
-                continue
-            if ctypes.get_errno() != EINVAL or readonly:
-                return  # optional
-            ctypes.memset(address, 0, length)  # an older kernel; nobody has written to it yet
+        left = deque(_steps(self.nbytes))
+        helpers = min(threads - 1, idle_cores(), len(left) - 1) if threads > 1 else 0
+        try:
+            while left:
+                if not is_wanted():
+                    raise ClosedError(_UNWANTED)
+                is_advised = self._populate_next(left)
+                with contextlib.suppress(CapacityError):  # no more threads: this one does all
+                    while is_advised and helpers > 0:
+                        helpers -= 1
+                        start_detached(partial(self._help_populate, left))
+        finally:
+            left.clear()
+
+    def _help_populate(self, left: deque[tuple[int, int]]) -> None:
+        while left:
+            self._populate_next(left)
+
+    def _populate_next(self, left: deque[tuple[int, int]]) -> bool:
+        """Map the pages of a step; False if an older kernel cannot, and this thread wrote them."""
+        with contextlib.suppress(IndexError):  # another thread has taken the last step
+            start, length = left.popleft()
+            readonly, address = self.region.readonly, self.region.address + start
+            advice = _MADV_POPULATE_READ if readonly else _MADV_POPULATE_WRITE
+            if _libc.madvise(address, length, advice) and ctypes.get_errno() == EINVAL:
+                if not readonly:
+                    ctypes.memset(address, 0, length)  # nobody else has written to it yet
+                return False
+        return True
 
     def close_file(self) -> None:
         """Close the descriptor; the memory stays mapped."""
@@ -266,11 +292,17 @@ def check_available(nbytes: int) -> None:
         )
 
 
-def _steps(nbytes: int, is_wanted: Callable[[], bool]) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each step; ClosedError if the memory is not wanted any more."""
+def idle_cores() -> int:
+    """Return the cores on which nothing runs now, of those that this process may use."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/loadavg") as loads:
+        running = int(loads.read().split()[3].partition("/")[0])  # this thread, too
+        return max(0, len(os.sched_getaffinity(0)) - running)
+    return 0
+
+
+def _steps(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each step."""
     for start in range(0, nbytes, STEP):
-        if not is_wanted():
-            raise ClosedError("the memory is not wanted any more")
         yield start, min(STEP, nbytes - start)
 
 

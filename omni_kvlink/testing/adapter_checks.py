@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from omni_kvlink.errors import SchemaError
 from omni_kvlink.payload.dtypes import KV_DTYPES
 from omni_kvlink.payload.schema import KVCacheTransferData, KVMetadata
-from omni_kvlink.payload.views import same_bytes
+from omni_kvlink.payload.views import dense, same_bytes
 from omni_kvlink.testing.caches import random_tensor
 from omni_kvlink.testing.rig import expect, naming
 
@@ -36,6 +37,7 @@ def check_adapter(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
         check_missing_layers,
         check_contradictions,
         check_load_into_another_size,
+        check_own_targets,
     ):
         with naming(check):
             check(adapter, make_cache)
@@ -110,3 +112,18 @@ def _check_layers(data: KVCacheTransferData, keys: Layers, values: Layers, label
             assert original is not None
             assert same_bytes(tensor, original), f"{label}: {name} has other bytes"
             assert tensor.data_ptr() == original.data_ptr(), f"{label}: {name} was copied"
+
+
+def check_own_targets(adapter: CacheAdapter[C], make_cache: MakeCache[C]) -> None:
+    """`targets` gives an empty cache memory of its own, once, in which a `get` leaves the bytes."""
+    for dtype in KV_DTYPES:
+        cache = make_cache(_layers(3, dtype), _layers(3, dtype))
+        data = adapter.export(cache, request_id="r", metadata=_metadata(3))
+        empty = make_cache([None] * 3, [None] * 3)
+        stream, targets = SimpleNamespace(payload=data), adapter.targets(empty)
+        own = targets(stream)
+        targets(stream)  # as a `get` does whose connection broke
+        for target, sent in zip(own.tensors(), data.tensors(), strict=True):
+            dense(target).copy_(dense(sent))
+        exported = adapter.export(empty, request_id="r", metadata=_metadata(3))
+        assert not data.difference(exported), data.difference(exported)

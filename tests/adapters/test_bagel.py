@@ -13,6 +13,7 @@ from omni_kvlink.adapters import BagelAdapter, pack_generator, unpack_generator
 from omni_kvlink.models.bagel import BagelContext, NaiveCache
 from omni_kvlink.models.bagel.cache import layer_tensors
 from omni_kvlink.payload.views import same_bytes
+from omni_kvlink.testing import check_adapter
 
 LAYERS, HEADS, DIM = 3, 2, 8
 
@@ -172,3 +173,9 @@ def test_a_generator_is_restored() -> None:
     torch.randn(17, generator=generator)
     copy = unpack_generator(pack_generator(generator))
     assert torch.equal(torch.randn(9, generator=copy), torch.randn(9, generator=generator))
+
+
+def test_the_kit_accepts_it() -> None:
+    """Also as targets of a `get`, in memory of the cache's own."""
+    adapter = BagelAdapter()
+    check_adapter(adapter, lambda keys, values: SimpleNamespace(key_cache=keys, value_cache=values))

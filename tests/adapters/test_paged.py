@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from omni_kvlink import (
+    KVCacheBundle,
     KVCacheTransferData,
     KVLink,
     SameAs,
@@ -21,7 +22,7 @@ from omni_kvlink import (
 )
 from omni_kvlink._native import host
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
-from omni_kvlink.payload.views import dense
+from omni_kvlink.payload.views import dense, same_bytes
 from support.devices.native_plans import without_library
 from support.payloads.random_caches import DTYPES, bits, cache, empty, noise
 
@@ -305,3 +306,36 @@ def test_several_sequences_need_slots() -> None:
         ADAPTER.load(data, target)
     ADAPTER.load(data, dataclasses.replace(target, block_ids=None, slot_mapping=range(10)))
     assert bits(target.key_cache[0][:2]) == bits(dense(data.tensors()[0])[:8])
+
+
+@pytest.mark.parametrize("into", LAYOUTS)
+def test_blocks_that_a_get_fills(sockets: str, into: Any) -> None:
+    """By the payload's own metadata; a table of another length, or a bundle, is refused."""
+    source, target = separate(BLOCKS, SIZE, "float16", 1), into(BLOCKS, 2 * SIZE, "float16", 9)
+    metadata = {"kv_lens": [TOKENS], "ropes": [TOKENS + 3]}
+    sent = PagedCache(source[0], source[1], SIZE, [6, 0, 3])
+    data = ADAPTER.export(sent, request_id="k", metadata=metadata)
+    cache = PagedCache(target[0], target[1], 2 * SIZE, [5, 2])
+    with (
+        KVLink.serve("shm://targets", directory=sockets) as producer,
+        KVLink.connect("shm://targets", timeout=60, directory=sockets) as consumer,
+    ):
+        receipt = producer.put(data)
+        short = dataclasses.replace(cache, block_ids=[5])
+        with pytest.raises(SchemaError, match="block"):
+            consumer.get("k", timeout=60, into=ADAPTER.targets(short))
+        received = consumer.get("k", timeout=60, into=ADAPTER.targets(cache))
+        assert isinstance(received.data, KVCacheTransferData)
+        assert received.data.metadata.seq_len == TOKENS
+        filled = ADAPTER.export(cache, request_id="k", metadata=metadata)
+        pairs = zip(data.tensors(), filled.tensors(), strict=True)
+        assert all(same_bytes(one, other) for one, other in pairs)
+        received.release()
+        receipt.wait(timeout=60)
+        producer.put(KVCacheBundle("bundle", {"gen": KVCacheTransferData("bundle", *_parts(data))}))
+        with pytest.raises(SchemaError, match="'bundle' is a KVCacheBundle"):
+            consumer.get("bundle", timeout=60, into=ADAPTER.targets(cache))
+
+
+def _parts(data: KVCacheTransferData) -> tuple[Any, ...]:
+    return data.layer_blocks, (), data.metadata

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from omni_kvlink.bench import membench, report
+from omni_kvlink._native import host
+from omni_kvlink.bench import membench, placements, report
 from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.membench import CopyMethod, FirstTouchMethod, make_copy_methods
+from omni_kvlink.bench.report import BenchError
 from omni_kvlink.bench.setups import CopySetup, Shape
 from omni_kvlink.copier import Copier, NativeCopier
 from omni_kvlink.memory.mapping import Mapping
+from omni_kvlink.payload.paged import PagedTensor
 from support.bench_document import bench_document
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Reaches into _copier: a method that copies wrongly is made of one that does not.
 # Reaches into _untouched: the command prints seconds, which do not say whether its memory was new.
 
 SHAPE = Shape(2, 300, 4, 128)
-SMALL = ["copy", "--preset", "small", "--layers", "2", "--tokens", "300", "--rounds", "3"]
+SMALL = [
+    "copy",
+    "--preset",
+    "small",
+    "--layers",
+    "2",
+    "--tokens",
+    "300",
+    "--rounds",
+    "3",
+    "--quick",
+]
 KEYS = [
     "plain_copy",
     "torch_copy",
@@ -29,21 +47,24 @@ KEYS = [
     "gather_auto",
     "gather_all_cores",
     "gather_paged",
-    "gather_by_head",
     "scatter",
-    "scatter_same_offset",
-    "scatter_next_line",
-    "scatter_by_head",
     "verify",
     "first_touch",
     "populated",
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_memory() -> Iterator[None]:
+    """The placements of a payload of two megabytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placements, "NBYTES", 2 << 20)
+        yield
+
+
 @pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("copy") / "result.json"
-    return bench_document(path, *SMALL)
+def document(tmp_path_factory: pytest.TempPathFactory, little_memory: None) -> dict[str, Any]:
+    return bench_document(tmp_path_factory.mktemp("copy") / "result.json", *SMALL)
 
 
 def test_the_document_keeps_its_shape(document: dict[str, Any]) -> None:
@@ -69,6 +90,72 @@ def test_every_row_is_compared_with_the_plain_copy(document: dict[str, Any]) -> 
     assert results["digests_cost_percent"] == pytest.approx(100 * (cost - 1), abs=1)
 
 
+def test_every_place_costs_processor_time(document: dict[str, Any]) -> None:
+    found = document["results"]["placements"]
+    assert list(found) == ["1 layers", "112 layers", "NHD", "HND", "MLA", "parts", "rows"]
+    assert all(list(found[layers]) == list(placements.DISTANCES) for layers in list(found)[:2])
+    assert all(
+        0 < directions[direction]["min"] <= directions[direction]["p50"]
+        for group in found.values()
+        for directions in group.values()
+        for direction in placements.DIRECTIONS
+    )
+    bars = {bar["bar"]: bar for bar in document["results"]["bars"]}
+    assert bars["gather, worst by best offset"]["limit"] == 1.2
+    worst = max(
+        row["gather"]["p50"] for layers in list(found)[:2] for row in found[layers].values()
+    )
+    best = min(row["gather"]["p50"] for layers in list(found)[:2] for row in found[layers].values())
+    assert bars["gather, worst by best offset"]["got"] == pytest.approx(worst / best, rel=1e-3)
+    by_head = [found["HND"][row]["scatter"]["p50"] for row in found["HND"]]
+    by_token = [found["NHD"][row]["scatter"]["p50"] for row in found["NHD"]]
+    ratio = max(hnd / nhd for hnd, nhd in zip(by_head, by_token, strict=True))
+    assert bars["scatter, HND by NHD"]["got"] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_tensors_lie_where_the_name_says() -> None:
+    shape, payload = Shape(1, 8, 4, 128), 3 << 12 | 256
+    tensors = [placements.at(name)(shape, payload) for name in placements.DISTANCES]
+    starts = [tensor.data_ptr() % 4096 for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    assert starts == [0, 64, 256, 320, 2304]
+    latent = placements.between(3, 5)(Shape(1, 40, 0, 66), 0)
+    assert isinstance(latent, torch.Tensor)
+    assert latent.stride() == (74, 1)
+    paged = placements.in_blocks(by_head=True)(shape, 0)
+    assert isinstance(paged, PagedTensor)
+    pool = paged.pool
+    assert pool.shape[1:] == (16, 4, 128)
+    assert pool.stride()[1:] == (128, 16 * 128, 1)
+
+
+@pytest.mark.parametrize("direction", placements.DIRECTIONS)
+def test_a_place_without_its_bytes_is_no_result(direction: str) -> None:
+    region = Mapping.shared("t", 1 << 20).region
+    shape = Shape(1, 40, 4, 66)
+    copy = placements.PlacedCopy(
+        "NHD", "132 bytes", shape, placements.in_blocks(by_head=False), region
+    )
+    copier = NativeCopier(threads=1)
+    copy.prove(copier)
+    digests = [spec.digest for spec in copy.manifest.tensors]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copier, direction, lambda *_: digests)
+        with pytest.raises(BenchError, match=f"{direction} of NHD, 132 bytes"):
+            copy.prove(copier)
+
+
+def test_the_instruction_set_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(
+        monkeypatch,
+        *(Scripted(key, [0.1]) for key in ("plain_copy", "gather", "gather_bare")),
+    )
+    try:
+        setup = CopySetup(SHAPE, rounds=1, features="portable")
+        assert membench.measure(setup).to_dict()["instructions"] == "portable"
+    finally:
+        host.select("auto")
+
+
 class Scripted(CopyMethod):
     """Takes the seconds of a script."""
 
@@ -92,6 +179,7 @@ class Scripted(CopyMethod):
 def scripted(monkeypatch: pytest.MonkeyPatch, *made: Scripted) -> None:
     Scripted.ran = []
     monkeypatch.setattr(membench, "make_copy_methods", lambda shape, threads: list(made))
+    monkeypatch.setattr(membench, "measure_placements", lambda **_: placements.Placements([]))
 
 
 def test_rounds_alternate_and_ratios_are_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ def test_the_figures_make_sense(document: dict[str, Any]) -> None:
     assert all(0 < one["min"] <= one["p50"] <= one["max"] for one in times.values())
     ratio = times["streamed"]["p50"] / times["sequential"]["p50"]
     assert results["streamed_over_sequential"] == pytest.approx(ratio, rel=0.01)
+    ratio = times["into"]["p50"] / times["plain_copy"]["p50"]
+    assert results["into_over_plain_copy"] == pytest.approx(ratio, rel=0.01)
     assert times["first_layer"]["max"] <= times["streamed"]["max"]
     assert times["digest"]["min"] <= times["in_place"]["max"]
 

@@ -23,7 +23,8 @@ def test_the_document(connector: str, tmp_path: Path) -> None:
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     assert (results["rounds"], results["bars"]) == (2, [])
     names = {f"{kind}_{name}" for kind in ("prefault", "without") for name in ("first", "tenth")}
-    assert set(results["milliseconds"]) == names
+    assert set(results["milliseconds"]) == names | {"process_vm_readv"}
+    assert results["first_over_peer"]["process_vm_readv"]["min"] > 0
     assert all(0 < one["min"] <= one["max"] for one in results["milliseconds"].values())
     assert all(one["min"] > 0 for one in results["first_over_tenth"].values())
     sides = {"producer"} if connector == "inproc" else {"producer", "reader"}
@@ -42,3 +43,8 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
         "mapping",
     ):
         assert word in text
+
+
+def test_a_python_without_nixl_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL, "--rounds", "1", "--connector", "inproc", "--nixl", sys.executable]) == 2
+    assert "first_peers.py" in capsys.readouterr().err

@@ -21,7 +21,7 @@ struct ThreadEnd {
 };
 
 void store(kvl::Dst dst, kvl::Src src, const kvl::Step *steps, size_t count, uint32_t *crcs,
-           kvl::Src next) {
+           kvl::Src next, bool near) {
     thread_local ThreadEnd end;
     (void)end;
     stored_since_fence = true;
@@ -29,7 +29,7 @@ void store(kvl::Dst dst, kvl::Src src, const kvl::Step *steps, size_t count, uin
         std::lock_guard<std::mutex> lock(mutex);
         stores++;
     }
-    kvl::kPortable.stream(dst, src, steps, count, crcs, next);
+    kvl::kPortable.stream(dst, src, steps, count, crcs, next, near);
 }
 
 void fence() { stored_since_fence = false; }

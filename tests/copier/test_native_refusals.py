@@ -20,6 +20,9 @@ pytestmark = NEEDS_LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+NEEDS_COMPILER = pytest.mark.skipif(
+    COMPILER is None or not (ROOT / "csrc").exists(), reason="no C++ compiler, or no sources"
+)
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Index: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -230,20 +233,29 @@ def test_neighbours_across_a_digest_chunk(features: str, block: int, gap_after_m
     assert np.array_equal(pool, np.where(covered.reshape(-1), written, 0))
 
 
-FENCE = Path(__file__).with_name("fence.cpp")
-
-
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="installed without the sources")
-def test_a_fence_follows_the_stores_of_each_thread(tmp_path: Path) -> None:
-    """By a kernel that notes its calls: no processor shows that a fence is missing."""
-    sources = [str(path) for path in (ROOT / "csrc").glob("*.cpp") if path.name != "kernel.cpp"]
-    program, include = str(tmp_path / "fence"), f"-I{ROOT / 'csrc'}"
-    command = [str(COMPILER), "-std=c++17", "-O0", "-pthread", include, str(FENCE), *sources]
+def output_of(tmp_path: Path, name: str, level: str, replaced: str = "") -> str:
+    """What a program prints, made of a file of this folder and the library's sources."""
+    sources = [str(path) for path in (ROOT / "csrc").glob("*.cpp") if path.name != replaced]
+    program, include = str(tmp_path / "program"), f"-I{ROOT / 'csrc'}"
+    main = str(Path(__file__).with_name(name))
+    command = [str(COMPILER), "-std=c++17", level, "-pthread", include, main, *sources]
     built = subprocess.run([*command, "-o", program], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True)
-    assert done.stdout == "each of 3 calls: stored, then fenced\n", done.stdout
+    return subprocess.run([program], capture_output=True, text=True).stdout
+
+
+@NEEDS_COMPILER
+def test_a_fence_follows_the_stores_of_each_thread(tmp_path: Path) -> None:
+    """By a kernel that notes its calls: no processor shows that a fence is missing."""
+    printed = output_of(tmp_path, "fence.cpp", "-O0", "kernel.cpp")
+    assert printed == "each of 3 calls: stored, then fenced\n", printed
+
+
+@NEEDS_COMPILER
+def test_loads_come_before_stores_of_the_same_address(tmp_path: Path) -> None:
+    """Compiled as the library is: compilers keep the order."""
+    printed = output_of(tmp_path, "kernels.cpp", "-O3")
+    assert printed == "0 failed\n", printed[-2000:]
 
 
 def test_the_fence_of_x86_is_an_instruction() -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +21,7 @@ from omni_kvlink.memory.arena import GRAIN, Arena, ArenaPool, Block, Holder
 from omni_kvlink.memory.mapping import STEP, Mapping
 from omni_kvlink.testing.rig import until
 from support.payloads.strategies import EXAMPLES
+from support.processes.line_interrupts import interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -386,3 +391,70 @@ def test_a_share_takes_no_more_than_the_quota() -> None:
     pool.release(first)
     assert not pool.share(2 * GRAIN + 1, first)
     assert pool.share(2 * GRAIN, first)
+
+
+def arenas_with_gaps() -> tuple[ArenaPool, list[Holder]]:
+    """A pool with blocks of which every second one is freed, and the owners of the others."""
+    arenas = ArenaPool(Mapping.anonymous, 16 * GRAIN, min_arena=16 * GRAIN)
+    owners = [Holder() for _ in range(8)]
+    for owner in owners:
+        arenas.reserve(GRAIN, owner)
+    for owner in owners[::2]:
+        arenas.release(owner)
+    return arenas, owners[1::2]
+
+
+@pytest.mark.parametrize("call", ["reserve", "merge", "fill"])
+def test_an_interrupt_at_any_line_loses_no_block_and_gives_none_twice(call: str) -> None:
+    """What it cuts is completed by the next call: the owner has a block, or the pool has it."""
+    for number in itertools.count():
+        arenas, owners = arenas_with_gaps()
+        owner = Holder()
+        calls: dict[str, Callable[[], object]] = {
+            "reserve": partial(arenas.reserve, 3 * GRAIN, owner),
+            "merge": partial(arenas.release, owners[1]),
+            "fill": partial(arenas.try_reserve, GRAIN, owner),
+        }
+        was_interrupted = interrupted(number, calls[call], [])
+        arenas.release(owners[2])
+        owners += [owner, *(Holder() for _ in range(8))]
+        for other in owners[-8:]:
+            arenas.try_reserve(GRAIN, other)
+        parts = [one.block for one in owners if one.block is not None]
+        pages = [
+            (arena, page)
+            for arena, offset, nbytes in parts
+            for page in range(offset, offset + nbytes, GRAIN)
+        ]
+        assert len(set(pages)) == len(pages)
+        stats = arenas.stats()
+        assert (stats["used"], stats["blocks"]) == (len(pages) * GRAIN, len(parts))
+        for one in owners:
+            arenas.release(one)
+        assert arenas.try_reserve(16 * GRAIN) is not None  # all of the arena is one hole again
+        if not was_interrupted:
+            break
+    assert number > 20
+
+
+def test_a_block_among_many_costs_no_more_than_one_among_few() -> None:
+    """Nothing is copied that grows with the number of live blocks."""
+    arena = Arena(1 << 40)
+    offsets = [arena.allocate(GRAIN) for _ in range(20_000)]
+    for offset in offsets[::2]:
+        arena.free(offset)
+    tracemalloc.start()
+    try:
+        arena.free(arena.allocate(GRAIN))
+        arena.free(offsets[1])
+        assert tracemalloc.get_traced_memory()[1] < 4 * GRAIN
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_cyclic_collector_forgets_a_block() -> None:
+    """Tens of thousands of live payloads must not make its runs long."""
+    arenas, owner = pool(), Holder()
+    arenas.reserve(GRAIN, owner)
+    gc.collect()
+    assert not gc.is_tracked(owner.block)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Reaches into _SHMEM_HUGE_PAGES, _touch_huge_pages: the kernel's setting is the machine's, and what
+# Reaches into _SHMEM_HUGE_PAGES: the kernel's setting is the machine's, and what
 # the file has before it is touched is seen at that moment alone.
 
 
@@ -123,11 +123,80 @@ def test_closing_ends_it() -> None:
         with pytest.raises(ClosedError):
             waiting.result(60)
 
-    def names() -> list[str]:
-        return [thread.name for thread in threading.enumerate()]
-
     until(lambda: "kvlink-memory" not in names(), "the thread has ended")
     assert arenas.prefaulted == []
+
+
+class Ahead:
+    """A pool that maps its first arena of one page ahead, unasked."""
+
+    def __init__(self, quota: int = 8 * GRAIN) -> None:
+        self.memory, self.mapped, self.niceness = SlowMemory(), list[int](), list[int]()
+        self.pool = ArenaPool(self.make, quota, min_arena=GRAIN)
+        self.pool.begin_ahead(self.mapped.append)
+
+    def make(self, nbytes: int, is_wanted: Callable[[], bool]) -> Mapping:
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return self.memory.make(nbytes, is_wanted)
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the end of the thread; return what `stats` says of it."""
+        until(lambda: "kvlink-memory" not in names(), "the thread has ended")
+        found: dict[str, Any] = self.pool.stats()["prefault"]
+        return found
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_the_first_arena_is_mapped_unasked_at_low_priority() -> None:
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    ahead = Ahead()
+    ahead.memory.go.set()
+    assert ahead.end()["mapped"] == GRAIN
+    assert (ahead.mapped, ahead.pool.prefaulted, ahead.niceness) == ([0], [0], [usual + 10])
+    assert ahead.pool.reserve(GRAIN).arena == 0
+    assert ahead.memory.made == [GRAIN]
+
+
+@pytest.mark.parametrize("pages", [1, 8])
+def test_nobody_waits_for_memory_that_nobody_asked_for(
+    pages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call that needs memory earlier maps its own, of all the quota, too; the thread gives up."""
+    ahead = Ahead()
+    assert ahead.memory.begun.wait(60)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(ahead.pool.reserve, pages * GRAIN)
+        until(lambda: len(ahead.memory.made) == 2, "it maps memory of its own")
+        found = ahead.end()
+        assert not waiting.done()
+        ahead.memory.go.set()
+        assert waiting.result(60).nbytes == pages * GRAIN
+    assert ahead.memory.made == [GRAIN, pages * GRAIN]
+    assert (found["requested"], found["mapped"], found["error"]) == (0, 0, "")
+    assert (ahead.mapped, ahead.pool.stats()["mapped"]) == ([], pages * GRAIN)
+    assert not caplog.text
+
+
+def test_closing_ends_what_nobody_asked_for() -> None:
+    ahead = Ahead()
+    assert ahead.memory.begun.wait(60)
+    ahead.pool.close()
+    ahead.end()
+    assert (ahead.mapped, ahead.pool.stats()["mapped"]) == ([], 0)
+
+
+@pytest.mark.parametrize(("quota", "available"), [(7, 100), (8, 15)])
+def test_nothing_is_mapped_unasked_where_memory_is_scarce(
+    quota: int, available: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "available_bytes", lambda: available * GRAIN)
+    ahead = Ahead(quota * GRAIN)
+    ahead.memory.go.set()
+    assert ahead.end()["requested"] == 0
+    assert ahead.memory.made == []
 
 
 def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +233,23 @@ def test_huge_pages_are_asked_for_before_the_file_has_pages(
     """Where the kernel leaves it to the mapping; it decides, and the memory is complete."""
     setting = tmp_path / "shmem_enabled"
     touched = list[int]()
-    inner = Mapping._touch_huge_pages
+    inner = Mapping.populate
 
-    def touch(mapping: Mapping, is_wanted: Callable[[], bool]) -> None:
-        touched.append(os.fstat(mapping.fd).st_blocks)
-        inner(mapping, is_wanted)
+    def touch(mapping: Mapping, *arguments: Any, **options: Any) -> None:
+        touched.append(os.fstat(mapping.fd).st_blocks * 512)
+        inner(mapping, *arguments, **options)
 
-    monkeypatch.setattr(Mapping, "_touch_huge_pages", touch)
+    monkeypatch.setattr(Mapping, "populate", touch)
     monkeypatch.setattr(memory_mapping, "_SHMEM_HUGE_PAGES", setting)
-    for text, expected in (("always [advise] never", [0]), ("[never] advise", [0]), ("", [0])):
+    nbytes = 4 << 20
+    for text, expected in (
+        ("always [advise] never", [0, nbytes]),
+        ("[never] advise", [nbytes]),
+        ("", [nbytes]),
+    ):
+        touched.clear()
         setting.write_text(text)
-        mapping = Mapping.shared("test", 4 << 20)
+        mapping = Mapping.shared("test", nbytes)
         assert touched == expected
         assert memory_mapping.is_sealed(mapping.fd)
         mapping.region.write(0, b"written")

@@ -37,6 +37,8 @@ from support.payloads.random_caches import cache, written
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Reaches into _MADV_POPULATE_WRITE: no kernel at hand is too old to know it.
+
 
 def anonymous(nbytes: int = PAGE) -> Region:
     return Mapping.anonymous(nbytes).region
@@ -376,12 +378,39 @@ def resident_bytes(region: Region) -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
 
 
+def test_idle_cores_help_to_touch_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the caller up to four threads; where the kernel takes no advice, the caller alone."""
+    started: list[Callable[[], object]] = []
+    monkeypatch.setattr(memory_mapping, "start_detached", started.append)
+    for idle, expected in ((0, 0), (2, 2), (9, 3)):
+        monkeypatch.setattr(memory_mapping, "idle_cores", lambda idle=idle: idle)
+        for make in (Mapping.anonymous, partial(Mapping.shared, "helped")):
+            started.clear()
+            make(8 * STEP)
+            assert len(started) == expected
+            for run in started:
+                run()  # late: there is nothing left
+    started.clear()
+    Mapping.anonymous(STEP)
+    monkeypatch.setattr(memory_mapping, "_MADV_POPULATE_WRITE", 9999)
+    Mapping.anonymous(8 * STEP)
+    assert not started
+
+
+def test_idle_cores_are_those_on_which_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1 << 20)))
+    assert 0 < memory_mapping.idle_cores() < 1 << 20
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert memory_mapping.idle_cores() == 0
+
+
 @pytest.mark.parametrize("advice", [None, 9999])
 def test_every_page_is_mapped(monkeypatch: pytest.MonkeyPatch, advice: int | None) -> None:
     """By advice to the kernel, or where that is too old for it, by touching them."""
     if advice is not None:
         # Advice that this kernel does not know stands for an older kernel.
         monkeypatch.setattr(memory_mapping, "_MADV_POPULATE_WRITE", advice)
-    region = Mapping.shared("populated", STEP + 3 * PAGE).region
-    assert resident_bytes(region) == STEP + 3 * PAGE
+    nbytes = 4 * STEP + 3 * PAGE
+    region = Mapping.shared("populated", nbytes).region
+    until(lambda: resident_bytes(region) == nbytes, "a helper is at the end of its step")
     assert not any(region.view())

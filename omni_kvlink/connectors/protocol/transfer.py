@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.chunk_window import ChunkWindow
     from omni_kvlink.connectors.protocol.direct_source import DirectSource
     from omni_kvlink.connectors.protocol.messages import Location
-    from omni_kvlink.memory.arena import Block
+    from omni_kvlink.memory.arena import Part
 
 Peer = Hashable
 Claim = tuple[Peer, int]
@@ -81,7 +81,7 @@ class Transfer:
     ):
         self.key, self.epoch = key, epoch  # the table numbers it when it begins
         self.done = LazyEvent()  # set in a final state
-        self.block: Block | None = None  # of the owner's memory, until that is freed
+        self.block: Part | None = None  # of the owner's memory, until that is freed
         self.inline = inline  # a small payload itself, which has no block
         self.stream = stream  # of a chunk: its stream's transfer
 

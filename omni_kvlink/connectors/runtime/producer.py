@@ -74,7 +74,8 @@ class PooledProducer(Producer):
 
     The listeners run in the thread of `loop`; if one fails to open, all are closed again. `lock`
     guards `transfers`. `incarnation` identifies this run of the producer. With `is_one_arena`,
-    `make` is called once, for all of the quota.
+    `make` is called once, for all of the quota. `is_shared`: it maps shared memory, new pages of
+    which are slow, so that the first arena is mapped ahead even if `Options.prefault` is not given.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PooledProducer(Producer):
         make: MakeArena,
         *openers: Opener,
         is_one_arena: bool = False,
+        is_shared: bool = False,
     ):
         super().__init__(repr(name))
         self._name, self._options, self.inline_limit = name, options, options.inline
@@ -104,10 +106,12 @@ class PooledProducer(Producer):
             for opener in openers:
                 self.listeners.append(opener(self))
             self._queueing = [listener for listener in self.listeners if listener.has_queue]
+            # Weakly: a thread must not keep it.
+            on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
             if options.prefault and pooled and not is_one_arena:
-                # Weakly: a thread must not keep it.
-                on_mapped = partial(call_if_alive, WeakMethod(self._pass_arena))
                 self.pool.begin_prefault(options.prefault_nbytes, on_mapped)
+            elif options.prefault is None and pooled and is_shared:
+                self.pool.begin_ahead(on_mapped)
             opened = Future[None]()
             self.loop.call(partial(_open_all, self.listeners, opened))
             opened.result()
@@ -368,7 +372,7 @@ class PooledProducer(Producer):
             direct = DirectSource(head, header_end, tensors, nbytes)
         write_head(slot, transfer.epoch, header_end, committed=False)  # it may have shrunk
         slot.write(SLOT + header_end, draft)
-        location = Location(block.arena, block.offset, nbytes or header_end)
+        location = Location(block[0], block[1], nbytes or header_end)
         chunks = ChunkWindow[Transfer](readers, window) if window else None
         with self.lock:
             self.transfers.begin_stream(transfer, location, len(draft), readers, direct, chunks)
@@ -423,7 +427,7 @@ class PooledProducer(Producer):
         block = transfer.block
         assert block is not None
         write_head(self.pool.region(block), transfer.epoch, region.nbytes, committed=True)
-        return transfer, Location(block.arena, block.offset, region.nbytes)
+        return transfer, Location(block[0], block[1], region.nbytes)
 
     def _commit(
         self, payloads: Sequence[tuple[Transfer, Location]], readers: int, expires: float

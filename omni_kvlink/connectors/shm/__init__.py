@@ -13,7 +13,8 @@ from omni_kvlink.memory.mapping import Mapping
 def _serve(name: str, options: Options) -> PooledProducer:
     refuse_keys(f"shm://{name}", options)
     make = partial(Mapping.shared, f"kvlink-{name}")
-    return PooledProducer(name, options, make, partial(ShmListener, name, options.directory))
+    opener = partial(ShmListener, name, options.directory)
+    return PooledProducer(name, options, make, opener, is_shared=True)
 
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:

@@ -15,7 +15,7 @@ from omni_kvlink.errors import IntegrityError, SchemaError, TransferFailed, Tran
 from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.device import PoolDevice
 from omni_kvlink.integrations.vllm.pools import branch_name
-from omni_kvlink.lowlevel import BackgroundGet, GetPhase, LazyEvent, begin_get, open_stream
+from omni_kvlink.lowlevel import BackgroundGet, GetPhase, LayerTargets, LazyEvent, begin_get
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omni_kvlink.integrations.vllm.pools import Pools
     from omni_kvlink.integrations.vllm.stats import Meter
     from omni_kvlink.integrations.vllm.step import CancelledLoad, Load
-    from omni_kvlink.lowlevel import Delivery, StreamEvents
+    from omni_kvlink.lowlevel import CopyInto, StreamEvents
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -66,14 +66,14 @@ class CacheLoad:
         self.load = dataclasses.replace(load, key=pools.part.key(load.key))
         self.error: Exception | None = None
         self.cancelled: CancelledLoad | None = None
-        self.has_used_read = False
         self.nbytes, self.wait_seconds, self.copy_seconds = 0, 0.0, 0.0
         self.done = LazyEvent()
         self._arrived = [LazyEvent() for _ in pools.layers]  # set at the end, too
-        self._loader, self._pools, self._failed, self._events = loader, pools, failed, events
-        self._lock = threading.Lock()  # of what ends the load, and of who has its read
+        self._loader, self._pools, self._failed = loader, pools, failed
+        self._lock = threading.Lock()  # of what ends the load
         self._started = self._began = time.monotonic()
-        self._copies: list[list[StreamEvents]] = []  # by layer: the ends of copies on a device
+        self._copies: CopyInto | None = None
+        self._counts: list[int] = []  # of copies that fill a layer and those before it
         self._rank = pools.part.sender.index
         self.get = BackgroundGet(
             self.load.key,
@@ -82,8 +82,11 @@ class CacheLoad:
             loader.timeout,
             url=load.url,
             submit=loader.submit,
-            copy=self._run,
-            fail=self.end,
+            copy=lambda copies: self.end(None),
+            fail=self._end_failed,
+            into=self._targets,
+            copied=self._on_copied,
+            after=events,
         )
 
     def request(self) -> None:
@@ -91,6 +94,11 @@ class CacheLoad:
         is_connected = self._loader.peers.is_connected(self.load.url, self._rank)
         submit = self._loader.submit if is_connected else self._loader.connect
         submit(self.get.request)
+
+    @property
+    def has_used_read(self) -> bool:
+        """Whether the payload counts as read; else another request of this engine can take it."""
+        return self.get.is_read
 
     def to_decline(self) -> CancelledLoad | None:
         """The read that this load leaves unused, and that no other request takes."""
@@ -103,12 +111,11 @@ class CacheLoad:
 
     def cancel(self, cancelled: CancelledLoad) -> None:
         """Cancel the load; a copy that has begun ends at the next layer."""
-        with self._lock:
-            self.cancelled = cancelled
-        if self.get.cancel():
+        self.cancelled = cancelled
+        if self.get.cancel(leaves_unread=not cancelled.declines):
             self.end(TransferFailed(cancelled.reason, key=self.load.key))
             return
-        is_copying = self.get.phase is GetPhase.TAKEN and not self.done.is_set()
+        is_copying = self.get.phase is GetPhase.STOPPED and not self.done.is_set()
         if is_copying and cancelled.declines and cancelled.readers == 1:
             self._loader.submit(self._abort)
 
@@ -120,8 +127,10 @@ class CacheLoad:
         """
         if not self._arrived[layer].wait(self.get.seconds_left()):
             self.wait()
-        for copy in chain(*self._copies[layer : layer + 1]):
-            copy.make_streams_wait()
+        if self._copies is not None:
+            first, stop = [0, *self._counts][layer : layer + 2]
+            for copy in self._copies.ends[first:stop]:
+                copy.make_streams_wait()
 
     def wait(self) -> None:
         """Block until the load has ended, at most until the deadline."""
@@ -137,67 +146,53 @@ class CacheLoad:
         except Exception as error:
             log.warning("cache %.200r could not be aborted: %s", self.load.key, str(error))
 
-    def _run(self, delivery: Delivery) -> None:
-        """Copy the cache, which has begun to come; runs in the pool."""
-        link, started = self.get.link, time.perf_counter()
+    def _targets(self, stream: ReceivedStream) -> list[LayerTargets]:
+        """Return the blocks of each layer, in the order of the model."""
         self._began = time.monotonic()
         self.wait_seconds = self._began - self._started
-        limit = self.get.seconds_left()
+        manifest = stream.manifest
         try:
-            with open_stream(link, delivery, started=started, timeout=limit) as stream:
-                try:
-                    self._copy(stream, link.url)
-                    if not self.load.is_async and self._use_read():
-                        self.end(None)  # the pass's stream waits for the copies
-                finally:
-                    for copy in chain(*self._copies):
-                        copy.wait()  # until none reads the payload
-                    if not (self.has_used_read or self._use_read()):
-                        stream.release_unread()
-                    elif self.cancelled is not None:
-                        stream.release()  # declined: no other request of this engine reads it
-        except Exception as error:
-            # Their frames would keep the payload's memory, and so its lease.
-            error.__traceback__ = error.__context__ = None
-            if self.done.is_set():
-                log.error("cache %.200r was not written to the device: %s", self.load.key, error)
-            self.end(error)
-            return
-        self.end(None)
-
-    def _use_read(self) -> bool:
-        """Decide whether the read is used; else another request of this engine takes it."""
-        with self._lock:
-            self.has_used_read = self.cancelled is None or self.cancelled.declines
-        return self.has_used_read
-
-    def _copy(self, stream: ReceivedStream, peer: str) -> None:
-        """Copy layer by layer, each byte checked against its digest; begin it, on a device."""
-        try:
-            self._pools.check(stream.manifest, self.load, peer=peer)
+            self._pools.check(manifest, self.load, peer=self.get.link.url)
         except Exception as error:
             stream.delivery.reject(str(error))  # the producer's receipt reports the reason
             raise
-        self.nbytes = stream.manifest.nbytes
-        numbers = self._pools.received(stream.manifest), self._pools.needed(self.load)
+        self.nbytes = manifest.nbytes
+        numbers = self._pools.received(manifest), self._pools.needed(self.load)
         targets = [
-            [*self._targets(group, parts, needed)]
+            [*self._targets_of(group, parts, needed)]
             for group, (parts, needed) in enumerate(zip(*numbers, strict=True))
         ]
-        for layer, (_, group, index) in enumerate(self._pools.layers):
-            copies: list[StreamEvents] = []
-            self._copies.append(copies)
+        layers, counts = list[LayerTargets](), list[int]()
+        for _, group, index in self._pools.layers:
             for branch, views, rows in targets[group]:
-                if self.cancelled is not None:
-                    raise TransferFailed(self.cancelled.reason, key=self.load.key)
-                limit = self.get.seconds_left()
-                received = stream.wait_for_layer(index, branch=branch, timeout=limit)
-                part = None if rows == range(received.key.shape[0]) else rows
-                copies.append(received.begin_scatter(views[index], rows=part, after=self._events))
-            self._arrived[layer].set()
-        stream.wait(timeout=self.get.seconds_left())  # until the commit
+                layers.append(LayerTargets(branch, index, [views[index]], rows))
+            counts.append(len(layers))
+        self._counts = counts
+        return layers
 
-    def _targets(self, group: int, parts: Mapping[str, range], needed: range) -> Iterator[Target]:
+    def _on_copied(self, copies: CopyInto) -> None:
+        """Let the pass go on to the layers that are there.
+
+        TransferFailed if the connection broke when it had begun to: they are not written again.
+        """
+        if self._copies is not copies:
+            if not self.load.is_async and any(arrived.is_set() for arrived in self._arrived):
+                raise TransferFailed("the connection broke amid the load", key=self.load.key)
+            self._copies = copies
+        for count, arrived in zip(self._counts, self._arrived, strict=True):
+            if count <= copies.count:
+                arrived.set()
+        if self.get.phase is GetPhase.CLAIMED and not self.load.is_async:
+            self.end(None)  # the pass's stream waits for the copies
+
+    def _end_failed(self, error: Exception) -> None:
+        if self.done.is_set():
+            log.error("cache %.200r was not written to the device: %s", self.load.key, error)
+        self.end(error)
+
+    def _targets_of(
+        self, group: int, parts: Mapping[str, range], needed: range
+    ) -> Iterator[Target]:
         """The rows of the received parts of a group that are written, and their blocks."""
         for part, sent in parts.items():
             blocks = range(max(sent.start, needed.start), min(sent.stop, needed.stop))

@@ -102,10 +102,15 @@ def test_nothing_is_announced_without_a_waiting_get(
     assert not begun
 
 
-def test_steps_cover_every_tensor_once() -> None:
+def test_steps_cover_every_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is so long that a reader who copies at the same speed ends far behind the last."""
     plan = RECIPE.make().plan(digests=True)
+    nbytes = [spec.nbytes for spec in plan.tensors]
+    monkeypatch.setattr(sending, "FIRST_STEP_NBYTES", 2 * nbytes[0])
     steps = list(sending.announcement_steps(plan))
-    assert [number for step in steps for number in step] == list(range(len(plan.tensors)))
+    assert [number for step in steps for number in step] == list(range(len(nbytes)))
+    assert [len(step) for step in steps[:3]] == [2, 4, 4]
+    assert {len(step) for step in steps[1:-1]} == {4}
 
 
 def test_a_direct_put_whose_link_is_closed_while_it_computes_digests(

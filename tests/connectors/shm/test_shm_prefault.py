@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omni_kvlink import KVLink, TensorTransferData, TransferFailed
+from omni_kvlink.memory.arena import MIN_ARENA
 from omni_kvlink.testing.rig import until
 from support.link.ends import end_of
 
@@ -62,6 +63,42 @@ def test_it_is_mapped_before_the_first_payload(connects: str, sockets: str) -> N
             transfer(producer, consumer, "first")
             assert mapped(consumer) == before
             assert producer.stats()["memory"]["arenas"] == 1
+
+
+@pytest.mark.parametrize("url", ["shm://unasked", "auto://unasked"])
+def test_a_first_arena_is_mapped_unasked(url: str, sockets: str) -> None:
+    """The first transfer maps nothing, on both sides."""
+    with (
+        KVLink.serve(url, directory=sockets) as producer,
+        KVLink.connect(url, directory=sockets, timeout=60) as consumer,
+    ):
+        until(lambda: producer.stats()["memory"]["arenas"] == 1, "memory is mapped")
+        until_passed(producer, consumer)
+        until(lambda: mapped(consumer)["touched"] == MIN_ARENA, "all is touched")
+        before = mapped(consumer)
+        producer.put(TensorTransferData("first", {"x": torch.ones(MIB)}))
+        consumer.get("first", timeout=60).release()
+        memory: Any = producer.stats()["memory"]
+        assert (memory["mapped"], memory["prefault"]["mapped"]) == (MIN_ARENA, MIN_ARENA)
+        assert mapped(consumer) == before
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("shm://none", {"prefault": 0}),
+        ("shm://none", {"mode": "sealed"}),
+        ("shm://none", {"quota": 8 * MIN_ARENA - 1}),
+        ("inproc://none", {}),
+        ("zmq+tcp://127.0.0.1:0", {"insecure": True}),
+    ],
+)
+def test_links_of_which_nothing_is_mapped_unasked(
+    url: str, options: dict[str, Any], sockets: str
+) -> None:
+    with KVLink.serve(url, directory=sockets, **options) as producer:
+        memory: Any = producer.stats()["memory"]
+        assert (memory["prefault"]["requested"], memory["mapped"]) == (0, 0)
 
 
 def test_a_payload_that_comes_first_waits_for_it(sockets: str) -> None:

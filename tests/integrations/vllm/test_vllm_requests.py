@@ -290,15 +290,15 @@ def test_the_first_of_two_that_name_one_cache_is_aborted(
 ) -> None:
     """While its cache is not in its blocks, its read is the other one's then."""
     # The copy is held up after its payload has come: no event of vLLM is in between.
-    has_come, may_copy, copy = threading.Event(), threading.Event(), CacheLoad._run
+    has_come, may_copy, targets = threading.Event(), threading.Event(), CacheLoad._targets
 
-    def copy_later(load: CacheLoad, delivery: Any) -> None:
+    def copy_later(load: CacheLoad, stream: Any) -> Any:
         has_come.set()
         assert may_copy.wait(60)
-        copy(load, delivery)
+        return targets(load, stream)
 
     # As above.
-    monkeypatch.setattr(CacheLoad, "_run", copy_later)
+    monkeypatch.setattr(CacheLoad, "_targets", copy_later)
     producer, consumer = engine("producer"), engine("consumer")
     if is_put:
         producer.prefill("k", TOKENS)

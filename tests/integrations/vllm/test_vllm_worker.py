@@ -16,7 +16,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
-from omni_kvlink import KVCacheBundle, KVLink, SchemaError, UnavailableError
+from omni_kvlink import (
+    KVCacheBundle,
+    KVLink,
+    PeerLostError,
+    SchemaError,
+    TransferFailed,
+    UnavailableError,
+)
+from omni_kvlink.connectors.runtime import consumer as runtime_consumer
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.integrations.vllm import OmniKVLinkConnector, declining
 from omni_kvlink.integrations.vllm.groups import CacheGroup, CacheGroups
@@ -33,7 +41,10 @@ from omni_kvlink.integrations.vllm.saving import Saver
 from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
 from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
+from omni_kvlink.lowlevel import CopyInto
 from omni_kvlink.testing.rig import until, until_requested
+from support.connectors.held_loops import loop_of
+from support.link.ends import session_of
 from support.vllm.halves import declined_reads, link_of, pools_of
 
 if TYPE_CHECKING:
@@ -68,13 +79,16 @@ def as_pools(caches: dict[str, torch.Tensor]) -> Pools:
 class Halves:
     """A producer's and a consumer's worker half, and the engines' pools."""
 
-    def __init__(self, directory: str):
+    def __init__(
+        self, directory: str, url: str = "shm://halves", options: dict[str, Any] | None = None
+    ):
         torch.manual_seed(0)
         self.theirs, self.mine = engine_pools(filled=True), engine_pools(filled=False)
         self.sent, self.got = Meter(), Meter()
-        link = KVLink.serve("shm://halves", directory=directory)
+        options = {"directory": directory} if options is None else options
+        link = KVLink.serve(url, **options)
         self.saver = Saver(link, [as_pools(self.theirs)], VllmSettings(), self.sent)
-        self.peers = Peers(["shm://halves"], {"directory": directory})
+        self.peers = Peers([url], options)
         self.loader = Loader([as_pools(self.mine)], self.peers, self.got, timeout=5.0)
 
     def send(self, cache: PromptCache) -> None:
@@ -453,3 +467,96 @@ def test_only_a_rank_amid_a_pass_exits_when_another_ends(
     halves.loader.start([load([4, 6, 9])])
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks()
+
+
+def occupied(halves: Halves, blocks: list[int]) -> Callable[[], bool]:
+    """Write what the blocks' next owner writes; whether all of it is still there."""
+    for cache in halves.mine.values():
+        cache[blocks] = 77.0
+    return lambda: all(bool((cache[blocks] == 77.0).all()) for cache in halves.mine.values())
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_producer_that_fails_amid_a_load(halves: Halves, is_async: bool) -> None:
+    """The blocks of the layers that were copied are invalid, too, and not written any more."""
+    halves.saver.begin([CACHE])
+    halves.loader.start([load([1, 3, 8], is_async=is_async)])
+    halves.saver.layer(0)
+    (part,) = halves.loader._loading["r"].parts  # a pass names the layer, not the load
+    part.wait_for_layer(0)
+    halves.saver._link.fail("key", "the model has failed")  # as another rank's end does
+    assert halves.loader.wait_for_pass() == (set() if is_async else {1, 3})
+    if is_async:
+        assert halves.settled() == {"r"}
+    assert halves.loader.take_invalid_blocks() == ({1, 3, 8} if is_async else {1, 3})
+    is_untouched = occupied(halves, [1, 3, 8])
+    for number in range(1, len(LAYERS)):
+        halves.saver.layer(number)
+    halves.saver.commit()
+    assert is_untouched()
+    assert isinstance(part.error, TransferFailed)
+
+
+@pytest.mark.parametrize("declines", [True, False])
+def test_a_cancelled_load_has_ended_when_nothing_is_copied(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch, declines: bool
+) -> None:
+    """Amid a layer: it is not said to have ended, until the layer is there."""
+    copying, may_copy, copy_layer = threading.Event(), threading.Event(), CopyInto.copy_layer
+
+    def copy_later(self: CopyInto, *arguments: Any) -> None:
+        copying.set()
+        assert may_copy.wait(60)
+        copy_layer(self, *arguments)
+
+    monkeypatch.setattr(CopyInto, "copy_layer", copy_later)
+    halves.send(CACHE)
+    halves.loader.start([load([1, 3, 8])])
+    assert copying.wait(60)
+    halves.loader.cancel(cancelled("r", declines=declines))
+    for _ in range(20):
+        assert halves.loader.finished() == set(), "its blocks may be written"
+    may_copy.set()
+    assert halves.settled() == {"r"}
+    assert halves.loader.take_invalid_blocks() == set()
+    is_untouched = occupied(halves, [1, 3, 8])
+    halves.saver.hold({"r"})
+    if not declines:
+        halves.loader.start([load([4, 6, 9], request_id="s")])
+        assert halves.settled() == {"s"}
+        assert halves.is_same("c", [5, 2, 7], [4, 6, 9])
+    until(lambda: halves.saver.released() == {"r"}, "the producer may free its blocks")
+    assert is_untouched()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_connection_that_breaks_amid_a_load(
+    sockets: str, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """The cache is loaded again from its first layer, unless a pass has begun to read it."""
+    # No setting: a busy machine may take longer to connect again than it allows.
+    monkeypatch.setattr(runtime_consumer, "_RECONNECT_SECONDS", 60.0)
+    url = f"zmq+ipc://{sockets}/halves"
+    halves = Halves(sockets, url, {})
+    halves.saver.begin([CACHE])
+    halves.loader.start([load([1, 3, 8], is_async=is_async, url=url)])
+    halves.saver.layer(0)
+    (part,) = halves.loader._loading["r"].parts  # a pass names the layer, not the load
+    part.wait_for_layer(0)
+    session = session_of(part.get.link)
+    loop_of(session).call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
+    if not is_async:
+        assert halves.loader.wait_for_pass() == {1, 3}
+        is_untouched = occupied(halves, [1, 3, 8])
+    for number in range(1, len(LAYERS)):
+        halves.saver.layer(number)
+    halves.saver.commit()
+    if is_async:
+        assert halves.settled() == {"r"}
+        assert halves.loader.take_invalid_blocks() == set()
+        for layer in LAYERS:
+            assert halves.is_same(layer, [5, 2, 7], [1, 3, 8])
+    else:
+        assert "the connection broke amid the load" in str(part.error)
+        assert is_untouched()
+    halves.close()

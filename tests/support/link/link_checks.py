@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from omni_kvlink.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from omni_kvlink.link import Payload
+from omni_kvlink.link import BackgroundGet, Payload, begin_get
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.tensor_data import TensorTransferData
 from omni_kvlink.payload.views import TensorView, dense
@@ -173,6 +174,47 @@ def check_layers_are_copied_while_others_are_written(rig: Rig) -> None:
         stream.out.fail("the model has failed")
         expect(TransferFailed, getting.result, PATIENCE, mentions=("the model has failed",))
     assert not targets[-1].any()
+
+
+def check_background_get_into_targets(rig: Rig) -> None:
+    """In a thread pool: layers are there before later ones; a cancelled get gives all back."""
+    producer, consumer = rig.serve(), rig.connect_here()
+    with ThreadPoolExecutor(2) as pool:
+        for is_cancelled in (True, False):
+            ended: SimpleQueue[Any] = SimpleQueue()
+            stream = LayerStream(producer)
+            targets = [torch.zeros_like(dense(view)) for view in stream.data.tensors()]
+            get = BackgroundGet(
+                "s",
+                lambda timeout: consumer,
+                partial(begin_get, streamed=True),
+                PATIENCE,
+                submit=pool.submit,
+                copy=ended.put,
+                fail=ended.put,
+                into=targets,
+            )
+            pool.submit(get.request)
+            stream.write(("kv", 0))
+            first = hash_tensors(stream.layers["kv", 0])
+            until(partial(_are_hashed, targets[:2], first), "layer 0 is copied")
+            if is_cancelled:
+                assert not get.cancel(), "a target may be written"
+                assert isinstance(ended.get(timeout=PATIENCE), ClosedError)
+                targets[0].zero_()
+            stream.write(*list(stream.layers)[1:])
+            receipt = stream.out.commit()
+            if is_cancelled:
+                receive(consumer, receipt, stream.data)
+                assert not any(target.any() for target in (targets[0], *targets[2:]))
+                continue
+            assert ended.get(timeout=PATIENCE).count == len(stream.layers)
+            assert hash_tensors(targets) == hash_tensors(stream.data.tensors())
+            receipt.wait(timeout=60)
+
+
+def _are_hashed(tensors: Sequence[TensorView], expected: str) -> bool:
+    return hash_tensors(tensors) == expected
 
 
 def check_get_into_wrong_targets(rig: Rig) -> None:

@@ -26,6 +26,7 @@ FEATURES = {
     "bundle": 1,
     "scatter": 1,
     "into": 1,
+    "background-into": 1,
     "many": 3,
     "allocate": 1,
     "direct": 1,
@@ -44,7 +45,8 @@ FEATURES = {
 
 `small`, `put`, `bundle`: `put` and `get` of payloads inside offers, of all sizes, and of many
 tensors. `scatter`: received into the reader's own tensors; `into`: by `get(into=)`, of what was put
-whole and of what is written layer by layer. `many`: `put_many`, `get_many`.
+whole and of what is written layer by layer; `background-into`: by `BackgroundGet`, in a pool, and
+cancelled at any moment. `many`: `put_many`, `get_many`.
 `allocate`, `direct`: put without a copy. `layers`: `stream_put`, `stream_get`, and the metadata at
 the end. `stream`: an append stream, from `open_stream` to `read_stream`; `requests`: of many
 requests in each chunk; `streams`: three, in one thread (`ChunkStreams`). `aio`: the reader awaits.

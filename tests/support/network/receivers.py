@@ -8,17 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import os
+import queue
 import random
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_kvlink import ChunkStreams, KVLinkError, PeerLostError, TransferFailed, TransferTimeout
+from omni_kvlink import (
+    ChunkStreams,
+    ClosedError,
+    KVLinkError,
+    PeerLostError,
+    TransferFailed,
+    TransferTimeout,
+)
 from omni_kvlink.aio import AsyncKVConsumer
+from omni_kvlink.lowlevel import BackgroundGet, begin_get
 from omni_kvlink.testing.caches import fingerprint, hash_chunk, hash_tensors
 from support.network import lookups
 from support.network.features import (
@@ -36,8 +48,9 @@ from support.network.features import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from omni_kvlink import KVConsumer, Payload, Received
+    from omni_kvlink import KVConsumer, Payload, Received, ReceivedStream
     from omni_kvlink.lookup import LookupConsumer
+    from omni_kvlink.lowlevel import CopyInto
     from support.network.peer_process import Incarnation, Log
 
 # Reaches into _data: to look at `data` is to have read it, which a reader that gives a payload back
@@ -163,6 +176,7 @@ class Receiver:
         is_async, feature = feature.startswith("aio"), feature.removeprefix("aio-")
         call: Callable[[Any, list[str], float], Coroutine[Any, Any, list[str]]] = {
             "many": self._take_many,
+            "background-into": self._take_in_background,
             "lookup": self._look_up,
             "layers": self._take_layers,
             "stream": self._take_stream,
@@ -214,6 +228,57 @@ class Receiver:
             assert isinstance(view, torch.Tensor)
             view.zero_()
         return targets
+
+    async def _take_in_background(self, end: Any, keys: list[str], timeout: float) -> list[str]:
+        """Have a payload copied into tensors, which are this reader's again when it has ended."""
+        (key,) = keys
+        targets, found, ended = self._targets(key), list[int](), queue.SimpleQueue[Any]()
+        assert targets is not None
+
+        def into(stream: ReceivedStream) -> Payload:
+            found.append(incarnation_of(stream.payload))
+            return targets
+
+        def copied(copies: CopyInto) -> None:
+            if get.is_read:  # it is claimed, and not released yet
+                sent = recipe(key, found[-1]).make()
+                is_right = hash_tensors(targets.tensors()) == hash_tensors(sent.tensors())
+                self._log.write(key, "read" if is_right else "WRONG", found[-1])
+                self._done.add(key)
+
+        with ThreadPoolExecutor(1) as pool:
+            begin = partial(begin_get, streamed=True)
+            get = BackgroundGet(
+                key,
+                lambda timeout: end.target,
+                begin,
+                timeout,
+                submit=pool.submit,
+                copy=ended.put,
+                fail=ended.put,
+                into=into,
+                copied=copied,
+            )
+            get.request()
+            leave_at = time.monotonic() + self._rng.random() / 50 if self._leaves() else math.inf
+            outcome: Any = None
+            while outcome is None:
+                with contextlib.suppress(queue.Empty):
+                    outcome = ended.get(timeout=0.005)
+                get.expire()
+                if outcome is None and time.monotonic() > leave_at and get.cancel():
+                    outcome = ClosedError("cancelled")
+            for view in targets.tensors():
+                assert isinstance(view, torch.Tensor)
+                view.zero_()
+        if any(view.any() for view in targets.tensors() if isinstance(view, torch.Tensor)):
+            self._log.write(key, "WRONG", -1)  # it was written after the end
+        if isinstance(outcome, ClosedError):
+            self._log.write(key, "back")
+            return keys
+        if isinstance(outcome, Exception):
+            raise outcome
+        return []
 
     async def _take_many(self, end: Any, keys: list[str], timeout: float) -> list[str]:
         batch = await end.get_many(keys, timeout=timeout)

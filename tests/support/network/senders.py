@@ -77,6 +77,7 @@ class Sender:
             "direct": self._put_direct,
             "layers": self._put_layers,
             "into": self._put_or_write,
+            "background-into": self._put_or_write,
         }.get(feature, self._put)
         sent = []
         for readers in set(task.values()):

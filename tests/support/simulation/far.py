@@ -186,7 +186,7 @@ class FarProducer(Producer):
     def allocate(self, transfer: Transfer) -> None:
         super().allocate(transfer)
         assert transfer.block is not None
-        self.bytes[transfer.block.offset] = bytearray(b"\xee" * BLOCK)
+        self.bytes[transfer.block[1]] = bytearray(b"\xee" * BLOCK)
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         plan = PLANS[transfer.key]
@@ -212,16 +212,16 @@ class FarProducer(Producer):
             return super().location(transfer)
         assert transfer.block is not None
         nbytes = self._nbytes.get(transfer.epoch, PLANS[transfer.key].nbytes)
-        return Location(transfer.block.offset, 0, nbytes)
+        return Location(transfer.block[1], 0, nbytes)
 
     def _free(self, transfer: Transfer) -> None:
-        if transfer.block is not None and transfer.block.arena != OUTSIDE:
-            self.bytes[transfer.block.offset][:] = b"\xdd" * BLOCK
+        if transfer.block is not None and transfer.block[0] != OUTSIDE:
+            self.bytes[transfer.block[1]][:] = b"\xdd" * BLOCK
         super()._free(transfer)
 
     def _memory(self, transfer: Transfer) -> bytearray:
         assert transfer.block is not None
-        return self.bytes[transfer.block.offset]
+        return self.bytes[transfer.block[1]]
 
 
 class Tensors:

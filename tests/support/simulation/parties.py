@@ -212,7 +212,7 @@ class Producer:
 
     def allocate(self, transfer: Transfer) -> None:
         transfer.block = Block(0, self.memory.allocate(), LAYERS)
-        self.clock.record(f"  block {transfer.block.offset} for {transfer.key!r}, {transfer.epoch}")
+        self.clock.record(f"  block {transfer.block[1]} for {transfer.key!r}, {transfer.epoch}")
         self.reserved.append(transfer)
 
     def _write_all(self, transfers: Sequence[Transfer], readers: int, ttl: float) -> None:
@@ -286,21 +286,21 @@ class Producer:
 
     def _write_tensor(self, transfer: Transfer, layer: int) -> None:
         assert transfer.block is not None
-        self.memory.blocks[transfer.block.offset][layer] = (transfer.key, transfer.epoch)
+        self.memory.blocks[transfer.block[1]][layer] = (transfer.key, transfer.epoch)
 
     def location(self, transfer: Transfer) -> Location:
         if transfer.inline:
             return Location(0, 0, len(transfer.inline))
         assert transfer.block is not None
-        return Location(transfer.block.offset, 0, LAYERS)
+        return Location(transfer.block[1], 0, LAYERS)
 
     def _free(self, transfer: Transfer) -> None:
         block = transfer.block
-        if block is not None and block.arena == OUTSIDE:
+        if block is not None and block[0] == OUTSIDE:
             transfer.inline = b""
             self.quota.release(transfer)
         elif block is not None:
-            transfer.block, number = None, block.offset
+            transfer.block, number = None, block[1]
             self.clock.record(f"  block {number} of {transfer.key!r}, {transfer.epoch} is free")
             self.memory.free(number)
 

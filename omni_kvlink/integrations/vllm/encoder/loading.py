@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_kvlink import Payload, TensorTransferData
+from omni_kvlink import Payload, ReceivedStream, TensorTransferData
 from omni_kvlink.errors import KVLinkError, SchemaError
 from omni_kvlink.integrations.vllm.declining import Decliner
 from omni_kvlink.integrations.vllm.identity import differences
@@ -20,7 +19,7 @@ from omni_kvlink.integrations.vllm.params import Source, read_sources
 from omni_kvlink.integrations.vllm.peers import Peers
 from omni_kvlink.integrations.vllm.reads import PayloadReads, ReadEnd
 from omni_kvlink.integrations.vllm.step import CancelledLoad
-from omni_kvlink.lowlevel import BackgroundGet, begin_get, open_delivery
+from omni_kvlink.lowlevel import BackgroundGet, begin_get
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from omni_kvlink.integrations.vllm.settings import EncoderSettings
-    from omni_kvlink.lowlevel import Delivery
+    from omni_kvlink.lowlevel import CopyInto
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -90,12 +89,13 @@ class OutputLoad:
         self.get = BackgroundGet(
             source.key,
             partial(loader.peers.link, source.url),
-            begin_get,
+            partial(begin_get, streamed=True),
             loader.timeout,
             url=loader.url_of(source),
             submit=partial(loader.submit, source),
             copy=self._copy,
             fail=self.fail,
+            into=self._targets,
         )
 
     def is_done(self) -> bool:
@@ -112,19 +112,16 @@ class OutputLoad:
         if self.get.is_requested:
             self._loader.decline(self.source, self.request_id)
 
-    def _copy(self, delivery: Delivery) -> None:
-        """Copy the output, which is there."""
-        link, started = self.get.link, time.perf_counter()
-        try:
-            received = open_delivery(link, delivery, started=started)
-            with received as data:
-                output = self.expected.check(data, self._loader.identity, peer=link.url)
-                tensor = torch.empty(output.shape, dtype=output.dtype)
-                received.scatter([tensor])  # the same pass checks each byte against its digest
-        except Exception as error:
-            self.fail(error)
-        else:
-            self.tensor = tensor
+    def _targets(self, stream: ReceivedStream) -> list[torch.Tensor]:
+        """Return memory for the output, if it is the expected one."""
+        peer = self.get.link.url
+        output = self.expected.check(stream.payload, self._loader.identity, peer=peer)
+        self._target = torch.empty(output.shape, dtype=output.dtype)
+        return [self._target]
+
+    def _copy(self, copies: CopyInto) -> None:
+        """Take the output, which is there; each of its bytes was checked against its digest."""
+        self.tensor = self._target
 
 
 class EncoderLoader:
