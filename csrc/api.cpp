@@ -9,6 +9,7 @@
 #include "job.h"
 #include "kernel.h"
 #include "kvlink.h"
+#include "opening.h"
 #include "tensor_views.h"
 
 namespace kvl {
@@ -155,6 +156,17 @@ int kvl_make_views(void *data, uint64_t nbytes, const kvl_layout *layout, uint64
             kvl::fail(KVL_EARGUMENT, "a null pointer");
         return kvl::make_views(static_cast<char *>(data), nbytes, *layout, first, count, owner,
                                list, make, current.copy);
+    });
+}
+
+int kvl_open(void *payload, uint64_t nbytes, uint64_t header_nbytes, const kvl_layout *layout,
+             const char *id, uint64_t id_nbytes, void *owner, void *list, kvl_make make) {
+    return kvl::guarded(nullptr, [&](kvl_report &current) {
+        if (!payload || !layout || !id || !owner || !list || !make ||
+            (!layout->pieces && layout->count))
+            kvl::fail(KVL_EARGUMENT, "a null pointer");
+        return kvl::open_payload(static_cast<char *>(payload), nbytes, header_nbytes, *layout, id,
+                                 id_nbytes, owner, list, make, current.copy);
     });
 }
 

@@ -21,7 +21,7 @@ extern "C" {
 #define KVL_API __attribute__((visibility("default")))
 
 /* Incremented with every change of a struct or function below; callers compare it. */
-#define KVL_ABI 8
+#define KVL_ABI 9
 #define KVL_DIMS 4
 /* One CRC-32C (Castagnoli) for each started MiB of a span. */
 #define KVL_CHUNK 1048576
@@ -198,6 +198,14 @@ KVL_API int kvl_make_views(void *data, uint64_t nbytes, const kvl_layout *layout
  * number of characters of its request id; 0 if it is another layout's, is damaged, or has an id of
  * more than KVL_MAX_ID characters, or of others than A to Z, a to z, 0 to 9 and _.:/@+=,- */
 KVL_API uint64_t kvl_match(const char *text, uint64_t nbytes, const kvl_layout *layout);
+
+/* Do what `kvl_match` and `kvl_make_views` do with a whole payload, whose header has
+ * `header_nbytes`, and make views of all tensors. KVL_EUNSUPPORTED, without an error in the
+ * interpreter, if the header is not of this length, layout and request id, which is compared as it
+ * is. */
+KVL_API int kvl_open(void *payload, uint64_t nbytes, uint64_t header_nbytes,
+                     const kvl_layout *layout, const char *id, uint64_t id_nbytes, void *owner,
+                     void *list, kvl_make make);
 
 /* Whether a payload's header is as `kvl_pack` writes it for this request id; with `digests`, also
  * whether each tensor is as its digest says. False then for a digest of more than KVL_CHUNK bytes,

@@ -334,6 +334,52 @@ void test_making_views() {
     CHECK(refused(data.data(), &layout, &fake, list, make));
 }
 
+// A payload is opened if its header is as expected, byte for byte; else nothing is made.
+void test_opening() {
+    const std::string before = "{00000000,\"", after = "}", id = "\\\"id\\\"";
+    int64_t sizes[]{4};
+    kvl_piece piece{0, 4, KVL_NO_DIGEST, 1 | 8 << 8 | 1 << 16, 1, sizes};
+    kvl_layout layout{before.data(), before.size(), 1, after.data(), after.size(), 0, 0, &piece, 1};
+    uint64_t header = 8 + before.size() + id.size() + after.size() + 3, total = header + 4;
+    Bytes payload(total);
+    const void *sources[]{"four"};
+    CHECK(kvl_pack(payload.data(), total, header, &layout, id.data(), id.size(), sources) == 0);
+    fake.owners = fake.made = 0;
+    void *list[1]{};
+    auto call = [&](uint64_t nbytes, uint64_t header_nbytes, const char *key) {
+        return kvl_open(payload.data(), nbytes, header_nbytes, &layout, key, strlen(key),
+                        &fake.owners, list, make);
+    };
+    for (const char *key : {"", "i", "ie", "idd", "id\\"}) CHECK(call(total, header, key) == 6);
+    for (uint64_t nbytes : {uint64_t{0}, uint64_t{7}, header - 1, header + 1})
+        CHECK(call(total, nbytes, "id") == KVL_EUNSUPPORTED);
+    CHECK(call(header - 1, header, "id") == KVL_EUNSUPPORTED);
+    CHECK(call(total, UINT64_MAX, "id") == KVL_EUNSUPPORTED);
+    CHECK(call(total - 1, header, "id") == KVL_EBOUNDS);
+    for (uint64_t at = 0; at < header; at++) {
+        payload[at] ^= 1;
+        CHECK(call(total, header, "id") == KVL_EUNSUPPORTED);
+        payload[at] ^= 1;
+    }
+    CHECK(!fake.made && !fake.owners && !list[0]);
+    CHECK(call(total, header, "id") == KVL_OK);
+    auto made = static_cast<kvl::ManagedTensor *>(list[0]);
+    CHECK(made->tensor.data == payload.data() + header && fake.owners == 1);
+    made->deleter(made);
+    auto refused = [&](void *to, const kvl_layout *of, const char *key, void *owner, void *into,
+                       kvl_make by) {
+        return kvl_open(to, total, header, of, key, 2, owner, into, by) == KVL_EARGUMENT;
+    };
+    CHECK(refused(nullptr, &layout, "id", &fake, list, make));
+    CHECK(refused(payload.data(), nullptr, "id", &fake, list, make));
+    CHECK(refused(payload.data(), &layout, nullptr, &fake, list, make));
+    CHECK(refused(payload.data(), &layout, "id", nullptr, list, make));
+    CHECK(refused(payload.data(), &layout, "id", &fake, nullptr, make));
+    CHECK(refused(payload.data(), &layout, "id", &fake, list, nullptr));
+    layout.pieces = nullptr;
+    CHECK(refused(payload.data(), &layout, "id", &fake, list, make));
+}
+
 void test_verifying_packed() {
     Bytes payload(KVL_CHUNK + 200), source(KVL_CHUNK + 1, 3);
     kvl_piece piece = span_of(0, 16, 1);
@@ -379,5 +425,6 @@ void test_refusals() {
     test_packing();
     test_packing_tensors();
     test_making_views();
+    test_opening();
     test_verifying_packed();
 }

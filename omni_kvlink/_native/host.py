@@ -23,7 +23,7 @@ from omni_kvlink.system.waits import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-ABI = 8
+ABI = 9
 DIMS = 4
 """Dimensions of a view above its contiguous run."""
 CHUNK = 1 << 20
@@ -38,7 +38,7 @@ ENVIRONMENT = "OMNI_KVLINK_FEATURES"
 """Environment variable that forces an instruction set, as `features` names it."""
 
 CURE = "install a C++17 compiler (or set CXX) and reinstall omni-kvlink"
-DEADLINE, DIGEST, BOUNDS, OVERLAP, ARGUMENT = 7, 4, 2, 3, 1  # enum kvl_status
+DEADLINE, UNSUPPORTED, DIGEST, BOUNDS, OVERLAP, ARGUMENT = 7, 6, 4, 2, 3, 1  # enum kvl_status
 
 PackedView = tuple[int, ...]
 """A `kvl_view` as 16 integers, made by `packed_view`; empty for a tensor it cannot describe."""
@@ -321,6 +321,24 @@ class PackedLayout:
             raise NativeError(_last_error(_load()))
         return views
 
+    def open(
+        self, address: int, sizes: tuple[int, int], request_id: bytes, owner: object, make: int
+    ) -> list[Any] | None:
+        """All tensors of a payload at `address` as views, as of `make_views`; checked as `match`.
+
+        `sizes` are the bytes of the payload, and of its header. None if the header is not of this
+        length, layout and request id. The caller has the memory alone.
+        """
+        views: list[Any] = [None] * len(self.sizes)
+        failed = _held.kvl_open(
+            *(address, *sizes, self._address, request_id, len(request_id), owner, views, make)
+        )
+        if failed == UNSUPPORTED:
+            return None
+        if failed:
+            raise NativeError(_last_error(_load()))
+        return views
+
     def match(self, text: bytes) -> int:
         """Compare a header's JSON with the layout and its own CRC; characters of its request id.
 
@@ -394,6 +412,10 @@ def _declare(library: ctypes.CDLL) -> int:
         )
         calls.kvl_make_views.argtypes = (
             *(pointer, number, pointer, number, number),
+            *(ctypes.py_object, ctypes.py_object, pointer),
+        )
+        calls.kvl_open.argtypes = (
+            *(pointer, number, number, pointer, pointer, number),
             *(ctypes.py_object, ctypes.py_object, pointer),
         )
         calls.kvl_match.argtypes = (pointer, number, pointer)

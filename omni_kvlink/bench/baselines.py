@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -15,8 +16,9 @@ import random
 import select
 import socket
 import sys
+import tempfile
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 SMALL = 64 << 10
 """Bytes of a payload up to which waking counts, not moving."""
 TIMEOUT = 60.0
+ASLEEP = 0.004
+"""Seconds that a reader sleeps before it is woken."""
 POLL = 0.001
 """Seconds between two looks of vLLM-Omni's reader, as its own loop waits."""
 UCX_DEFAULTS = {"TLS": "tcp", "NET_DEVICES": "lo"}
@@ -55,18 +59,24 @@ RAW_TCP = Baseline("raw_tcp", "one raw TCP connection", 1.4)
 PLAIN_UCX = Baseline("plain_ucx", "one bare ucxx tag send, as UCX sets itself up", 1.15)
 BARE_UCX = Baseline("bare_ucx", "one bare ucxx tag send, set up as this link is")
 ROUND_TRIP = Baseline("zmq_trip", "one bare round trip over ZMQ", 2.0, "wake")
+ZMQ_IPC = Baseline("zmq_ipc", "ZMQ's own multipart over ipc", 1.0, "fresh")
+ZMQ_TCP = Baseline("zmq_tcp", "ZMQ's own multipart over TCP", 1.5, "fresh")
 OMNI_SHM = Baseline("vllm_omni_shm", "vLLM-Omni's SharedMemoryConnector, polled each millisecond")
-BASELINES = (RAW_TCP, PLAIN_UCX, BARE_UCX, ROUND_TRIP, OMNI_SHM)
-_READER_SLEEPS = (ROUND_TRIP, OMNI_SHM)
+BASELINES = (RAW_TCP, PLAIN_UCX, BARE_UCX, ROUND_TRIP, ZMQ_IPC, ZMQ_TCP, OMNI_SHM)
+_READER_SLEEPS = (ROUND_TRIP, ZMQ_IPC, ZMQ_TCP, OMNI_SHM)
 _BY_CONNECTOR = {"zmq+tcp": (RAW_TCP,), "zmq+ipc": (RAW_TCP,), "ucx": (PLAIN_UCX, BARE_UCX)}
 
 
 def baselines_of(connector: str, nbytes: int) -> tuple[Baseline, ...]:
     """The baselines of a connector for payloads of a size, those that can run here."""
-    if connector == "shm":
-        return (OMNI_SHM,) if nbytes <= SMALL and has_vllm_omni() else ()
     baselines = _BY_CONNECTOR.get(connector, ())
-    return (ROUND_TRIP,) if baselines and nbytes <= SMALL else baselines
+    if nbytes > SMALL:
+        return baselines
+    if connector == "shm":
+        return (ZMQ_IPC, OMNI_SHM) if has_vllm_omni() else (ZMQ_IPC,)
+    if connector == "zmq+tcp":
+        return ROUND_TRIP, ZMQ_TCP
+    return (ROUND_TRIP,) if baselines else ()
 
 
 def has_vllm_omni() -> bool:
@@ -164,6 +174,49 @@ class _ZmqEcho(BufferTransfer):
 
     def close(self) -> None:
         self._context.destroy(0)
+
+
+class _ZmqParts(BufferTransfer):
+    """Two tensors and what is to be known of them, as the parts of one message over ZMQ."""
+
+    _about: ClassVar = {"request_id": "bench", "kv_lens": [1], "ropes": [1], "num_layers": 1}
+
+    def __init__(self, nbytes: int, is_sender: bool, *, tcp: bool):
+        self._tensors = torch.ones(nbytes, dtype=torch.uint8).tensor_split(2)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH if is_sender else zmq.PULL)
+        self._directory = None
+        if is_sender and tcp:
+            self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        elif is_sender:
+            self._directory = tempfile.TemporaryDirectory(prefix="kvlink-bench-")
+            self.address = f"ipc://{self._directory.name}/zmq"
+            self._socket.bind(self.address)
+
+    def connect(self, address: str) -> None:
+        if address:
+            self._socket.connect(address)
+
+    def send(self) -> None:
+        parts = [tensor.numpy().data for tensor in self._tensors]
+        self._socket.send_multipart([json.dumps(self._about).encode(), *parts])
+
+    def wait(self) -> None:
+        """Block until the next message is here, and make its tensors."""
+        about, *parts = self._socket.recv_multipart()
+        tensors = [torch.from_numpy(np.frombuffer(bytearray(part), np.uint8)) for part in parts]
+        self._received = json.loads(about), tensors
+
+    def check(self) -> None:
+        """Compare what came last."""
+        about, tensors = self._received
+        if about != self._about or not all(map(torch.equal, tensors, self._tensors)):
+            raise IntegrityError("other bytes came over ZMQ")
+
+    def close(self) -> None:
+        self._context.destroy(0)
+        if self._directory is not None:
+            self._directory.cleanup()
 
 
 class TagSend(BufferTransfer):
@@ -267,6 +320,8 @@ def make_end(name: str, nbytes: int, *, is_sender: bool) -> BufferTransfer:
     """One end of the baseline of a name, with a warm buffer of `nbytes` bytes."""
     if name == ROUND_TRIP.name:
         return _ZmqEcho(nbytes, is_sender)
+    if name in (ZMQ_IPC.name, ZMQ_TCP.name):
+        return _ZmqParts(nbytes, is_sender, tcp=name == ZMQ_TCP.name)
     if name == OMNI_SHM.name:
         return _OmniTransfer(nbytes, is_sender)
     if name != RAW_TCP.name:
@@ -293,7 +348,7 @@ class BaselineSender:
         """From the first byte's sending to the last one's arrival, or to the echo's."""
         receiving = self._peer.submit("receive_baseline", name=self._name)
         if self._reader_sleeps:
-            time.sleep(random.uniform(0.003, 0.003 + POLL))  # the reader falls asleep
+            time.sleep(random.uniform(ASLEEP, ASLEEP + POLL))  # the reader falls asleep
         started = time.monotonic_ns()
         self._end.send()
         returned = time.monotonic_ns()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from omni_kvlink.bench.baselines import (
+    ASLEEP,
     BASELINES,
     SMALL,
     Baseline,
@@ -26,6 +27,8 @@ from omni_kvlink.bench.result import Bars, Lines, Result
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
 from omni_kvlink.bench.stats import Summary, Timings
 from omni_kvlink.memory.mapping import PAGE
+from omni_kvlink.payload.bundle import KVCacheBundle
+from omni_kvlink.payload.schema import KVCacheTransferData
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +58,7 @@ OTHER_TIMES = {
     "pipe_wake": "a pipe wakes the same reader",
 }
 TIMES = PHASES | OTHER_TIMES
+FRESH = "new payload object made → views in hand"
 _Round: TypeAlias = "tuple[dict[str, float], dict[str, int], Ledger]"
 """The seconds of a round, the page faults of each side, and the ledger."""
 
@@ -105,6 +109,7 @@ def _result(
         "digests": ledger.digests,
         "rounds": setup.rounds,
         "milliseconds": {name: times.milliseconds(name) for name in TIMES},
+        "fresh_ms": times.milliseconds("fresh") if "fresh" in times else None,
         "cold_total_ms": None if cold is None else round(1e3 * cold, 6),
         "plain_copy": plain,
         "ratio": round(times.ratio_of("total", "plain_copy"), 4),
@@ -117,10 +122,11 @@ def _result(
         "notes": notes,
     }
     is_verified = setup.verify == "full"
-    tables = times.table({name: TIMES[name] for name in TIMES if name != "verify" or is_verified})
+    shown = {name: TIMES[name] for name in TIMES if name != "verify" or is_verified}
+    shown |= {"fresh": FRESH} if "fresh" in times else {}
     head = [*_head(setup, ledger), *(("note", note) for note in notes)]
     bars = _bars(setup, times, figures, baselines)
-    return Result(figures, head, tables, _lines(setup, times, figures, baselines), bars)
+    return Result(figures, head, times.table(shown), _lines(setup, times, figures, baselines), bars)
 
 
 def _compared(times: Timings, baselines: Sequence[Baseline]) -> dict[str, Any]:
@@ -237,6 +243,10 @@ def _round(
     """One transfer after as many bytes by every baseline."""
     seconds = {"plain_copy": plain.seconds(), "pipe_wake": _pipe_wake(pair)}
     seconds |= {name: sender.seconds() for name, sender in senders.items()}
+    if any(
+        baseline.phase == "fresh" for baseline in baselines_of(setup.connector, setup.shape.nbytes)
+    ):
+        seconds["fresh"] = _fresh(pair, data, setup)
     getting = pair.begin("get", key=KEY, verify=setup.verify)
     if setup.busy:
         _put_others(pair, data)
@@ -252,6 +262,22 @@ def _round(
     seconds |= {"put": 1e-9 * (returned - called), "release": 1e-9 * (done - reader["dropped"])}
     producer_faults = page_faults(own_thread=pair.own_thread) - faults_before
     return seconds, {"producer": producer_faults, "reader": reader["faults"]}, receipt.ledger
+
+
+def _fresh(pair: Pair, data: Payload, setup: LatencySetup) -> float:
+    """Seconds from the making of a new payload object until a reader that slept has its views."""
+    getting = pair.begin("get", key=KEY, verify=setup.verify)
+    time.sleep(ASLEEP)
+    called = time.monotonic_ns()
+    if isinstance(data, KVCacheTransferData):
+        made: Payload = KVCacheTransferData(KEY, data.layer_blocks, data.block_ids, data.metadata)
+    else:
+        assert isinstance(data, KVCacheBundle)
+        made = KVCacheBundle(KEY, data.branches)
+    receipt = pair.link.put(made, direct=setup.direct, ttl=TTL, timeout=TIMEOUT)
+    reader = getting.result(TIMEOUT)
+    receipt.wait(timeout=TIMEOUT)
+    return 1e-9 * float(reader["returned"] - called)
 
 
 def _put_others(pair: Pair, data: Payload) -> None:

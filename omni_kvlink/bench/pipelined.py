@@ -10,14 +10,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.bench.payloads import bytes_of
+import torch
+
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.payload.tensor_data import TensorTransferData
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from omni_kvlink import KVConsumer, KVProducer, PendingBatch, Receipt, Received
     from omni_kvlink.bench.chunks import Recorder
@@ -111,4 +110,4 @@ def _take_batch(numbers: range, batch: PendingBatch[Received], into: Recorder) -
 
 
 def _take(number: int, payload: Any, into: Recorder) -> None:
-    into.take(number, bytes_of(payload[TENSOR]).data)
+    into.take(number, payload[TENSOR].view(torch.uint8).numpy().data)  # `bytes_of` takes 1 µs more

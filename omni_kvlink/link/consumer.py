@@ -30,7 +30,7 @@ from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.payload.kv_checks import check_reason
 from omni_kvlink.payload.manifest import KnownHeader
 from omni_kvlink.payload.schema import check_request_id
-from omni_kvlink.payload.tensor_data import TensorTransferData
+from omni_kvlink.payload.tensor_memory import open_copy, payload_views
 from omni_kvlink.settings import Choice, Integer
 from omni_kvlink.system.waits import Deadline, check_timeout
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.append_stream import StreamPosition
     from omni_kvlink.payload.chunk_requests import RequestSizes
     from omni_kvlink.payload.manifest import LayoutCache, Manifest
+    from omni_kvlink.payload.tensor_data import TensorTransferData
 
 Verify: TypeAlias = Literal["auto", "full", "off"]
 _VERIFY = Choice(*get_args(Verify))
@@ -131,7 +132,8 @@ class KVConsumer(LinkEnd):
         started = time.perf_counter()
         requests = get_requests(request_ids)
         pending = begin(self, requests, timeout=timeout, verify=verify)
-        opened = partial(open_delivery, self, started=started, verify=verify)
+        copier, layouts = self._copier, self._layouts
+        opened = partial(Received, copier=copier, layouts=layouts, started=started, verify=verify)
         return PendingBatch(partial(self._await, verify=verify), opened, requests, pending)
 
     def stream_get(self, request_id: str, *, timeout: float) -> ReceivedStream:
@@ -326,8 +328,7 @@ class Received(ReceivedPayload):
             elif expected is not None and expected.header is not None:
                 self._header, self._data = expected.header, expected.data
             else:
-                self._header = delivery.open_header(region, layouts)
-                self._data = self._open(region)
+                self._header, self._data = self._open(region, layouts)
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
@@ -384,13 +385,20 @@ class Received(ReceivedPayload):
         """Its reader has all of it: if it is dropped, it counts as read."""
         self._delivery.mark_read()
 
-    def _open(self, region: Region) -> Payload:
-        """The payload as views."""
-        header = self._header
-        if isinstance(header, KnownHeader) and header.layout.is_plain:
-            return TensorTransferData.of_header(header, region)
-        manifest = self._whole_manifest()
-        return PAYLOAD_KINDS[manifest.kind].views_of(manifest, manifest.branches, region)
+    def _open(self, region: Region, layouts: LayoutCache) -> tuple[Manifest | KnownHeader, Payload]:
+        """The header, and the payload as views."""
+        delivery = self._delivery
+        if (head := delivery.head) is not None:
+            known = open_copy(region, head, delivery.key, layouts)
+            if known is not None:
+                delivery.head = None
+                return known[0], PAYLOAD_KINDS[known[0].layout.kind].of_header(*known)
+        header = delivery.open_header(region, layouts)
+        if isinstance(header, KnownHeader):
+            if kind := header.layout.kind:
+                return header, PAYLOAD_KINDS[kind].of_header(header, payload_views(region, header))
+            header = header.manifest()
+        return header, PAYLOAD_KINDS[header.kind].views_of(header, header.branches, region)
 
     def verify(self) -> None:
         """Check every byte against its digest, also if it was checked on arrival.
@@ -536,9 +544,10 @@ class ReceivedChunk(Received):
     def __repr__(self) -> str:
         return f"<ReceivedChunk {self.number} of {self._data!r}>"
 
-    def _open(self, region: Region) -> TensorTransferData:
-        data, self._sizes = open_chunk(self._whole_manifest(), region)
-        return data
+    def _open(self, region: Region, layouts: LayoutCache) -> tuple[Manifest, TensorTransferData]:
+        manifest = self._delivery.open_manifest(region, layouts)
+        data, self._sizes = open_chunk(manifest, region)
+        return manifest, data
 
 
 def check_verify(verify: str) -> None:

@@ -54,9 +54,9 @@ class PendingBatch(Generic[R]):
             raise ClosedError("this batch was waited for, or cancelled; request it again")
         received: list[R] = []
         try:
+            await_one, open_one = self._await_one, self._open_one
             for request, get in zip(self._requests, pending, strict=True):
-                _, delivery = self._await_one(request, get, deadline)
-                received.append(self._open_one(delivery))
+                received.append(open_one(await_one(request, get, deadline)[1]))
             return ReceivedBatch(received)
         except BaseException:
             for payload in received:

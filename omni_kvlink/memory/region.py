@@ -191,7 +191,7 @@ class Region:
         """Return a readonly copy of bytes, in memory as `private` makes it."""
         nbytes = data.nbytes
         owner, start, address = _aligned(nbytes)
-        owner[start : start + nbytes] = data
+        memoryview(owner)[start : start + nbytes] = data  # a bytearray would copy it twice
         return cls(address + start, nbytes, owner, readonly=True)
 
     @classmethod

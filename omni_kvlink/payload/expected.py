@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import IntegrityError, WireError
 from omni_kvlink.memory.region import Region
-from omni_kvlink.payload.bundle import open_payload
+from omni_kvlink.payload.bundle import open_known, open_payload
 from omni_kvlink.payload.digests import verify as verify_digests
 from omni_kvlink.payload.manifest import KnownHeader, is_simple, quote_id
 
@@ -26,13 +25,11 @@ class ExpectedPayload:
     are made of empty memory before the reader sleeps.
 
     Attributes:
-        plan: its manifest without digests, after `open`.
         data: the payload as views of its memory, after `open`.
         is_covered: whether its tensors have digests, after `open`.
         header: its header, which keeps no view; None until it was filled.
     """
 
-    plan: Manifest
     data: Payload
     is_covered: bool
     header: KnownHeader | None = None
@@ -44,24 +41,38 @@ class ExpectedPayload:
         self,
         layout: Layout,
         request_id: str,
-        views_of: Callable[[Manifest, Region], Payload] = open_payload,
+        views_of: Callable[[Manifest, Region], Payload] | None = None,
     ):
         self._layout, self._request_id, self._views_of = layout, request_id, views_of
 
+    @property
+    def plan(self) -> Manifest:
+        """Its manifest without digests."""
+        return self._layout.plan(self._request_id)
+
     def open(self) -> None:
         """Make the memory and the views; called once."""
-        if not is_simple(self._request_id):
+        layout, request_id = self._layout, self._request_id
+        if not is_simple(request_id):
             return  # the layout does not read its header
-        self.plan = self._layout.plan(self._request_id)
-        self.is_covered = self.plan.is_covered
-        region = self._region = Region.private(self.plan.nbytes)
-        packed, sizes = self._layout.packed, (self.plan.nbytes, self.plan.header_nbytes)
-        if packed is not None:
-            quoted_id = quote_id(self._request_id)
-            self._is_packed = partial(packed.is_packed, region.address, *sizes, quoted_id)
-        with contextlib.suppress(WireError):  # the last ones were of another kind
-            self.data = self._views_of(self.plan, region)
-            self._view = region.view()
+        quoted_id, self.is_covered = quote_id(request_id), layout.is_covered
+        header_nbytes = self._header_nbytes = layout.header_nbytes(len(quoted_id))
+        nbytes = header_nbytes + layout.data_nbytes
+        region = self._region = Region.private(nbytes)
+        if (packed := layout.packed) is not None:
+            self._is_packed = partial(
+                packed.is_packed, region.address, nbytes, header_nbytes, quoted_id
+            )
+        if self._views_of is None and layout.kind:
+            header = KnownHeader(request_id, layout, b"", header_nbytes, layout.tensors)
+            self.data = open_known(header, region)
+        else:
+            views_of = self._views_of or open_payload
+            try:
+                self.data = views_of(self.plan, region)
+            except WireError:
+                return  # the last ones were of another kind
+        self._view = region.view()
 
     def fill(self, payload: memoryview, *, verify: bool) -> Region | None:
         """Copy a payload that came to the memory, which is returned; called once.
@@ -75,8 +86,8 @@ class ExpectedPayload:
         view[:] = payload
         if not (self._is_packed or self._is_as_expected)(digests=verify):
             return None
-        text = bytes(payload[8 : self.plan.header_nbytes])
-        layout, nbytes = self._layout, self.plan.header_nbytes
+        layout, nbytes = self._layout, self._header_nbytes
+        text = bytes(payload[8:nbytes])
         self.header = KnownHeader(self._request_id, layout, text, nbytes, layout.tensors)
         self._region.readonly = True
         return self._region
@@ -88,7 +99,7 @@ class ExpectedPayload:
     def _is_as_expected(self, *, digests: bool) -> bool:
         """Whether the payload is as expected, as `_is_packed` tells, without the native library."""
         region = self._region
-        text = region.read(8, self.plan.header_nbytes)
+        text = region.read(8, self._header_nbytes)
         if int.from_bytes(region.read(0, 8), "little") != len(text):
             return False
         if self._layout.match(text, region.nbytes) != self._request_id:

@@ -261,25 +261,28 @@ class Layout:
     Attributes:
         data_nbytes: bytes behind the header.
         tensors: the tensors, the digits of their digests zero.
-        is_plain: whether the payloads are a `TensorTransferData` without metadata or nesting.
+        is_covered: whether every byte of the tensors has a digest.
+        kind: the class whose `of_header` opens the payloads; "" where a manifest is needed: for
+            a bundle, for nested tensors, and for metadata of a `TensorTransferData`.
         names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
-        packed: the layout as the native library takes it; None if there is no library.
     """
 
-    packed: host.PackedLayout | None
+    _packed: host.PackedLayout | bool | None = False
 
     def __init__(self, manifest: Manifest):
         branches, tensors = manifest.branches, manifest.tensors
         self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
         self._encoded = msgspec.json.encode(branches)
         self._flat: Branch | None = None
-        self.is_plain, self.names = False, tuple[str, ...]()
+        self.kind, self.names = "", tuple[str, ...]()
         if len(branches) == 1:
             extra, tree = branches[0].extra, branches[0].tree
             if not is_nested(extra) and not is_nested(tree or {}):
                 self._flat = _BRANCHES.decode(self._encoded)[0]
             if tree is not None and not manifest.bundle:
-                self.names, self.is_plain = tuple(tree), not (extra or is_nested(tree))
+                self.names = tuple(tree)
+            if self._flat is not None and not manifest.bundle and (tree is None or not extra):
+                self.kind = manifest.kind
         self.data_nbytes = manifest.data_nbytes
         rows = [(spec.name, spec.dtype, spec.shape, spec.start, spec.stop) for spec in tensors]
         self._columns = tuple(zip(*rows, strict=True)) or ((),) * 5
@@ -297,15 +300,15 @@ class Layout:
         self._at_id = len(self._head) + _CRC + len(_AFTER_CRC)
         self._fixed = 8 + self._at_id + sum(map(len, (self._middle, blank, self._tail)))
         self.tensors = tuple(map(TensorSpec, *self._columns, _split_digests(blank)))
+        self.is_covered = manifest.is_covered
 
-    if not TYPE_CHECKING:  # a `cached_property` has a lock, which a fork may leave locked
-
-        def __getattr__(self, name: str) -> host.PackedLayout | None:
-            """Make `packed` at its first use; the call of `crc32c` has loaded the library."""
-            if name != "packed":
-                raise AttributeError(name)
-            self.packed = self._pack() if host.is_loaded() else None
-            return self.packed
+    @property  # a `cached_property` has a lock, which a fork may leave locked
+    def packed(self) -> host.PackedLayout | None:
+        """The layout as the native library takes it, made once; None if there is no library."""
+        packed = self._packed
+        if isinstance(packed, bool):  # the call of `crc32c` has loaded the library
+            packed = self._packed = self._pack() if host.is_loaded() else None
+        return packed
 
     def _pack(self) -> host.PackedLayout:
         pieces, at = [], len(self._middle) + len(_OPEN)
@@ -321,6 +324,13 @@ class Layout:
             pieces=pieces,
             shapes=[spec.shape for spec in self.tensors],
         )
+
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches, which a caller may modify."""
+        if (flat := self._flat) is None:
+            return _BRANCHES.decode(self._encoded)
+        tree = None if flat.tree is None else flat.tree.copy()  # the same, sooner
+        return (msgspec.structs.replace(flat, extra=flat.extra.copy(), tree=tree),)
 
     @property
     def is_small(self) -> bool:
@@ -395,15 +405,10 @@ class Layout:
     def _manifest(
         self, request_id: str, tensors: tuple[TensorSpec, ...], header_nbytes: int, *, is_plan: bool
     ) -> Manifest:
-        if (flat := self._flat) is None:
-            branches = _BRANCHES.decode(self._encoded)
-        else:  # the same, sooner
-            tree = None if flat.tree is None else flat.tree.copy()
-            branches = (msgspec.structs.replace(flat, extra=flat.extra.copy(), tree=tree),)
         return Manifest(
             request_id=request_id,
             bundle=self._bundle,
-            branches=branches,
+            branches=self.branches(),
             tensors=tensors,
             header_nbytes=header_nbytes,
             nbytes=header_nbytes + self.data_nbytes,
@@ -489,6 +494,29 @@ class LayoutCache:
         if kept is not None and kept.is_small and is_simple(manifest.request_id):
             self._add_received(kept)
         return manifest
+
+    def open_copy(
+        self, region: Region, head: memoryview, request_id: str, make: int
+    ) -> tuple[KnownHeader, list[Any]] | None:
+        """Do what `read_header` does, and make views of all tensors, in one call if it can.
+
+        `region` is the caller's own copy of a payload that begins with `head`; `make` is an address
+        of `dlpack.maker_of`. None unless its layout is kept, has a `kind`, and the library is here.
+        """
+        total = region.nbytes
+        header_nbytes = 8 + int.from_bytes(head[:8], "little")
+        for layout in self._received if make and not header_nbytes % ALIGN else ():
+            if header_nbytes + layout.data_nbytes != total or not layout.kind:
+                continue
+            if (packed := layout.packed) is None:
+                return None
+            sizes, key = (total, header_nbytes), request_id.encode()
+            views = packed.open(region.address, sizes, key, region.span, make)
+            if views is not None:
+                self._add_received(layout)
+                text, tensors = bytes(head[8:header_nbytes]), layout.tensors
+                return KnownHeader(request_id, layout, text, header_nbytes, tensors), views
+        return None
 
     def _add_received(self, layout: Layout) -> None:
         """Make a layout the first that `read_header` compares."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import Layout, LayoutCache
+    from omni_kvlink.payload.manifest import KnownHeader, Layout, LayoutCache
 
 Reserve = tuple[str, str, tuple[int, ...]]
 """Name, dtype code and shape of a tensor that a payload is to have."""
@@ -191,6 +191,11 @@ class PayloadBase(ABC):
     @abstractmethod
     def _branches(self) -> list[Branch]:
         """The payload as the wire carries it, without its bytes."""
+
+    @classmethod
+    def of_header(cls, header: KnownHeader, views: Sequence[torch.Tensor]) -> Self:
+        """A payload whose layout is of this `kind`; without its manifest, which takes longer."""
+        raise NotImplementedError
 
     def _shapes(self) -> tuple[Any, ...]:
         """Dtype and shape of each tensor that its branch does not determine."""
@@ -465,10 +470,23 @@ class KVCacheTransferData(PayloadBase):
     @classmethod
     def views_of(cls, manifest: Manifest, branches: Sequence[Branch], region: Region) -> Self:
         """The cache of one validated branch as views."""
-        (branch,), parts = branches, PARTS[branches[0].layout]
+        (branch,) = branches
         views = payload_views(region, manifest, manifest.numbers_of(branch))
-        data = object.__new__(cls)  # a second validation would double the time
-        data.request_id, data.block_ids = manifest.request_id, list(branch.block_ids)
+        return cls._of_views(manifest.request_id, branch, views)
+
+    @classmethod
+    def of_header(cls, header: KnownHeader, views: Sequence[torch.Tensor]) -> Self:
+        """See `PayloadBase.of_header`."""
+        (branch,) = header.layout.branches()
+        return cls._of_views(header.request_id, branch, views)
+
+    @classmethod
+    def _of_views(cls, request_id: str, branch: Branch, views: Sequence[torch.Tensor]) -> Self:
+        data, parts = (
+            object.__new__(cls),
+            PARTS[branch.layout],
+        )  # a validation would double the time
+        data.request_id, data.block_ids = request_id, list(branch.block_ids)
         data._blocks = {
             CACHES[part]: list(views[first :: len(parts)]) or [None] * branch.num_layers
             for first, part in enumerate(parts)

@@ -152,9 +152,8 @@ class TensorTransferData(PayloadBase):
         return data
 
     @classmethod
-    def of_header(cls, header: KnownHeader, region: Region) -> TensorTransferData:
-        """A payload whose layout `is_plain`, as views; without its manifest, which takes longer."""
-        views = payload_views(region, header)
+    def of_header(cls, header: KnownHeader, views: Sequence[torch.Tensor]) -> TensorTransferData:
+        """See `PayloadBase.of_header`."""
         data = object.__new__(cls)
         data.request_id, data.metadata = header.request_id, {}
         data._tree, data._is_nested = dict(zip(header.layout.names, views, strict=True)), False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_kvlink.memory.region import Region
-    from omni_kvlink.payload.manifest import KnownHeader, Manifest, TensorSpec
+    from omni_kvlink.payload.manifest import KnownHeader, LayoutCache, Manifest, TensorSpec
 
 Where: TypeAlias = "str | Callable[[], str]"
 """Names a tensor in an error, or returns its name."""
@@ -230,6 +230,13 @@ def payload_views(
         span = region.address + data, region.nbytes - data
         return layout.packed.make_views(*span, numbers, region.span, _MAKE)
     return tensor_views(region, payload.tensors[numbers.start : numbers.stop], data)
+
+
+def open_copy(
+    region: Region, head: memoryview, request_id: str, layouts: LayoutCache
+) -> tuple[KnownHeader, list[torch.Tensor]] | None:
+    """The header of a payload, and its tensors as views: see `LayoutCache.open_copy`."""
+    return layouts.open_copy(region, head, request_id, _MAKE)
 
 
 def tensor_views(region: Region, specs: Sequence[TensorSpec], data: int) -> list[torch.Tensor]:

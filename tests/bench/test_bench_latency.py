@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from omni_kvlink.bench import latency
+from omni_kvlink.bench.baselines import make_end
 from omni_kvlink.bench.commands import run
 from omni_kvlink.bench.latency import OTHER_TIMES, PHASES
+from omni_kvlink.errors import IntegrityError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,6 +107,42 @@ def test_the_report_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert "digests crc32c" in text
     assert "× a plain copy" in text
     assert "wake" in text
+
+
+@pytest.mark.parametrize(
+    ("connector", "baseline"),
+    [("shm", "zmq_ipc"), ("zmq+tcp", "zmq_tcp"), ("zmq+ipc", ""), ("inproc", "")],
+)
+def test_new_payload_objects_beside_zmqs_multipart(
+    connector: str, baseline: str, tmp_path: Path
+) -> None:
+    path, rounds = tmp_path / "result.json", ["--rounds", "3", "--warmup", "1"]
+    run(["latency", "--preset", "tiny", "--connector", connector, *rounds, "--json", str(path)])
+    results = json.loads(path.read_text())["results"]
+    bars = {bar["bar"]: bar["limit"] for bar in results["bars"]}
+    found = {text: limit for text, limit in bars.items() if text.startswith("fresh / ZMQ")}
+    for name in ("zmq_ipc", "zmq_tcp"):
+        assert (results[f"{name}_ms"] is not None) is (name == baseline)
+    if not baseline:
+        assert (results["fresh_ms"], found) == (None, {})
+        return
+    assert results["fresh_ms"]["min"] > results["milliseconds"]["view"]["min"]
+    assert list(found.values()) == [1.0 if connector == "shm" else 1.5]
+    ratio = results["fresh_ms"]["p50"] / results[f"{baseline}_ms"]["p50"]
+    assert results[f"{baseline}_ratio"] == pytest.approx(ratio, rel=0.01)
+
+
+def test_other_bytes_over_zmq_are_an_error() -> None:
+    sending = make_end("zmq_ipc", 64, is_sender=True)
+    receiving = make_end("zmq_ipc", 64, is_sender=False)
+    with contextlib.closing(sending), contextlib.closing(receiving):
+        receiving.connect(sending.address)
+        for flip in (0, 1):
+            sending._tensors[1][3] ^= flip  # type: ignore[attr-defined] # what is sent next
+            sending.send()
+            receiving.wait()
+            with pytest.raises(IntegrityError) if flip else contextlib.nullcontext():
+                receiving.check()
 
 
 def _document(folder: pytest.TempPathFactory, options: list[str]) -> dict[str, Any]:

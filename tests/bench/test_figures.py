@@ -38,7 +38,7 @@ def test_a_document_is_measured_and_its_bars_are_shown(
     assert figures.measure("tiny", tmp_path / "tiny.json") == 0
     document = json.loads((tmp_path / "tiny.json").read_text())
     shown = figures.bars(tmp_path, figures.COMMANDS)
-    assert len(document["results"]["bars"]) == 3
+    assert len(document["results"]["bars"]) == 4
     assert all(bar["bar"] in shown for bar in document["results"]["bars"])
 
 

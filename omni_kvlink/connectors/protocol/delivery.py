@@ -91,11 +91,12 @@ class Delivery:
         progress: of a payload that is still being written; None if it is complete.
         manifest: its header, if the connector has decoded it.
         copies: times its bytes were copied in this process.
+        head: if the region is a copy of the payload in memory of this process: what it was copied
+            from, the header at least, until it was opened.
         is_verified: whether every byte was, or is before its layer is announced, compared with its
             digest on arrival.
 
-    `head`, if it is given, is what the region begins with: a copy of the header at least; `extra`
-    is the metadata at the end of a stream that was offered after it.
+    `extra` is the metadata at the end of a stream that was offered after it.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Delivery:
         head: memoryview | None = None,
         extra: bytes = b"",
     ):
-        self._head, self._extra = head, extra
+        self.head, self._extra = head, extra
         self.key, self.copies, self.is_verified = key, copies, is_verified
         self.draft, self.progress, self.manifest = draft, progress, manifest
         self.region: Region | None = region
@@ -161,7 +162,7 @@ class Delivery:
         """Return the header of what was requested; WireError if it is another payload's."""
         header: Manifest | KnownHeader | None = self.manifest
         if header is None:
-            head, self._head = self._head, None
+            head, self.head = self.head, None
             text = self.draft or head or header_bytes(region)
             header = layouts.read_header(text, region.nbytes)
         if header.request_id != self.key:

@@ -204,9 +204,10 @@ class GetTable(Generic[GetT]):
 
         `verify`: compare them with their digests as they arrive, if they are copied here.
         """
-        messages: list[Message] = []
+        messages, get_states = list[Message](), list[GetT]()
         with self._lock:
-            get_states = [self._add(request, verify, messages) for request in requests]
+            for request in requests:
+                get_states.append(self._add(request, verify, messages))
         if len(messages) == 1:
             self._send(messages[0])
         else:

@@ -247,6 +247,9 @@ _DECODER: msgspec.msgpack.Decoder[Message | Batch]
 _DECODER = msgspec.msgpack.Decoder(Message | Batch)  # type: ignore[arg-type, unused-ignore]
 
 
+_NO_MESSAGE = (msgspec.DecodeError, ValueError, RecursionError)
+_NONE = "not a message of this protocol"
+
 encode: Callable[[Message], bytes] = _ENCODER.encode
 """Returns a message as it travels."""
 
@@ -270,7 +273,10 @@ def encode_all(messages: Sequence[Message]) -> list[bytes]:
 
 def decode(data: bytes | msgspec.Raw) -> Message:
     """Return the message that `data` holds; WireError if it is not exactly one, of a known kind."""
-    message = _decode(data)
+    try:
+        message = _DECODER.decode(data)
+    except _NO_MESSAGE as error:
+        raise WireError(f"{_NONE}: {error}") from None
     if isinstance(message, Batch):
         raise WireError("a Batch, where one message must be")
     return message
@@ -278,15 +284,11 @@ def decode(data: bytes | msgspec.Raw) -> Message:
 
 def decode_all(data: bytes) -> list[Message]:
     """Return the message that `data` holds, or those of its Batch; WireError as for `decode`."""
-    message = _decode(data)
-    return list(map(decode, message.messages)) if isinstance(message, Batch) else [message]
-
-
-def _decode(data: bytes | msgspec.Raw) -> Message | Batch:
     try:
-        return _DECODER.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"not a message of this protocol: {error}") from None
+        message = _DECODER.decode(data)
+    except _NO_MESSAGE as error:
+        raise WireError(f"{_NONE}: {error}") from None
+    return list(map(decode, message.messages)) if isinstance(message, Batch) else [message]
 
 
 def shorten(reason: str) -> str:
