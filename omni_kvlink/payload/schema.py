@@ -482,10 +482,8 @@ class KVCacheTransferData(PayloadBase):
 
     @classmethod
     def _of_views(cls, request_id: str, branch: Branch, views: Sequence[torch.Tensor]) -> Self:
-        data, parts = (
-            object.__new__(cls),
-            PARTS[branch.layout],
-        )  # a validation would double the time
+        data = object.__new__(cls)  # a second validation would double the time
+        parts = PARTS[branch.layout]
         data.request_id, data.block_ids = request_id, list(branch.block_ids)
         data._blocks = {
             CACHES[part]: list(views[first :: len(parts)]) or [None] * branch.num_layers
