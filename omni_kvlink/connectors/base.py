@@ -7,6 +7,7 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -16,7 +17,7 @@ from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLO
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import LayoutCache
-from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
+from omni_kvlink.settings import Choice, FilePath, Integer, Settings, Size, Text
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class Options(Settings):
             its readers' public keys, for a consumer the producer's public key file.
         insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
             the address can then read, forge and abort payloads. At both ends.
+        lanes: of a link over TCP (`zmq+tcp://`, `auto://`), TCP connections that each reader opens
+            beside the one for messages, for bytes alone; at most 16, by default one for each core,
+            8 at most. The smaller number of both ends counts. 0: bytes share the connection of the
+            messages. With keys they need the package `cryptography`, and else `stats()` says so.
         trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
             every user of the machine, can write into this process's memory, read payloads, and end
             the process.
@@ -99,6 +104,7 @@ class Options(Settings):
     keys: Annotated[str, FilePath()] = ""
     peers: Annotated[str, FilePath()] = ""
     insecure: bool = False
+    lanes: Annotated[int, Integer(least=0, most=16)] = min(8, len(os.sched_getaffinity(0)))
     trusted_network: bool = False
     ucx_tls: str = "tcp"
     ucx_devices: str = ""

@@ -27,6 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Message,
     Offer,
+    OpenLane,
     Refused,
     Release,
     TransportAddress,
@@ -77,6 +78,7 @@ class ControlListener(Listener):
         self.address, self.options, self.producer = address, options, producer
         self.loop = producer.loop
         credentials = find_credentials(address, options)
+        self.is_encrypted = credentials is not None
         self._peers: dict[bytes, PeerConnection] = {}
         self._by_descriptor: dict[int, PeerConnection] = {}
         self._disconnected: list[PeerConnection] = []
@@ -99,7 +101,7 @@ class ControlListener(Listener):
                 sender.close()
             self._context.destroy(0)
             raise
-        self.transports = tuple(sender.transport for sender in self._senders)
+        self.transports = tuple(name for sender in self._senders for name in sender.transports)
 
     def _bind(self, credentials: Credentials | None) -> None:
         callbacks = (
@@ -296,6 +298,8 @@ class ControlListener(Listener):
             self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
         elif isinstance(message, FetchRange):
             self._on_fetch_in_loop(peer, peer.sender, message)
+        elif isinstance(message, OpenLane):
+            self.send_frames(peer, [encode(peer.sender.open_lane(peer, message))])
         else:
             if isinstance(message, Release) and peer.pending:
                 pending = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)

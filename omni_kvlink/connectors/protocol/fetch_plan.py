@@ -132,6 +132,12 @@ class FetchPlan(Generic[Label]):
         self.received_nbytes -= stop - start
         self._again.append((start, stop))
 
+    def give_back(self, start: int, stop: int) -> None:
+        """Fetch bytes that were requested, and will not come that way, before others."""
+        self._requested.remove(start, stop)
+        self.pending_nbytes -= stop - start
+        self._again.append((start, stop))
+
     def cancel(self) -> None:
         """Fetch nothing more, and complete no label; bytes that were requested may arrive."""
         self._queue.clear()
