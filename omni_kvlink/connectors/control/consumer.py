@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from omni_kvlink.connectors.control.link_lanes import LinkLanes
 from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
 from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.control.session_lanes import LinkLanes
 from omni_kvlink.connectors.runtime.consumer import Session, SessionConsumer, closed_here
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import (

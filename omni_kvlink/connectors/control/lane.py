@@ -1,4 +1,4 @@
-"""What both ends of a lane share: its frames, their encryption, and the threads.
+"""Frames of a lane, their encryption, and the threads: common to both of its ends.
 
 A lane is a TCP connection beside the control channel, for payloads' bytes alone, from the producer
 to the consumer. The control channel authorises it, and carries its key.

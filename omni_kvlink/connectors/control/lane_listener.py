@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.peer import PeerConnection
     from omni_kvlink.connectors.protocol.messages import OpenLane
 
-MAX_STRANGERS = 128
+MAX_UNADMITTED = 128
 """Connections that may be without a ticket at a time; the oldest is closed for another."""
 MAX_LANES = 256
 """Lanes of all peers together: each has a buffer."""
@@ -48,7 +48,7 @@ class LaneListener:
         self._count, self._is_encrypted = count, is_encrypted
         self._threads = LaneThreads(count)
         self._listening: dict[str, socket.socket] = {}  # by local address
-        self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor
+        self._unadmitted: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor
         self._tickets: dict[bytes, tuple[PeerConnection, LaneTicket]] = {}  # by name
         self._lanes: dict[tuple[PeerConnection, int], LaneSender] = {}
         self._refused, self._lost = Counter[str](), 0
@@ -98,10 +98,10 @@ class LaneListener:
         self._lanes.clear()
         self._tickets.clear()
         self._threads.close()
-        for stranger, _ in self._strangers.values():
-            self._loop.unwatch(stranger)
-            stranger.close()
-        self._strangers.clear()
+        for connection, _ in self._unadmitted.values():
+            self._loop.unwatch(connection)
+            connection.close()
+        self._unadmitted.clear()
         self._stop_listening()
 
     def _listen(self, peer: PeerConnection) -> int:
@@ -112,7 +112,7 @@ class LaneListener:
         listening = self._listening.get(host)
         if listening is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listening = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
+            listening = socket.create_server((host, 0), family=family, backlog=MAX_UNADMITTED)
             process.call_in_children(listening, socket.socket.close)  # it would outlive this one
             listening.setblocking(False)
             self._listening[host] = listening
@@ -132,28 +132,28 @@ class LaneListener:
     def _accept(self, listening: socket.socket) -> None:
         """Accept one connection; without a descriptor for it listen no more, until asked again."""
         try:
-            stranger, _ = listening.accept()
+            connection, _ = listening.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
             self._refused["no descriptors"] += 1
             self._stop_listening()
             return
-        process.call_in_children(stranger, socket.socket.close)
-        stranger.setblocking(False)
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._refuse("no ticket", next(iter(self._strangers)))
-        self._strangers[stranger.fileno()] = stranger, bytearray()
-        self._loop.watch(stranger, READ, partial(self._on_greeting_in_loop, stranger.fileno()))
+        process.call_in_children(connection, socket.socket.close)
+        connection.setblocking(False)
+        if len(self._unadmitted) >= MAX_UNADMITTED:
+            self._refuse("no ticket", next(iter(self._unadmitted)))
+        self._unadmitted[connection.fileno()] = connection, bytearray()
+        self._loop.watch(connection, READ, partial(self._on_greeting_in_loop, connection.fileno()))
 
     def _on_greeting_in_loop(self, descriptor: int, events: int) -> None:
         with self._control.lock:
             self._read_greeting(descriptor)
 
     def _read_greeting(self, descriptor: int) -> None:
-        stranger, greeting = self._strangers[descriptor]
+        connection, greeting = self._unadmitted[descriptor]
         try:
-            received = stranger.recv(GREETING - len(greeting))
+            received = connection.recv(GREETING - len(greeting))
         except BlockingIOError:
             return
         except OSError:
@@ -171,24 +171,24 @@ class LaneListener:
             self._refuse("wrong ticket", descriptor)
             return
         del self._tickets[ticket[:TICKET_NAME]]
-        stranger, _ = self._strangers.pop(descriptor)
-        self._loop.unwatch(stranger)
+        connection, _ = self._unadmitted.pop(descriptor)
+        self._loop.unwatch(connection)
         try:
-            set_lane_options(stranger)
+            set_lane_options(connection)
             on_lost = partial(self._on_lost, peer, expected.lane)
             thread = self._threads.take_loop()
-            lane = LaneSender(stranger, thread, expected.key, on_lost)
+            lane = LaneSender(connection, thread, expected.key, on_lost)
         except (OSError, KVLinkError) as error:
             self._refused[f"failed: {type(error).__name__}"] += 1
-            stranger.close()
+            connection.close()
             return
         self._lanes[peer, expected.lane] = lane
 
     def _refuse(self, reason: str, descriptor: int) -> None:
         self._refused[reason] += 1
-        stranger, _ = self._strangers.pop(descriptor)
-        self._loop.unwatch(stranger)
-        stranger.close()
+        connection, _ = self._unadmitted.pop(descriptor)
+        self._loop.unwatch(connection)
+        connection.close()
 
     def _on_lost(
         self, peer: PeerConnection, number: int, lane: LaneSender, error: Exception

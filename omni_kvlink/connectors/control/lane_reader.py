@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
     class LaneOwner(Protocol):
-        """Whose lane it is; these are called in the lane's thread, and never block."""
+        """The owner of a lane; these are called in the lane's thread, and never block."""
 
         def on_lane_open(self, lane: LaneReader) -> None:
             """The producer has accepted the lane."""
 
-        def on_lane_landed(self, lane: LaneReader, landing: Landing) -> None:
+        def on_lane_received(self, lane: LaneReader, piece: LaneRange) -> None:
             """All bytes of a range have arrived."""
 
         def on_lane_lost(
-            self, lane: LaneReader, landings: Sequence[Landing], error: Exception
+            self, lane: LaneReader, ranges: Sequence[LaneRange], error: Exception
         ) -> None:
-            """The lane has ended; it writes to no memory any more. `landings` are not complete."""
+            """The lane has ended; it writes to no memory any more. `ranges` are not complete."""
 
 
 _TURN = 8
@@ -54,7 +54,7 @@ _WAKE = 256 << 10
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Landing:
+class LaneRange:
     """A range that was requested by a lane, its memory, and how many of its bytes have arrived."""
 
     get_id: int
@@ -62,11 +62,11 @@ class Landing:
     start: int
     stop: int
     memory: Region
-    landed: int = 0
+    received: int = 0
 
     def expects(self, header: FrameHeader) -> bool:
         """Return whether a frame's bytes are the next ones of this range."""
-        at = self.start + self.landed
+        at = self.start + self.received
         is_next = (header.get_id, header.epoch, header.start) == (self.get_id, self.epoch, at)
         return is_next and 0 < header.nbytes <= self.stop - at
 
@@ -90,7 +90,7 @@ class LaneReader:
         self.number, self._address, self._ticket = number, address, ticket
         self._loop, self._owner = loop, owner
         self._cipher = FrameCipher(key) if key else None
-        self._landings: deque[Landing] = deque()  # requested; the first may be arriving
+        self._ranges: deque[LaneRange] = deque()  # requested; the first may be arriving
         self._socket: socket.socket | None = None
         self._is_open = self._is_closed = False
         self._buffer = memoryview(bytearray(HEADER.size + (FRAME + TAG if key else 0)))
@@ -99,14 +99,14 @@ class LaneReader:
         self._wakes_at = 1
         loop.call(partial(guarded, self._lose_in_loop, self._connect_in_loop))
 
-    def expect(self, landing: Landing) -> None:
+    def expect(self, piece: LaneRange) -> None:
         """Receive a range, which is requested after this call; any thread, never blocks."""
-        self._landings.append(landing)
+        self._ranges.append(piece)
 
     @property
     def load(self) -> int:
         """Bytes that were requested by this lane and have not arrived; any thread."""
-        return sum(each.stop - each.start - each.landed for each in list(self._landings))
+        return sum(each.stop - each.start - each.received for each in list(self._ranges))
 
     def close(self) -> None:
         """Close the connection; any thread, never blocks."""
@@ -149,7 +149,7 @@ class LaneReader:
                 raise PeerLostError("the producer closed it")
             self._space = self._space[nbytes:]
             if self._header is not None and self._cipher is None and self._is_open:
-                self._landings[0].landed += nbytes
+                self._ranges[0].received += nbytes
             while not self._space.nbytes:
                 if self._header is None:
                     self._on_header_in_loop(FrameHeader(*HEADER.unpack_from(self._buffer)))
@@ -162,7 +162,7 @@ class LaneReader:
             if header != OPENED:
                 raise WireError("what answers does not begin a lane")
         else:
-            self._find_landing_in_loop(header)
+            self._find_range_in_loop(header)
         if self._cipher is None:
             self._space = self._target_in_loop(header)
         elif header.nbytes > FRAME:
@@ -170,21 +170,21 @@ class LaneReader:
         else:
             self._space = self._buffer[HEADER.size : HEADER.size + header.nbytes + TAG]
 
-    def _find_landing_in_loop(self, header: FrameHeader) -> None:
+    def _find_range_in_loop(self, header: FrameHeader) -> None:
         """Make the range of a frame the first; those before it were released, and never come."""
-        while self._landings and not self._landings[0].expects(header):
-            if self._landings[0].landed:
+        while self._ranges and not self._ranges[0].expects(header):
+            if self._ranges[0].received:
                 break
-            self._landings.popleft()
-        if not self._landings or not self._landings[0].expects(header):
+            self._ranges.popleft()
+        if not self._ranges or not self._ranges[0].expects(header):
             raise WireError("bytes arrived that were not requested")
 
     def _target_in_loop(self, header: FrameHeader) -> memoryview:
         """Return the payload's memory for the bytes of a frame."""
         if not self._is_open:
             return self._buffer[:0]
-        landing = self._landings[0]
-        return landing.memory.view(landing.landed, landing.landed + header.nbytes)
+        piece = self._ranges[0]
+        return piece.memory.view(piece.received, piece.received + header.nbytes)
 
     def _on_frame_in_loop(self, header: FrameHeader) -> None:
         """Take a frame whose bytes are all here."""
@@ -197,12 +197,12 @@ class LaneReader:
             self._is_open = True
             self._owner.on_lane_open(self)
             return
-        landing = self._landings[0]
+        piece = self._ranges[0]
         if self._cipher is not None:
-            landing.landed += header.nbytes
-        if landing.start + landing.landed == landing.stop:
-            self._landings.popleft()
-            self._owner.on_lane_landed(self, landing)
+            piece.received += header.nbytes
+        if piece.start + piece.received == piece.stop:
+            self._ranges.popleft()
+            self._owner.on_lane_received(self, piece)
 
     def _set_wake_in_loop(self) -> None:
         """Sleep until a good part of a frame is here: to wake for each packet costs more."""
@@ -219,9 +219,9 @@ class LaneReader:
             self._loop.unwatch(self._socket)
             self._socket.close()
         self._space = self._buffer = memoryview(b"")
-        landings = list(self._landings)
-        self._landings.clear()
-        self._owner.on_lane_lost(self, landings, error)
+        ranges = list(self._ranges)
+        self._ranges.clear()
+        self._owner.on_lane_lost(self, ranges, error)
 
     def _open_socket(self) -> socket.socket:
         assert self._socket is not None

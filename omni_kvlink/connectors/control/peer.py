@@ -67,7 +67,7 @@ class RangeSender(ABC):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """What `Hello` tells that a consumer can have bytes by."""
+        """Names, for `Hello`, of the ways in which a consumer can have bytes."""
         return (self.transport,)
 
     @abstractmethod

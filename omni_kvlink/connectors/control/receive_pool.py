@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import zmq
 
     from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.control.link_lanes import LinkLanes
     from omni_kvlink.connectors.control.security import Credentials
-    from omni_kvlink.connectors.control.session_lanes import LinkLanes
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.memory.arena import MakeArena
     from omni_kvlink.payload.manifest import LayoutCache

@@ -288,25 +288,6 @@ class InboundTransfer:
             self._open_header()
         self._continue()
 
-    def on_cut(self, start: int, landed: int, stop: int) -> int:
-        """Take what came of a range before its lane ended, request the rest again; return how much.
-
-        The tensors of a direct put may be its caller's again: it fails.
-        """
-        if self._region is None or self._error_text:
-            return 0
-        if self.offer.direct:
-            text = f"a lane was cut while {self.key!r} came from its caller's tensors; put it again"
-            self.plan.cancel()
-            self.fail(PeerLostError(text))
-            return 0
-        self.plan.give_back(start + landed, stop)
-        if landed:
-            self.on_received(start, landed)
-        else:
-            self._continue()
-        return stop - start - landed
-
     def on_message(self, message: Layer | Committed) -> None:
         """Request the layers that the producer of a stream has written.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from omni_kvlink.connectors.control.lane import host_of
-from omni_kvlink.connectors.control.lane_reader import Landing
+from omni_kvlink.connectors.control.lane_reader import LaneRange
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.remote_get import FetchingSession, InboundTransfer, RemoteGet
 from omni_kvlink.connectors.control.session_lanes import SessionLanes
@@ -79,9 +79,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self._resources = resources
         self._address, self._credentials, self._context, self._loop = resources[:4]
         self._receive_pool, self._layouts, self._counters, link_lanes = resources[4:]
-        self._lanes: SessionLanes | None = None
-        if link_lanes is not None:
-            self._lanes = SessionLanes(link_lanes, self, self._loop)
+        self._lanes = None if link_lanes is None else SessionLanes(link_lanes, self, self._loop)
         self._url = self._address.url
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching = FetchQueue[InboundTransfer]()
@@ -295,26 +293,9 @@ class ControlSession(LeadingReceiver, FetchingSession):
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
 
-    def on_landed_in_loop(self, landing: Landing) -> None:
-        """Take a range that a lane has brought, unless its payload was released meanwhile."""
-        inbound = self._inbound_transfers.get(landing.get_id)
-        if inbound is None or self.is_closed:
-            return
-        try:
-            inbound.on_received(landing.start, landing.landed)
-        except KVLinkError as error:
-            self.disconnect_in_loop(error)
-
-    def on_cut_in_loop(self, landing: Landing) -> int:
-        """Have bytes requested again whose lane has ended; return how many."""
-        inbound = self._inbound_transfers.get(landing.get_id)
-        if inbound is None or self.is_closed:
-            return 0
-        try:
-            return inbound.on_cut(landing.start, landing.landed, landing.stop)
-        except KVLinkError as error:
-            self.disconnect_in_loop(error)
-            return 0
+    def find_inbound_in_loop(self, get_id: int) -> InboundTransfer | None:
+        """Return the payload that is being fetched for a get; None if it was released."""
+        return None if self.is_closed else self._inbound_transfers.get(get_id)
 
     def _on_offer_in_loop(self, offer: Offer, inline_bytes: bytes) -> None:
         start, stop = offer.first
@@ -332,7 +313,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
             get,
             offer,
             GetLease(self.get_table, offer.get_id, offer.epoch),
-            self._fetch_more_in_loop,
+            self.fetch_more_in_loop,
             inline_bytes,
             self.fetch_limits.chunk,
         )
@@ -342,7 +323,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self.get_table.on_message(offer)
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
-    def _fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
+    def fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
         """Request what the window allows, of all payloads in turn: small ones overtake large."""
         if self.is_closed:
             return  # memory that was mapped meanwhile arrives behind the end; it will be released
@@ -387,7 +368,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
         get_id, epoch = inbound.offer.get_id, inbound.offer.epoch
         lane = None if self._lanes is None else self._lanes.pick(stop - start)
         if lane is not None:
-            lane.expect(Landing(get_id, epoch, start, stop, inbound.borrow(start, stop)))
+            lane.expect(LaneRange(get_id, epoch, start, stop, inbound.borrow(start, stop)))
         self.send(FetchRange(get_id, epoch, start, stop, 0 if lane is None else lane.number))
 
     def receive(self, get: RemoteGet, deadline: float) -> None:

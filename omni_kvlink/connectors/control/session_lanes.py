@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
-from omni_kvlink.connectors.control.lane import KEY, TICKET, LaneThreads, why_no_lanes
-from omni_kvlink.connectors.control.lane_reader import Landing, LaneReader
+from omni_kvlink.connectors.control.lane import KEY, TICKET
+from omni_kvlink.connectors.control.lane_reader import LaneRange, LaneReader
 from omni_kvlink.connectors.protocol.messages import LaneTicket, OpenLane
-from omni_kvlink.errors import KVLinkError, WireError
+from omni_kvlink.errors import KVLinkError, PeerLostError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_kvlink.connectors.control.session import ControlSession
+    from omni_kvlink.connectors.control.link_lanes import LinkLanes
+    from omni_kvlink.connectors.control.remote_get import InboundTransfer
+    from omni_kvlink.connectors.protocol.messages import Message
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
 
 LANE_MIN = 256 << 10
 """Bytes of the shortest range that is requested by a lane: others gain nothing by it."""
 _MAX_FAILURES = 3
 """Lanes of one connection that may end in a row without having brought a range."""
-_log = logging.getLogger("omni_kvlink")
 
 
-class LinkLanes:
-    """What the lanes of all connections of a consumer share: threads, counters, and the reason.
+class LaneSession(Protocol):
+    """The connection that lanes belong to; these are called in its loop."""
 
-    `why` says why the last one could not be opened, or was lost; "" if none was.
-    """
+    def send(self, message: Message) -> None:
+        """Queue a message for the producer."""
 
-    def __init__(self, url: str, count: int, *, is_encrypted: bool):
-        self._url, self.count, self.is_encrypted = url, count, is_encrypted
-        self.why = why_no_lanes(count, is_encrypted=is_encrypted)
-        self.is_possible = not self.why
-        self.threads, self.counters = LaneThreads(count), Counter[str]()
-        self._logged = {"", "lanes=0"}
-        self.tell(self.why)
+    def find_inbound_in_loop(self, get_id: int) -> InboundTransfer | None:
+        """Return the payload that is being fetched for a get; None if it was released."""
 
-    def tell(self, why: str) -> None:
-        """Keep why bytes go over ZMQ, and log it once."""
-        self.why = why
-        if why not in self._logged:
-            self._logged.add(why)
-            _log.warning("%s: bytes go over ZMQ, and by no lane: %s", self._url, why)
+    def fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
+        """Request what the window allows."""
 
-    def stats(self) -> dict[str, Any]:
-        """Return counts of lanes and of bytes, and the reason, as JSON values; any thread."""
-        names = ("opened", "lost", "received_nbytes", "again_nbytes")
-        return {**{name: self.counters[name] for name in names}, "why": self.why}
+    def disconnect_in_loop(self, error: KVLinkError) -> None:
+        """End the connection: the producer has sent what it must not."""
 
 
 class SessionLanes:
@@ -60,10 +48,10 @@ class SessionLanes:
     requested again; another lane takes its place.
     """
 
-    def __init__(self, link: LinkLanes, session: ControlSession, loop: EventLoop):
+    def __init__(self, link: LinkLanes, session: LaneSession, loop: EventLoop):
         self._link, self._session, self._loop = link, session, loop
         self._host = ""
-        self._asked, self._number, self._failures = set[int](), 0, 0
+        self._requested, self._number, self._failures = set[int](), 0, 0
         self._lanes: dict[int, LaneReader] = {}  # that are being opened, or open
         self._open: list[LaneReader] = []
 
@@ -72,7 +60,7 @@ class SessionLanes:
         if self._link.is_possible and "lanes" in transports:
             self._host = host
         elif self._link.is_possible:
-            self._link.tell("the producer opens none: its stats() or its log say why")
+            self._link.report("the producer opens none: its stats() or its log say why")
 
     def pick(self, nbytes: int) -> LaneReader | None:
         """Return the lane that is to bring a range of so many bytes; None for the control channel.
@@ -81,16 +69,16 @@ class SessionLanes:
         """
         if nbytes < LANE_MIN or not self._host:
             return None
-        if not self._lanes and not self._asked:
+        if not self._lanes and not self._requested:
             for _ in range(self._link.count):
-                self._ask()
+                self._request()
         return min(self._open, key=lambda each: each.load, default=None)
 
     def on_ticket(self, ticket: LaneTicket) -> None:
         """Open a lane; WireError if none was asked for, or it would not be as safe as the link."""
-        if ticket.lane not in self._asked:
+        if ticket.lane not in self._requested:
             raise WireError(f"lane {ticket.lane} was offered, and not asked for")
-        self._asked.discard(ticket.lane)
+        self._requested.discard(ticket.lane)
         if not ticket.ticket:
             self._give_up(ticket.reason)
             return
@@ -109,7 +97,7 @@ class SessionLanes:
     def close(self) -> None:
         """Close all lanes; what arrives meanwhile counts no more."""
         self._host = ""
-        self._asked.clear()
+        self._requested.clear()
         self._open.clear()
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
@@ -121,13 +109,13 @@ class SessionLanes:
         """Use a lane that the producer has accepted."""
         self._loop.call(partial(self._on_open_in_loop, lane))
 
-    def on_lane_landed(self, lane: LaneReader, landing: Landing) -> None:
+    def on_lane_received(self, lane: LaneReader, piece: LaneRange) -> None:
         """Take a range that has arrived."""
-        self._loop.call(partial(self._on_landed_in_loop, lane, landing))
+        self._loop.call(partial(self._on_received_in_loop, lane, piece))
 
-    def on_lane_lost(self, lane: LaneReader, landings: Sequence[Landing], error: Exception) -> None:
+    def on_lane_lost(self, lane: LaneReader, ranges: Sequence[LaneRange], error: Exception) -> None:
         """Have what has not arrived requested again."""
-        self._loop.call(partial(self._on_lost_in_loop, lane, landings, error))
+        self._loop.call(partial(self._on_lost_in_loop, lane, ranges, error))
 
     # In the session's loop
 
@@ -136,14 +124,13 @@ class SessionLanes:
             self._open.append(lane)
             self._link.counters["opened"] += 1
 
-    def _on_landed_in_loop(self, lane: LaneReader, landing: Landing) -> None:
+    def _on_received_in_loop(self, lane: LaneReader, piece: LaneRange) -> None:
         if lane.number in self._lanes:
             self._failures = 0
-            self._link.counters["received_nbytes"] += landing.landed
-            self._session.on_landed_in_loop(landing)
+            self._take_in_loop(piece)
 
     def _on_lost_in_loop(
-        self, lane: LaneReader, landings: Sequence[Landing], error: Exception
+        self, lane: LaneReader, ranges: Sequence[LaneRange], error: Exception
     ) -> None:
         if self._lanes.pop(lane.number, None) is None:
             return
@@ -153,20 +140,49 @@ class SessionLanes:
         self._failures += 1
         if self._failures < _MAX_FAILURES:
             self._link.why = str(error)
-            self._ask()
+            self._request()
         else:
             self._give_up(str(error))
-        for landing in landings:
-            self._link.counters["received_nbytes"] += landing.landed
-            self._link.counters["again_nbytes"] += self._session.on_cut_in_loop(landing)
+        for piece in ranges:
+            self._cut_in_loop(piece)
 
-    def _ask(self) -> None:
+    def _cut_in_loop(self, piece: LaneRange) -> None:
+        """Take what came of a range before its lane ended, and request the rest again.
+
+        The tensors of a direct put may be its caller's again: its get fails.
+        """
+        inbound = self._session.find_inbound_in_loop(piece.get_id)
+        if inbound is None:
+            return
+        if inbound.offer.direct:
+            inbound.plan.cancel()
+            text = "a lane was cut while it came from its caller's tensors: put it again"
+            inbound.fail(PeerLostError(f"{inbound.key!r}: {text}"))
+        start = piece.start + piece.received
+        inbound.plan.give_back(start, piece.stop)
+        self._link.counters["again_nbytes"] += piece.stop - start
+        if piece.received:
+            self._take_in_loop(piece)
+        else:
+            self._session.fetch_more_in_loop(inbound)
+
+    def _take_in_loop(self, piece: LaneRange) -> None:
+        """Take the bytes of a range that are here, unless their payload was released meanwhile."""
+        self._link.counters["received_nbytes"] += piece.received
+        inbound = self._session.find_inbound_in_loop(piece.get_id)
+        if inbound is not None:
+            try:
+                inbound.on_received(piece.start, piece.received)
+            except KVLinkError as error:
+                self._session.disconnect_in_loop(error)
+
+    def _request(self) -> None:
         self._number += 1
-        self._asked.add(self._number)
+        self._requested.add(self._number)
         self._session.send(OpenLane(self._number))
 
     def _give_up(self, why: str) -> None:
         """Ask for no other lane; without one, the control channel brings all from now on."""
-        if not self._lanes and not self._asked:
-            self._link.tell(why)
+        if not self._lanes and not self._requested:
+            self._link.report(why)
             self._host = ""

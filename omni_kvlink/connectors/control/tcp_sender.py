@@ -33,7 +33,7 @@ class TcpSender(ChunkSender):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """What `Hello` tells that a consumer can have bytes by."""
+        """Names, for `Hello`, of the ways in which a consumer can have bytes."""
         return ("zmq",) if self._lanes is None else ("zmq", "lanes")
 
     def open_lane(self, peer: PeerConnection, message: OpenLane) -> LaneTicket:

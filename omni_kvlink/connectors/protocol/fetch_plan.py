@@ -101,6 +101,7 @@ class FetchPlan(Generic[Label]):
         self._again: deque[tuple[int, int]] = deque()
         self._goals: list[tuple[int, int, int, Label]] = []
         self._num_goals = 0
+        self._is_cancelled = False
         self._changed_to = -1  # goals that begin behind this byte are known to be open
         self._complete: deque[Label] = deque()
         self._digests = ArrivingDigests()
@@ -136,10 +137,12 @@ class FetchPlan(Generic[Label]):
         """Fetch bytes that were requested, and will not come that way, before others."""
         self._requested.remove(start, stop)
         self.pending_nbytes -= stop - start
-        self._again.append((start, stop))
+        if not self._is_cancelled:
+            self._again.append((start, stop))
 
     def cancel(self) -> None:
         """Fetch nothing more, and complete no label; bytes that were requested may arrive."""
+        self._is_cancelled = True
         self._queue.clear()
         self._again.clear()
         self._goals.clear()
@@ -378,8 +381,7 @@ def copy_into(
     for first, stop, chunk in pieces:
         view = host.packed_flat_view(source + first, stop - first)
         batch.add(first, stop - first, view, digest=chunk is not None)
-    digests = batch.gather()
-    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]
+    return _numbers(batch.gather())
 
 
 def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
@@ -390,4 +392,13 @@ def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
     spans = [(start, stop) for start, stop, chunk in pieces if chunk is not None]
     if region.device != "cpu":
         return device_memory.crcs_of(region, spans) if spans else []
-    return [host.crc32c(region.view(start, stop)) for start, stop in spans]
+    if not host.is_loaded():
+        return [host.crc32c(region.view(start, stop)) for start, stop in spans]
+    batch = host.CopyBatch(region.address, region.nbytes, threads=1)
+    for start, stop in spans:
+        batch.add(start, stop - start, digest=True)
+    return _numbers(batch.digest()) if spans else []
+
+
+def _numbers(digests: bytes) -> list[int]:
+    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]
