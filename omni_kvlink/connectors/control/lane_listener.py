@@ -51,13 +51,14 @@ class LaneListener:
         self._unadmitted: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor
         self._tickets: dict[bytes, tuple[PeerConnection, LaneTicket]] = {}  # by name
         self._lanes: dict[tuple[PeerConnection, int], LaneSender] = {}
-        self._refused, self._lost = Counter[str](), 0
+        self._refused, self._ended = Counter[str](), 0
 
     def ticket(self, peer: PeerConnection, message: OpenLane) -> LaneTicket:
         """Return what a peer needs to open a lane, or why it gets none.
 
         WireError if it has a lane or a ticket of this number.
         """
+        self._end(peer, message.instead_of)  # its end may not have come here yet
         number = message.lane
         expected = {ticket.lane for one, ticket in self._tickets.values() if one is peer}
         if not number or number in expected or (peer, number) in self._lanes:
@@ -87,9 +88,9 @@ class LaneListener:
             self._lanes.pop(key).close()
 
     def stats(self) -> dict[str, Any]:
-        """Return how many lanes are open, were lost and were refused, as JSON values."""
+        """Return how many lanes are open, have ended and were refused, as JSON values."""
         refused = dict(self._refused)
-        return {"open": len(self._lanes), "lost": self._lost, "refused": refused}
+        return {"open": len(self._lanes), "ended": self._ended, "refused": refused}
 
     def close(self) -> None:
         """Close everything; blocks until the threads have ended."""
@@ -193,10 +194,14 @@ class LaneListener:
     def _on_lost(
         self, peer: PeerConnection, number: int, lane: LaneSender, error: Exception
     ) -> None:
-        self._loop.call(partial(self._on_lost_in_loop, peer, number, lane))
+        self._loop.call(partial(self._on_lost_in_loop, peer, number))
 
-    def _on_lost_in_loop(self, peer: PeerConnection, number: int, lane: LaneSender) -> None:
+    def _on_lost_in_loop(self, peer: PeerConnection, number: int) -> None:
         with self._control.lock:
-            if self._lanes.get((peer, number)) is lane:
-                del self._lanes[peer, number]
-                self._lost += 1
+            self._end(peer, number)
+
+    def _end(self, peer: PeerConnection, number: int) -> None:
+        lane = self._lanes.pop((peer, number), None)
+        if lane is not None:
+            lane.close()
+            self._ended += 1

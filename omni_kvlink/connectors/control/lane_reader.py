@@ -27,7 +27,6 @@ from omni_kvlink.memory.region import Region
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Protocol
 
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
@@ -41,10 +40,8 @@ if TYPE_CHECKING:
         def on_lane_received(self, lane: LaneReader, piece: LaneRange) -> None:
             """All bytes of a range have arrived."""
 
-        def on_lane_lost(
-            self, lane: LaneReader, ranges: Sequence[LaneRange], error: Exception
-        ) -> None:
-            """The lane has ended; it writes to no memory any more. `ranges` are not complete."""
+        def on_lane_lost(self, lane: LaneReader, error: Exception) -> None:
+            """The lane has ended, and writes to no memory any more; see `take_ranges`."""
 
 
 _TURN = 8
@@ -102,6 +99,15 @@ class LaneReader:
     def expect(self, piece: LaneRange) -> None:
         """Receive a range, which is requested after this call; any thread, never blocks."""
         self._ranges.append(piece)
+
+    def take_ranges(self) -> list[LaneRange]:
+        """Return the ranges that a lane which has ended has not brought, or not whole.
+
+        For the thread that calls `expect`: it may have done so after the lane's end.
+        """
+        ranges = list(self._ranges)
+        self._ranges.clear()
+        return ranges
 
     @property
     def load(self) -> int:
@@ -219,9 +225,7 @@ class LaneReader:
             self._loop.unwatch(self._socket)
             self._socket.close()
         self._space = self._buffer = memoryview(b"")
-        ranges = list(self._ranges)
-        self._ranges.clear()
-        self._owner.on_lane_lost(self, ranges, error)
+        self._owner.on_lane_lost(self, error)
 
     def _open_socket(self) -> socket.socket:
         assert self._socket is not None

@@ -62,6 +62,11 @@ class SessionLanes:
         elif self._link.is_possible:
             self._link.report("the producer opens none: its stats() or its log say why")
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a lane is open, or none will be."""
+        return bool(self._open) or not self._host
+
     def pick(self, nbytes: int) -> LaneReader | None:
         """Return the lane that is to bring a range of so many bytes; None for the control channel.
 
@@ -113,9 +118,9 @@ class SessionLanes:
         """Take a range that has arrived."""
         self._loop.call(partial(self._on_received_in_loop, lane, piece))
 
-    def on_lane_lost(self, lane: LaneReader, ranges: Sequence[LaneRange], error: Exception) -> None:
+    def on_lane_lost(self, lane: LaneReader, error: Exception) -> None:
         """Have what has not arrived requested again."""
-        self._loop.call(partial(self._on_lost_in_loop, lane, ranges, error))
+        self._loop.call(partial(self._on_lost_in_loop, lane, error))
 
     # In the session's loop
 
@@ -129,9 +134,7 @@ class SessionLanes:
             self._failures = 0
             self._take_in_loop(piece)
 
-    def _on_lost_in_loop(
-        self, lane: LaneReader, ranges: Sequence[LaneRange], error: Exception
-    ) -> None:
+    def _on_lost_in_loop(self, lane: LaneReader, error: Exception) -> None:
         if self._lanes.pop(lane.number, None) is None:
             return
         if lane in self._open:
@@ -140,10 +143,10 @@ class SessionLanes:
         self._failures += 1
         if self._failures < _MAX_FAILURES:
             self._link.why = str(error)
-            self._request()
+            self._request(lane.number)
         else:
             self._give_up(str(error))
-        for piece in ranges:
+        for piece in lane.take_ranges():
             self._cut_in_loop(piece)
 
     def _cut_in_loop(self, piece: LaneRange) -> None:
@@ -176,10 +179,10 @@ class SessionLanes:
             except KVLinkError as error:
                 self._session.disconnect_in_loop(error)
 
-    def _request(self) -> None:
+    def _request(self, instead_of: int = 0) -> None:
         self._number += 1
         self._requested.add(self._number)
-        self._session.send(OpenLane(self._number))
+        self._session.send(OpenLane(self._number, instead_of))
 
     def _give_up(self, why: str) -> None:
         """Ask for no other lane; without one, the control channel brings all from now on."""

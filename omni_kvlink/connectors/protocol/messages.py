@@ -227,10 +227,12 @@ class TransportAddress(_Message, frozen=True, array_like=True, tag=True, gc=Fals
 class OpenLane(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: asks for a lane, numbered by it, from a producer that has "lanes".
 
-    A lane is a TCP connection beside the control channel, for bytes alone.
+    A lane is a TCP connection beside the control channel, for bytes alone. `instead_of` is the
+    number of one that has ended, or 0.
     """
 
     lane: Number
+    instead_of: Number = 0
 
 
 class LaneTicket(_Message, frozen=True, array_like=True, tag=True, gc=False):
