@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import struct
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -381,7 +382,8 @@ def copy_into(
     for first, stop, chunk in pieces:
         view = host.packed_flat_view(source + first, stop - first)
         batch.add(first, stop - first, view, digest=chunk is not None)
-    return _numbers(batch.gather())
+    digests = batch.gather()
+    return list(struct.unpack(f">{len(digests) // 4}I", digests))
 
 
 def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
@@ -390,15 +392,14 @@ def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
     Bytes of a device are hashed there; this blocks until it has done so.
     """
     spans = [(start, stop) for start, stop, chunk in pieces if chunk is not None]
+    if not spans:
+        return []
     if region.device != "cpu":
-        return device_memory.crcs_of(region, spans) if spans else []
+        return device_memory.crcs_of(region, spans)
     if not host.is_loaded():
         return [host.crc32c(region.view(start, stop)) for start, stop in spans]
     batch = host.CopyBatch(region.address, region.nbytes, threads=1)
     for start, stop in spans:
         batch.add(start, stop - start, digest=True)
-    return _numbers(batch.digest()) if spans else []
-
-
-def _numbers(digests: bytes) -> list[int]:
-    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]
+    digests = batch.digest()
+    return list(struct.unpack(f">{len(digests) // 4}I", digests))
