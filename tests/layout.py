@@ -110,8 +110,14 @@ THIRD_PARTY = {
 MOST_MODULES = {"": 5, "engine": 8, "connectors": 6}
 """Python files that may lie directly in a folder of the package."""
 
-MOST_PRIVATE = 530
-"""Private attributes that tests name without a comment on that line or the one before; it falls."""
+OWN = {"self", "cls", "super()"}
+"""Whose private attributes a class may name in itself."""
+
+EXPLAINED = r"^# Reaches into ((?:\w+,(?: |\n# ))*\w+):(?: |\n# )\S"
+"""A comment at the head of a test file: the private names that it uses, and why."""
+
+DIRECTIVE = r"# (noqa|type:)[^#]*"
+"""A comment for a tool, which is no reason."""
 
 FORBIDDEN = {
     r"\b(c|cloud)?pickle\b|\bdill\b|\bshelve\b|allow_pickle=True": "pickle runs what a peer sends",
@@ -375,31 +381,56 @@ def support_errors(root: Path = ROOT) -> Iterator[str]:
             yield f"{name} belongs in tests/support"
 
 
-def private_accesses(source: str) -> Iterator[tuple[int, str]]:
-    """Private attributes of others, with their lines, but where a comment there says why."""
-    tree, lines = ast.parse(source), io.StringIO(source).readline
-    tokens = tokenize.generate_tokens(lines)
-    comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+def private_accesses(source: str) -> Iterator[tuple[int, str, str]]:
+    """Private attributes of others, in dots or as texts for `setattr`: line, owner and name."""
+    tree = ast.parse(source)
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
     modules = {
         name.asname or name.name.partition(".")[0] for node in imports for name in node.names
     }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or not re.match("_(?!_|replace|asdict)", node.attr):
-            continue
-        is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls", *modules}
-        if not is_own and not {node.lineno - 1, node.lineno} & comments:
-            yield node.lineno, ast.unparse(node)
+        match node:
+            case ast.Attribute(value=value, attr=str(name)):
+                pass
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called),
+                args=[value, ast.Constant(value=str(name)), *_],
+            ) if called.endswith("attr"):
+                pass
+            case _:
+                continue
+        owner = ast.unparse(value)
+        if re.match("_(?!_|replace$|asdict$)", name) and owner not in {*OWN, *modules}:
+            yield value.lineno, owner, name
 
 
-def private_errors(root: Path = ROOT, most: int = MOST_PRIVATE) -> Iterator[str]:
-    """The tests' private attributes without a reason, if there are more than `most`."""
-    count = Counter[str]()
+def private_errors_of(source: str) -> Iterator[str]:
+    """Private accesses of a file without a reason, and reasons for names that it leaves alone.
+
+    A reason is a comment on the line or on the one before. For a name in all of the file it is a
+    comment at its head, of one line or more: `# Reaches into _end, _loop: the reason`.
+    """
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+    reasons = {line for line, text in comments.items() if not re.fullmatch(DIRECTIVE, text)}
+    explained = {
+        name
+        for names in re.findall(EXPLAINED, source, re.MULTILINE)
+        for name in re.findall(r"\w+", names)
+    }
+    accesses = [*private_accesses(source)]
+    for line, owner, name in accesses:
+        if name not in explained and not {line - 1, line} & reasons:
+            yield f"{line}: no comment says why {owner}.{name}"
+    for name in sorted(explained - {name for _, _, name in accesses}):
+        yield f"1: explains {name}, which it does not reach into"
+
+
+def private_errors(root: Path = ROOT) -> Iterator[str]:
+    """`private_errors_of` each file of the tests."""
     for path in sorted((root / "tests").rglob("*.py")):
-        count[path.relative_to(root).as_posix()] += len(list(private_accesses(path.read_text())))
-    if count.total() > most:
-        worst = ", ".join(f"{name} {number}" for name, number in count.most_common(8))
-        yield f"{count.total()} private attributes without a comment, at most {most}: {worst}"
+        for error in private_errors_of(path.read_text()):
+            yield f"{path.relative_to(root).as_posix()}:{error}"
 
 
 def _of_files(errors: Callable[[list[Module]], Iterable[str]]) -> Callable[[], list[str]]:

@@ -184,6 +184,7 @@ PYTHON = [page for page in ALL if any(one.language == "python" for one in python
 def here(tmp_path: Path, sockets: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory of its own, and sockets in a directory of their own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
+    # A page registers a connector, which has no opposite: the table is restored after it.
     monkeypatch.setattr(registry, "_ROWS", dict(registry._ROWS))
     monkeypatch.syspath_prepend(str(tmp_path))
     with directory(tmp_path):

@@ -114,6 +114,7 @@ def test_the_figures_of_the_pages_are_those_of_the_code() -> None:
         (operations, f"after {monitored_socket.HEARTBEAT_TIMEOUT_MS / 1000:g} s without"),
         (operations, f"TCP connection | {monitored_socket.HANDSHAKE_MS / 1000:g} s |"),
         (operations, f"TCP is tried every {monitored_socket.RECONNECT_MS} ms"),
+        # The figure of the page; it is no setting.
         (operations, f"tried again for {consumer._RECONNECT_SECONDS:g} s"),
         (operations, f"at most {base.MAX_RETRIES} times within one `get`"),
         (operations, f"reason | {transfer_table.TOMBSTONE_SECONDS / 60:g} minutes"),

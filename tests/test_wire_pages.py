@@ -33,6 +33,8 @@ from support.payloads.random_caches import bits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Reaches into _HEAD, _MAGIC, _Message: the page specifies what the module encodes, byte for byte.
+
 DOCS = Path(__file__).parents[1] / "docs"
 GOLDEN = sorted((Path(__file__).parent / "payload" / "golden").glob("*.safetensors"))
 if not DOCS.exists():

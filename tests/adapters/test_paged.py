@@ -22,6 +22,7 @@ from omni_kvlink import (
 from omni_kvlink._native import host
 from omni_kvlink.adapters import BagelAdapter, PagedAdapter, PagedCache
 from omni_kvlink.payload.views import dense
+from support.devices.native_plans import without_library
 from support.payloads.random_caches import DTYPES, bits, cache, empty, noise
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ LAYOUTS = (separate, stacked, packed)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without the compiled library."""
     if request.param == "torch":
-        monkeypatch.setattr(host._part, "loaded", None)
-        monkeypatch.setattr(host._part, "_why", "there is none")
+        without_library(monkeypatch)
     elif host.missing():
         pytest.skip(host.missing() or "")
     return str(request.param)

@@ -12,6 +12,7 @@ import pytest
 from omni_kvlink import ClosedError, PeerLostError, TransferFailed, TransferTimeout
 from omni_kvlink.testing.caches import Recipe, fingerprint, hash_tensors, layers_of
 from support.link.aio_ends import THREE, BlockingCopier, Test, entered, freed, waiting
+from support.link.ends import use_copier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +101,7 @@ def test_cancelled_wait_takes_nothing(run: Callable[[Test], None]) -> None:
                     with pytest.raises(asyncio.CancelledError):
                         await wait
                 assert stream.stream.delivery.progress is not None
+                # A wait that is left over costs memory, and shows nowhere.
                 assert not stream.stream.delivery.progress._waiting
                 await write(out, 0, 1, 2)
                 assert [layer.index async for layer in stream] == [0, 1, 2]
@@ -207,7 +209,7 @@ def test_a_cancelled_writer_leaves_no_copy_behind(run: Callable[[Test], None]) -
     """Its memory is not given back while a thread still copies to it."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        copier = producer.link._copier = BlockingCopier()
+        copier = use_copier(BlockingCopier(), producer.link)
 
         async def send() -> None:
             async with producer.stream_put(THREE.make()) as out:

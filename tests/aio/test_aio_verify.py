@@ -17,6 +17,7 @@ from omni_kvlink.link import verify_first
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
 from support.link.aio_ends import THREE, BlockingCopier, Test, entered, freed
+from support.link.ends import use_copier
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 def test_hashing_does_not_stop_the_event_loop(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        copier = consumer.link._copier = BlockingCopier()
+        copier = use_copier(BlockingCopier(), consumer.link)
         receipt = await producer.put(THREE.make())
         getting = asyncio.ensure_future(consumer.get("s", timeout=60, verify="full"))
         await entered(copier)
@@ -45,7 +46,7 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
     """The payload goes to another reader, when the hashing is over."""
 
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        copier = consumer.link._copier = BlockingCopier()
+        copier = use_copier(BlockingCopier(), consumer.link)
         receipt = await producer.put(THREE.make())
         getting = asyncio.ensure_future(consumer.get("s", timeout=60, verify="full"))
         await entered(copier)
@@ -63,7 +64,7 @@ def test_cancelled_while_hashing(run: Callable[[Test], None]) -> None:
 
 def test_hashing_finds_a_flipped_bit(run: Callable[[Test], None]) -> None:
     async def test(producer: AsyncKVProducer, consumer: AsyncKVConsumer) -> None:
-        copier = producer.link._copier = TamperingCopier()
+        copier = use_copier(TamperingCopier(), producer.link)
         copier.tamper = partial(flip_bit, "kv.2.value", -1)
         receipt = await producer.put(THREE.make())
         with pytest.raises(IntegrityError, match="layer 2, V"):

@@ -86,8 +86,10 @@ def test_a_busy_producer(capsys: pytest.CaptureFixture[str]) -> None:
         seen.append(pair.link.stats()["transfers"])
         return found
 
+    # What one round does to the link shows in no result of the command.
     measured = latency._round
     with pytest.MonkeyPatch.context() as patch:
+        # As above.
         patch.setattr(latency, "_round", watched)
         assert run(command) == 0
     assert "busy: just before each put" in " ".join(capsys.readouterr().out.split())

@@ -134,6 +134,7 @@ def test_the_pipe_keeps_no_more_outstanding_than_it_may(tmp_path: Path) -> None:
     items = [bytes([number]) * 100 for number in range(6)]
     sending = threading.Thread(target=sender.send, args=(items, 3), daemon=True)
     sending.start()
+    # The pipe's descriptors: `receive` would reply, and let the sender go on.
     fd, back = receiver._data, receiver._replies
     assert _read(fd, 300) == b"".join(items[:3])
     os.set_blocking(fd, False)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+# Reaches into _action_groups, _actions, _group_actions: argparse has no public list of what a
+# parser takes.
+
 MODULES = {"kvlink": kvlink, "kvlink-bench": bench}
 WORDS = (
     *("abc", "", " ", "-5", "0", "1.5", "1e400", "nan", "inf", "-inf", "0x10", "1_000_000_000_000"),

@@ -28,6 +28,7 @@ from omni_kvlink.testing.rig import expect, until, until_freed
 from support.faults.every_connector import field as field
 from support.faults.frozen import freeze
 from support.faults.harness import Field, Start, kill
+from support.link.ends import delivery_of
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 
@@ -211,7 +212,7 @@ def test_a_reader_that_rejects_a_chunk_fails_the_stream(field: Field) -> None:
     other.call("read_stream", key="g", timeout=60)
     assert receive(other) == (0, hash_chunk(CHUNKS[0]))
     waiting = other.peer.submit("receive", key="g", timeout=PATIENCE)
-    received._delivery.reject("its bytes are wrong")
+    delivery_of(received).reject("its bytes are wrong")
     expect(TransferFailed, waiting.result, PATIENCE, mentions=("its bytes are wrong",))
     until_failed(out, "its bytes are wrong")
     del received

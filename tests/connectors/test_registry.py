@@ -19,6 +19,7 @@ from support.processes.absent import cure
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `register` has no opposite: the table is copied, and the first one restored.
     monkeypatch.setattr(registry, "_ROWS", dict(registry._ROWS))
 
 

@@ -123,6 +123,7 @@ def test_every_measurement(
     cache.region.view()[cache.plan.header_nbytes :] = bytes(
         cache.region.nbytes - cache.plan.header_nbytes
     )
+    # One measurement without its clock: all of them together are checked below.
     cache._streamed()
     cache.copier.verify(cache.manifest, cache.region)  # every layer was taken out
     found = gpu_extraction.measure(cache, 2)

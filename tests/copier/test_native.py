@@ -35,6 +35,9 @@ from support.payloads.strategies import EXAMPLES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Reaches into _BY_CODE, _Batch: torch's types by their codes; and the slow way, so that its use is
+# an error.
+
 pytestmark = NEEDS_LIBRARY
 
 

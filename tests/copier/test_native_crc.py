@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from omni_kvlink._native import crc32c as fallback
 from omni_kvlink._native import host
 from omni_kvlink._native.crc32c import numpy_crc32c
-from support.devices.native_plans import FEATURES, NEEDS_LIBRARY, Locked, noise, using
+from support.devices.native_plans import (
+    FEATURES,
+    NEEDS_LIBRARY,
+    Locked,
+    noise,
+    using,
+    without_library,
+)
 from support.payloads.strategies import EXAMPLES
 
 if TYPE_CHECKING:
@@ -58,8 +65,7 @@ def test_all_ways_are_the_same(nbytes: int, cut: int) -> None:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host._part, "loaded", None)
-    monkeypatch.setattr(host._part, "_why", "there is none")
+    without_library(monkeypatch)
     assert host.crc32c(b"123456789") == 0xE3069283
 
 

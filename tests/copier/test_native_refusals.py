@@ -174,6 +174,7 @@ def test_digests_beyond_those_given(verb: str, given: int) -> None:
     view = host.packed_flat_view(address(tensor), host.CHUNK + 1)
     batch.add(0, host.CHUNK + 1, view, digest=True)  # two digests
     batch.add(2 * host.CHUNK, 9, host.packed_flat_view(address(tensor), 9), digest=True)
+    # `add` counts them right: the library is to refuse a caller that does not.
     batch._num_digests = given
     arguments = (bytes(4 * given),) if verb in ("scatter", "verify") else ()
     first = 0 if given < 2 else 2

@@ -24,6 +24,7 @@ from support.devices.fake_device import ENGINES, KERNEL, MIXED, FakeDevice, addr
 from support.devices.fake_device import device as device
 from support.devices.fake_device import directory as directory
 from support.devices.native_plans import NEEDS_LIBRARY, Locked, plan_of, tensor_of
+from support.link.ends import delivery_of, use_copier
 from support.payloads.paged import LAYOUTS, SIZE, about, copier, expected_bytes, table
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.memory.region import Region
     from omni_kvlink.payload.manifest import Manifest
+
+# Reaches into _load, _register: what the copier calls of the CUDA part is counted and put in order
+# there.
 
 pytestmark = NEEDS_LIBRARY
 MIB = 1 << 20
@@ -393,7 +397,7 @@ def test_fastest_copier(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> 
 def test_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVConsumer]) -> None:
     """Copies from a consumer's readonly mapping, too."""
     producer, consumer = ends
-    producer._copier = consumer._copier = pinned = PinnedCopier()
+    pinned = use_copier(PinnedCopier(), producer, consumer)
     keys, values = ([tensor_of((9, 2, 4), torch.bfloat16, 9 * part)] for part in (1, 2))
     blocks = {"key_cache": keys, "value_cache": values}
     cache = KVCacheTransferData("r", blocks, (), {"kv_lens": [9], "ropes": [9], "num_layers": 1})
@@ -402,7 +406,7 @@ def test_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVConsumer])
     received = consumer.get("r", timeout=60, verify="full")
     targets = [torch.zeros_like(keys[0]) for _ in range(2)]
     with received as data:
-        region = received._delivery.region
+        region = delivery_of(received).region
         assert region is not None
         pinned.scatter(received.manifest, region, targets)
         assert [raw(target) for target in targets] == [raw(keys[0]), raw(values[0])]

@@ -22,6 +22,7 @@ from support.devices.fake_device import ENGINES, KERNEL, FakeDevice, address
 from support.devices.fake_device import device as device
 from support.devices.fake_device import directory as directory
 from support.devices.native_plans import NEEDS_LIBRARY, plan_of, tensor_of
+from support.link.ends import use_copier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -235,7 +236,7 @@ def cache(tensors: list[torch.Tensor], request_id: str = "r") -> KVCacheTransfer
 
 def test_a_layer_through_a_link(device: FakeDevice, ends: tuple[KVProducer, KVConsumer]) -> None:
     producer, consumer = ends
-    producer._copier = consumer._copier = PinnedCopier()
+    use_copier(PinnedCopier(), producer, consumer)
     tensors = sources()
     targets = [torch.zeros_like(tensor) for tensor in tensors]
     with device.on_stream(ENGINE):
@@ -274,7 +275,7 @@ def test_a_wrong_byte_is_reported(
 ) -> None:
     """Also if only some rows are copied: a digest is of the whole tensor."""
     producer, consumer = ends
-    producer._copier = consumer._copier = PinnedCopier()
+    use_copier(PinnedCopier(), producer, consumer)
     tensors = sources()
     receipt = producer.put(cache(tensors))
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink.payload.bundle import Payload
 
+# Reaches into _BY_CODE, _MAKE: torch's types by their codes, and whether this torch has the
+# exchange API at all.
+
 pytestmark = [
     NEEDS_LIBRARY,
     pytest.mark.skipif(not tensor_memory._MAKE, reason="this torch has no DLPack exchange API"),

@@ -12,7 +12,7 @@ from omni_kvlink import KVCacheTransferData
 from omni_kvlink._native import cuda
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.memory.mapping import Mapping
-from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL
+from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, occupy
 from support.devices.gpu import collected as collected
 from support.devices.gpu import loaded as loaded
 from support.payloads.random_caches import bits, noise
@@ -55,7 +55,7 @@ def test_what_the_stream_still_writes_is_copied(own_stream: bool) -> None:
     sources, plan, region = payload()
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG)
+        occupy(LONG)
         for source in sources:
             source.fill_(7)
         PinnedCopier().gather(sources, plan, region)
@@ -68,7 +68,7 @@ def test_what_the_stream_still_writes_is_overwritten() -> None:
     sources, plan, region = payload()
     manifest = plan.with_digests(PinnedCopier().gather(sources, plan, region))
     targets = [torch.empty_like(source) for source in sources]
-    torch.cuda._sleep(LONG)
+    occupy(LONG)
     for target in targets:
         target.fill_(9)
     PinnedCopier().scatter(manifest, region, targets)
@@ -83,7 +83,7 @@ def test_another_streams_kernel_does_not_delay_copies() -> None:
     PinnedCopier().scatter(manifest, region, sources)
     other, spun = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(other):
-        torch.cuda._sleep(2 * LONG)
+        occupy(2 * LONG)
         spun.record()
     own = torch.cuda.Stream()  # not the default stream, which synchronizes with others
     with torch.cuda.stream(own):
@@ -102,7 +102,7 @@ def test_layers_are_copied_while_the_next_one_is_computed() -> None:
             source.fill_(layer)
         part = plan.only(plan.tensors[own])
         handles.append(copier.begin_gather(sources[own], part, region))
-        torch.cuda._sleep(LONG // 10)
+        occupy(LONG // 10)
     done = torch.cuda.Event()
     done.record()
     digests = handles[0].wait()
@@ -116,7 +116,7 @@ def test_layers_are_copied_while_the_next_one_is_computed() -> None:
 
 def test_a_dropped_handle_waits_for_its_copies() -> None:
     sources, plan, region = payload()
-    torch.cuda._sleep(LONG // 4)
+    occupy(LONG // 4)
     for source in sources:
         source.fill_(5)
     del source

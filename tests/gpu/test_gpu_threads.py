@@ -15,7 +15,7 @@ from omni_kvlink.aio import AsyncKVProducer
 from omni_kvlink.copier import PinnedCopier
 from omni_kvlink.errors import NativeError, SchemaError
 from omni_kvlink.memory.mapping import Mapping
-from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, MEASURED
+from support.devices.gpu import DEVICE, ENGINES, GPU, KERNEL, MEASURED, occupy
 from support.devices.gpu import collected as collected
 from support.devices.gpu import loaded as loaded
 from support.payloads.random_caches import bits, noise
@@ -68,7 +68,7 @@ def test_a_thread_copies_what_another_one_recorded() -> None:
     tensors, manifest, region = payload()
     copier = PinnedCopier()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(LONG)
+        occupy(LONG)
         tensors[0].fill_(7)
         events = copier.record(tensors)
         assert not events.is_done()
@@ -83,7 +83,7 @@ def test_a_stream_waits_for_a_scatter() -> None:
     engine = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(engine):
-        torch.cuda._sleep(LONG)
+        occupy(LONG)
         for target in targets:
             target.fill_(9)  # not behind the copies
         events = copier.record(targets)
@@ -142,7 +142,7 @@ def test_an_asyncio_put_follows_its_callers_stream(sockets: str) -> None:
 
     async def put() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(LONG)
+            occupy(LONG)
             tensors[0].fill_(7)
             putting = AsyncKVProducer(producer).put(cache(tensors))
         await putting

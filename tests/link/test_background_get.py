@@ -22,6 +22,8 @@ from omni_kvlink import (
 from omni_kvlink.lowlevel import BackgroundGet, GetPhase, begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed, until_requested
+from support.connectors.held_loops import loop_of
+from support.link.ends import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -264,8 +266,8 @@ def has_ended(owner: Owner) -> bool:
 
 def cut(consumer: KVConsumer) -> None:
     """Break a connection of ZMQ, and not its producer."""
-    session: Any = consumer._end._session  # type: ignore[attr-defined]
-    session._loop.call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
+    session = session_of(consumer)
+    loop_of(session).call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
 
 
 def wait_until_lost(producer: KVProducer, consumer: KVConsumer, get: BackgroundGet) -> None:

@@ -22,11 +22,15 @@ from omni_kvlink import (
 )
 from omni_kvlink.testing.caches import chunk, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.connectors.held_loops import is_asleep, leader_of, loop_of
+from support.link.ends import session_of
 
 if TYPE_CHECKING:
     from omni_kvlink.link import AppendStream, ChunkStream, ReceivedChunk
 
     Streams = dict[str, ChunkStream[ReceivedChunk]]
+
+# Reaches into _ready, _waiting: that a thread waits has no effect that shows before a chunk comes.
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 Ends = tuple[KVProducer, KVConsumer]
@@ -231,10 +235,10 @@ def test_the_thread_that_waits_reads_the_socket(sockets: str) -> None:
         KVLink.connect("shm://together", timeout=60, directory=sockets) as consumer,
     ):
         outs, streams = open_both((producer, consumer))
-        session: Any = consumer._end._session  # type: ignore[attr-defined]
-        until(lambda: session._loop._sleeping != 0, "the link's thread sleeps")
+        session = session_of(consumer)
+        until(lambda: is_asleep(loop_of(session)), "the link's thread sleeps")
         thread, found = wait_in_thread(ChunkStreams(streams.values()))
-        until(lambda: session._leader == thread.ident, "it reads")
+        until(lambda: leader_of(session) == thread.ident, "it reads")
         outs["b"].append(chunk(0))
         thread.join()
         assert found[0][0] is streams["b"]
@@ -265,8 +269,8 @@ def test_streams_of_two_consumers(sockets: str) -> None:
             found.clear()
         together.remove(streams["a"])
         thread, found = wait_in_thread(together)
-        session: Any = other._end._session  # type: ignore[attr-defined]
-        until(lambda: session._leader == thread.ident, "with one link left, it reads itself")
+        session = session_of(other)
+        until(lambda: leader_of(session) == thread.ident, "with one link left, it reads itself")
         outs["b"].append(chunk(0))
         thread.join()
         found.clear()

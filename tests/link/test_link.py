@@ -33,6 +33,7 @@ from omni_kvlink.payload.views import dense
 from omni_kvlink.system import waits
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import expect, until
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.base import PendingGet
@@ -391,7 +392,7 @@ def test_link_is_collected_after_close(ends: tuple[KVProducer, KVConsumer]) -> N
         pass
     consumer.close()
     producer.close()
-    dead = weakref.ref(producer._end), weakref.ref(consumer._end)
+    dead = weakref.ref(end_of(producer)), weakref.ref(end_of(consumer))
     del producer, consumer
     gc.collect()
     assert [end() for end in dead] == [None, None]
@@ -404,6 +405,7 @@ def test_unclosed_link_of_a_child_is_silent(ends: tuple[KVProducer, KVConsumer])
     if child == 0:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            # What the interpreter runs when the link is collected: here in a child, and at once.
             producer._dropped.run()
         os._exit(len(caught))
     _, status = os.waitpid(child, 0)
@@ -453,12 +455,13 @@ def test_the_time_of_a_reconnection_counts(
         monotonic=lambda: time.monotonic() + late[0], perf_counter=time.perf_counter
     )
     monkeypatch.setattr(waits, "time", clock)
-    begin = consumer._end.begin
+    begin = end_of(consumer).begin
 
     def begin_late(*arguments: Any, **options: Any) -> list[PendingGet]:
         late[0] = 59.9
-        return begin(*arguments, **options)
+        gets: list[PendingGet] = begin(*arguments, **options)
+        return gets
 
-    monkeypatch.setattr(consumer._end, "begin", begin_late)
+    monkeypatch.setattr(end_of(consumer), "begin", begin_late)
     error = expect(TransferTimeout, lambda: consumer.get("k", timeout=60))
     assert error.waited < 59

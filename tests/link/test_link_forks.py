@@ -19,6 +19,7 @@ from omni_kvlink.lookup import LookupConsumer, LookupProducer, PrefixStore
 from omni_kvlink.lowlevel import begin_get, can_retry, open_delivery
 from omni_kvlink.testing.caches import Recipe, chunk, hash_chunk, hash_tensors
 from omni_kvlink.testing.rig import until
+from support.link.ends import delivery_of
 from support.processes.locks import held, locks_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def test_every_call_in_a_child(pair: tuple[KVProducer, KVConsumer]) -> None:
     assert first is not None
     allocation = producer.allocate(Recipe("allocated").make())
     pending = begin_get(consumer, "pending", timeout=60)
-    delivery = received._delivery
+    delivery = delivery_of(received)
     until(lambda: producer.stats()["transfers"]["waiting"] == 3, "the gets wait")
     layer = [tensors[0] for tensors in STREAM.layer_blocks.values()]
     aproducer, aconsumer = AsyncKVProducer(producer), AsyncKVConsumer(consumer)

@@ -31,6 +31,7 @@ from omni_kvlink import (
 )
 from omni_kvlink.adapters import DynamicCacheAdapter, PagedAdapter
 from omni_kvlink.errors import BusyError, FileError
+from support.link.ends import delivery_of
 from support.payloads.random_caches import bits
 
 if TYPE_CHECKING:
@@ -529,7 +530,7 @@ def test_a_repr_is_no_look_at_the_payload(ends: Ends) -> None:
     receipt = ends.producer.put(tensors())
     received = ends.consumer.get("r", timeout=60)
     one_line(received)
-    assert not received._delivery.is_read
+    assert not delivery_of(received).is_read
     del received
     ends.consumer.get("r", timeout=60).release()
     receipt.wait(timeout=60)

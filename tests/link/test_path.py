@@ -21,7 +21,9 @@ from omni_kvlink import (
 )
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
+from support.connectors.held_loops import leader_of
 from support.faults.harness import until_loops_sleep
+from support.link.ends import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +84,7 @@ def threads() -> list[str]:
 
 
 def is_leading(consumer: KVConsumer, thread: threading.Thread) -> bool:
-    session: Any = consumer._end._session  # type: ignore[attr-defined]
-    return bool(session._leader == thread.ident)
+    return leader_of(session_of(consumer)) == thread.ident
 
 
 def transfer(

@@ -25,6 +25,7 @@ from omni_kvlink.link import put_stream
 from omni_kvlink.payload.views import same_bytes
 from omni_kvlink.testing.caches import Recipe, fill, fingerprint, hash_tensors, layers_of
 from omni_kvlink.testing.rig import expect, until_freed
+from support.link.ends import delivery_of, end_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,7 +149,7 @@ def test_a_stream_may_be_collected_anywhere(ends: Ends) -> None:
     found = [producer.stream_put(cache())]
 
     def collect() -> None:
-        with producer._end.lock, pytest.warns(ResourceWarning):  # type: ignore[attr-defined]
+        with end_of(producer).lock, pytest.warns(ResourceWarning):
             found.clear()
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -168,7 +169,7 @@ def test_a_stream_that_cannot_begin_leaves_nothing(
 
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(producer._end, "begin", begin)
+        patch.setattr(end_of(producer), "begin", begin)
         expect(TransferFailed, lambda: producer.stream_put(cache()))
         gc.collect()
     assert not caught, "it warned of a stream that never was"
@@ -212,7 +213,7 @@ def test_allocated_payloads_are_safetensors(ends: Ends, tokens: int, tmp_path: P
     producer.put(sent)
     received = consumer.get("s", timeout=60, verify="full")
     file = tmp_path / "payload.safetensors"
-    region = received._delivery.region
+    region = delivery_of(received).region
     assert region is not None
     file.write_bytes(region.view())
     expected = layers_of(_first(data, tokens))
@@ -275,10 +276,11 @@ def test_a_link_keeps_no_spent_allocations(ends: Ends) -> None:
                 del views
         consumer.get("s", timeout=60).release()
         until_freed(producer)
+    # What a link keeps of allocations that are spent costs memory, and shows nowhere.
     assert not producer._allocations
     kept = producer.allocate(cache())
     producer.close()
-    assert not producer._allocations
+    assert not producer._allocations  # as above
     kept.release()
 
 

@@ -16,6 +16,7 @@ from omni_kvlink.connectors.shm.consumer import ShmConsumer
 from omni_kvlink.system.threads import is_abandoned, start_detached, uninterrupted
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,14 +136,14 @@ def test_an_interrupted_serve_frees_the_name(sockets: str, monkeypatch: pytest.M
 @pytest.mark.usefixtures("handler")
 def test_an_interrupted_close_goes_on(sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     link, goes_on = KVLink.serve("shm://name", directory=sockets), threading.Event()
-    real = link._end.close
+    real = end_of(link).close
 
     def slow() -> None:
         interrupt()
         goes_on.wait()
         real()
 
-    monkeypatch.setattr(link._end, "close", slow)
+    monkeypatch.setattr(end_of(link), "close", slow)
     with pytest.raises(HandlerError):
         link.close()
     goes_on.set()

@@ -45,12 +45,15 @@ from omni_kvlink.lookup.messages import (
 from omni_kvlink.lookup.tokens import encode
 from omni_kvlink.testing.rig import until
 from support import FOLDER
+from support.link.ends import session_of
 from support.lookup.killed_producer import TOKENS
 from support.lookup.prompts import ROW, assert_right, insert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# Reaches into _stores, _last_question, _retry_at, _sending: no public name says what a lookup has
+# asked of one producer, nor when it tries a lost one again.
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 _numbers = itertools.count()
 URLS = [
@@ -70,6 +73,7 @@ class LookupStages:
         self.stores: list[PrefixStore] = []
         self.producers: list[LookupProducer] = []
         self.links: list[KVProducer] = []
+        self.consumers: list[KVConsumer] = []
 
     def serve(self) -> KVProducer:
         name = f"l{next(_numbers)}"
@@ -80,14 +84,20 @@ class LookupStages:
         return KVLink.connect(link.url, timeout=60, directory=self._root)
 
     def start(self, producers: int = 1, budget: int = 1 << 20, model: str = "m") -> LookupConsumer:
-        questions = self.serve()
+        self.questions = self.serve()
         for _ in range(producers):
             self.links.append(self.serve())
             self.stores.append(PrefixStore(budget))
-            own = self.stores[-1], self.links[-1], [self.connect(questions)]
+            own = self.stores[-1], self.links[-1], [self.connect(self.questions)]
             self.producers.append(self.ends.enter_context(LookupProducer(*own, model=model)))
-        links = [self.connect(link) for link in self.links]
-        return self.ends.enter_context(LookupConsumer(questions, links, model="m", verify="full"))
+        self.consumers = [self.connect(link) for link in self.links]
+        lookup = LookupConsumer(self.questions, self.consumers, model="m", verify="full")
+        return self.ends.enter_context(lookup)
+
+    def inbox(self) -> str:
+        """The key by which the first producer receives questions, as its hello says."""
+        with self.consumers[0].get(HELLO, timeout=60) as data:
+            return read_message(data, LookupHello).inbox
 
     def settle(self) -> None:
         """Every answer was given back, once; what stays is the greeting."""
@@ -125,6 +135,7 @@ def once_asked(producers: list[LookupProducer], call: Callable[[], None]) -> thr
     """Call this when each of these producers keeps a question that it cannot answer yet."""
 
     def run() -> None:
+        # An open question has no effect that shows until it is answered, and no counter.
         until(lambda: all(producer._waiting for producer in producers), "questions wait")
         call()
 
@@ -159,8 +170,9 @@ def test_a_match_that_is_dropped_takes_no_lock(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS)
     match = lookup.select(TOKENS, timeout=60)
-    session: Any = lookup._stores[0].link._end._session  # type: ignore[attr-defined]
+    session = session_of(shm.consumers[0])
     assert match.data is not None
+    # The locks themselves: what takes one of them while it is held here never returns.
     with session._channel._lock, shm.stores[0]._lock, pytest.warns(ResourceWarning):
         del match
     shm.settle()
@@ -292,13 +304,13 @@ def test_no_room_for_the_answer_is_told(shm: LookupStages) -> None:
 def test_an_answer_that_is_not_fetched_expires(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS, states=1)
-    answer = shm.producers[0]._answer
+    answer = shm.producers[0]._answer  # delayed there, between the question and its answer
 
     def late(request: Any) -> None:
         time.sleep(0.2)
         answer(request)
 
-    shm.producers[0]._answer = late  # type: ignore[method-assign]
+    shm.producers[0]._answer = late  # type: ignore[method-assign]  # as above
     with pytest.raises(TransferTimeout):
         lookup.select(TOKENS, timeout=0.1)
     deadline = time.monotonic() + 60
@@ -310,9 +322,7 @@ def test_an_answer_that_is_not_fetched_expires(shm: LookupStages) -> None:
 def test_what_is_no_question_is_ignored(shm: LookupStages) -> None:
     lookup = shm.start()
     insert(shm.stores[0], TOKENS)
-    questions = lookup._link
-    inbox = shm.producers[0]._inbox
-    questions.put(message_payload(inbox, LookupHello("x", "y"))).wait(timeout=60)
+    shm.questions.put(message_payload(shm.inbox(), LookupHello("x", "y"))).wait(timeout=60)
     with lookup.select(TOKENS, timeout=60) as match:
         assert_right(match, TOKENS)
     assert shm.producers[0].stats()["ignored"] == 1
@@ -322,7 +332,7 @@ def test_a_producer_listens_on_after_a_failed_question(shm: LookupStages) -> Non
     """The reason of the failure is remembered for minutes, and a `get` raises it at once."""
     lookup = shm.start()
     insert(shm.stores[0], TOKENS)
-    lookup._link.fail(shm.producers[0]._inbox, "no question")
+    shm.questions.fail(shm.inbox(), "no question")
     until(lambda: shm.producers[0].stats()["ignored"] > 0, "its listener saw the failure")
     with lookup.select(TOKENS, timeout=60) as match:
         assert_right(match, TOKENS)
@@ -337,8 +347,8 @@ def test_a_question_that_failed_fails_no_other(shm: LookupStages) -> None:
     store = lookup._stores[0]
     assert store._last_question is not None
     store._last_question.wait(timeout=60)
-    store._last_question = lookup._link.put(message_payload("other", LookupHello("x", "y")))
-    lookup._link.fail("other", "rejected")
+    store._last_question = shm.questions.put(message_payload("other", LookupHello("x", "y")))
+    shm.questions.fail("other", "rejected")
     with lookup.select(TOKENS, timeout=60) as match:
         assert_right(match, TOKENS)
 
@@ -376,7 +386,7 @@ def test_each_select_has_its_own_deadline(shm: LookupStages) -> None:
 def test_a_question_waits_for_memory_as_long_as_its_select(shm: LookupStages) -> None:
     lookup = shm.start()
     memory = TensorTransferData("m", {"m": torch.empty(8_300_000, dtype=torch.uint8)})
-    allocation = lookup._link.allocate(memory)
+    allocation = shm.questions.allocate(memory)
     with pytest.raises(CapacityError, match=r"after [012]\.\d+ s"):
         lookup.select(range(60000), timeout=3.0)
     allocation.release()
@@ -386,7 +396,7 @@ def test_what_is_no_greeting_is_refused(shm: LookupStages) -> None:
     link, questions = shm.serve(), shm.serve()
     with link, LookupConsumer(questions, [shm.connect(link)], model="m") as lookup:
         link.put(message_payload(HELLO, LookupHello("x", "m")), readers=2)
-        while lookup._stores[0]._last_question is None:
+        while not questions.stats()["transfers"]["committed"]:
             with pytest.raises(TransferTimeout):  # nobody listens there
                 lookup.select(TOKENS, timeout=0.3)
         with pytest.raises(TransferTimeout, match="still committed"):
@@ -403,7 +413,7 @@ def test_close_wakes_who_waits(bed: LookupStages) -> None:
         lookup.select(TOKENS, timeout=60)
     bed.producers[0].close()
     with pytest.raises(ClosedError):
-        bed.producers[0].listen(lookup._stores[0].link)
+        bed.producers[0].listen(bed.consumers[0])
 
 
 # Namespaces
@@ -472,7 +482,7 @@ def test_a_select_in_what_is_no_namespace_sends_nothing(shm: LookupStages) -> No
     lookup = shm.start()
     with pytest.raises(SchemaError, match="namespace: int; wanted"):
         lookup.select(TOKENS, namespace=3, timeout=60)  # type: ignore[arg-type]
-    assert lookup._stores[0]._last_question is None
+    assert not shm.questions.stats()["transfers"]["committed"]
 
 
 def test_a_producer_that_reads_no_namespaces_is_refused(shm: LookupStages) -> None:
@@ -483,21 +493,21 @@ def test_a_producer_that_reads_no_namespaces_is_refused(shm: LookupStages) -> No
         link.put(TensorTransferData(HELLO, {}, earlier), readers=2)
         with pytest.raises(SchemaError, match=f"{link.url} has .* would ignore the namespace"):
             lookup.select(TOKENS, namespace="a", timeout=60)
-        assert lookup._stores[0]._last_question is None
-        while lookup._stores[0]._last_question is None:
+        assert not questions.stats()["transfers"]["committed"]
+        while not questions.stats()["transfers"]["committed"]:
             with pytest.raises(TransferTimeout):  # nobody listens there
                 lookup.select(TOKENS, timeout=0.3)
 
 
 def test_a_question_of_an_earlier_version_has_no_namespace(shm: LookupStages) -> None:
-    lookup = shm.start()
+    shm.start()
     insert_as(shm.stores[0], "a", TOKENS)
     insert_as(shm.stores[0], "", TOKENS[:30])
     encoded = torch.tensor(TOKENS, dtype=torch.int32).numpy().astype(">u4").tobytes()
     tokens = {"tokens": torch.tensor(list(encoded), dtype=torch.uint8)}
     question = {"answer": "k", "timeout": 60.0, "wait": False, "probe": False}
-    lookup._link.put(TensorTransferData(shm.producers[0]._inbox, tokens, question))
-    with lookup._stores[0].link.get("k", timeout=60) as data:
+    shm.questions.put(TensorTransferData(shm.inbox(), tokens, question))
+    with shm.consumers[0].get("k", timeout=60) as data:
         found, _ = read_answer(data, len(TOKENS))
         assert found
         assert (found.metadata.seq_len, found.metadata.extra) == (30, {"namespace": ""})
@@ -547,7 +557,7 @@ def test_a_killed_producer_is_left_out(
     monkeypatch.setattr(lookup_consumer, "RETRY_INTERVAL", 3600.0)
     lookup = shm.start()
     insert(shm.stores[0], TOKENS[:10])
-    with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
+    with lookup_process("producer", "shm://killed", shm.questions.url, sockets) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
         lookup.add(KVLink.connect("shm://killed", timeout=60, directory=sockets))
@@ -570,7 +580,7 @@ def test_a_killed_producer_is_left_out(
         timer.join()
     with lookup.select(TOKENS, timeout=60) as match:  # no warning: the dead is not asked again
         assert_right(match, TOKENS)
-    with lookup_process("producer", "shm://killed", lookup._link.url, sockets) as process:
+    with lookup_process("producer", "shm://killed", shm.questions.url, sockets) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
         lookup._stores[1]._retry_at = 1e-9  # as if its pause were over

@@ -195,8 +195,9 @@ def test_a_forgotten_lease_is_loud() -> None:
     store = PrefixStore(BIG)
     insert(store, [1, 2, 3])
     match = store.select([1, 2, 3])
+    # The lock itself: a finalizer that takes it while it is held here never returns.
     with pytest.warns(ResourceWarning, match="Match: 2 of 3"), store._lock:
-        del match  # its finalizer takes no lock
+        del match
     assert store.stats()["pinned"] == 0
 
 
@@ -391,6 +392,7 @@ def once_awaited(store: PrefixStore, call: Callable[[], None]) -> threading.Thre
     """Call this when a thread waits for the store."""
 
     def run() -> None:
+        # A thread that waits has no effect that shows before the store changes.
         until(lambda: bool(store._watchers), "a thread waits")
         call()
 

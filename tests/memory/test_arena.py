@@ -288,6 +288,7 @@ def test_a_waiting_reserve_is_woken_by_a_free() -> None:
 
 def until_waiting(arenas: ArenaPool, threads: int) -> None:
     """Wait until so many threads wait for memory, and none has been woken to look again."""
+    # `stats()` counts those who wait; that they look again after a wake-up is seen in their locks.
     waiters = arenas._waiters
     until(
         lambda: len(waiters) == threads and all(waiter.locked() for waiter in list(waiters)),

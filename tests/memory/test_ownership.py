@@ -14,6 +14,8 @@ from omni_kvlink.memory.region import CallAtEnd, Finalizer, Lease, Region, take
 if TYPE_CHECKING:
     from types import FrameType
 
+# Reaches into _alive: a finalizer that is kept after its end costs memory, and shows nowhere.
+
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 

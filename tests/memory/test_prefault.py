@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# Reaches into _SHMEM_HUGE_PAGES, _touch_huge_pages: the kernel's setting is the machine's, and what
+# the file has before it is touched is seen at that moment alone.
+
 
 class SlowMemory:
     """Maps memory once `go` is set; `made` has the bytes of each arena."""

@@ -380,6 +380,7 @@ def resident_bytes(region: Region) -> int:
 def test_every_page_is_mapped(monkeypatch: pytest.MonkeyPatch, advice: int | None) -> None:
     """By advice to the kernel, or where that is too old for it, by touching them."""
     if advice is not None:
+        # Advice that this kernel does not know stands for an older kernel.
         monkeypatch.setattr(memory_mapping, "_MADV_POPULATE_WRITE", advice)
     region = Mapping.shared("populated", STEP + 3 * PAGE).region
     assert resident_bytes(region) == STEP + 3 * PAGE

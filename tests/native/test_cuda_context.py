@@ -50,10 +50,11 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
     subprocess.run([*compiler, *flags, "-o", library], check=True)
     monkeypatch.setattr(cuda_context, "LIBRARY", library)
     cuda_context.driver.cache_clear()
+    # What the real driver, or its absence, has left; and below what this one leaves.
     cuda_context._primary_context.cache_clear()
     yield ctypes.CDLL(library)
     cuda_context.driver.cache_clear()
-    cuda_context._primary_context.cache_clear()
+    cuda_context._primary_context.cache_clear()  # as above
 
 
 def test_a_thread_takes_a_context(driver: ctypes.CDLL) -> None:

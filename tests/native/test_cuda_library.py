@@ -16,6 +16,9 @@ from omni_kvlink._native import cuda, host
 from omni_kvlink.copier import PinnedCopier, fastest_copier
 from omni_kvlink.errors import NativeError, SchemaError
 
+# Reaches into _MEASURED, _number, _part: the header's number; a ticket that the library never gave
+# out; a library beside the one that this process has loaded.
+
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "kvlink_cuda.h"
 NEEDS_LIBRARY = pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "")
 HAS_DEVICE = not cuda.missing() and not cuda.no_device()

@@ -13,6 +13,8 @@ import torch
 from omni_kvlink._native import dlpack
 from omni_kvlink.payload.dtypes import DLPACK, DTYPES
 
+# Reaches into _CAPSULE, _ExchangeApi: a table like torch's, of versions that no torch here has.
+
 _CAPSULE = ctypes.create_string_buffer(dlpack._CAPSULE)
 
 

@@ -80,6 +80,7 @@ def fixture(
     else:
         monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 100)
         monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 1500)
+    # No setting: a busy machine may take longer to connect again than it allows.
     monkeypatch.setattr(runtime_consumer, "_RECONNECT_SECONDS", 60.0)
     scheme, how = request.param.split(", ")
     key_files = KeyFiles(tmp_path)

@@ -90,6 +90,7 @@ class Lines:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    # torch has no public name for which storage it is: an address may be another's later.
     identity: int = tensor.untyped_storage()._cdata
     return identity
 

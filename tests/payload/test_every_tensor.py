@@ -76,6 +76,7 @@ def read_by_torch(tensor: torch.Tensor) -> torch.Tensor:
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether a tensor's storage is copied at the first write."""
     try:
+        # torch has no public name for it.
         return torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined, no-any-return]
     except RuntimeError:  # it has no storage
         return False

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink.payload.bundle import Payload
 
+# Reaches into _branches, _owners, _planned: the same plan is made without the layouts that are
+# kept, which no caller of a link can choose.
+
 few = settings(
     max_examples=EXAMPLES * 40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -17,6 +17,7 @@ from omni_kvlink import KVCacheTransferData, SchemaError, TensorTransferData
 from omni_kvlink.adapters import PagedAdapter
 from omni_kvlink.payload.paged import BlockTable, PagedTensor
 from omni_kvlink.payload.views import same_bytes
+from support.link.ends import end_of
 from support.payloads.storage_changes import cut, free, replace_by_a_short_one
 from support.payloads.tensor_ways import ANY, OF_CACHES, Links, links
 
@@ -112,7 +113,7 @@ def test_a_pool_of_another_shape(to: Links, *, by_slot: bool) -> None:
 
 def test_a_direct_put(to: Links, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is reserved; connectors that cannot send directly would refuse it first."""
-    monkeypatch.setattr(to.producer._end, "direct_refusal", lambda device: "")
+    monkeypatch.setattr(end_of(to.producer), "direct_refusal", lambda device: "")
     for change in CHANGES:
         tensor = torch.rand(9, 4, 8)
         data = TensorTransferData(to.name(), {"x": tensor})

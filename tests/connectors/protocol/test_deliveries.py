@@ -34,12 +34,16 @@ from omni_kvlink.system.waits import Answer, LazyEvent
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import expect, until, until_freed
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.connectors.protocol.messages import Outcome
+
+# Reaches into _decode, _waiting: an interrupt, or a peer's write, comes at one line within the
+# call.
 
 T = TypeVar("T")
 OFFER = Offer(1, 7, Location(0, 0, 100))
@@ -228,7 +232,7 @@ def test_a_draft_is_copied_before_it_is_decoded(ends: tuple[KVProducer, KVConsum
     pending: Any = begin_get(reader, "k", timeout=60, streamed=True)
     delivery = pending.wait(timeout=60)
     offer: Offer = pending.answer.result()
-    pool = producer._end.pool  # type: ignore[attr-defined]
+    pool = end_of(producer).pool
     memory = pool.mapping(offer.location.arena).region
     at = memory.address + offer.location.offset + SLOT + offer.location.nbytes
     ctypes.memset(at, ord("x"), offer.draft)

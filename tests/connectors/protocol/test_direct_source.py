@@ -83,11 +83,11 @@ class DirectBench(Bench):
 
     def __init__(self, direct: DirectSource):
         super().__init__()
-        self._direct = direct
+        self.direct = direct
 
     def begin(self, readers: int = 1) -> Transfer:
         transfer = self.reserve("k")
-        self.transfers.begin_stream(transfer, HERE, HEADER, readers, self._direct)
+        self.transfers.begin_stream(transfer, HERE, HEADER, readers, self.direct)
         self.transfers.announce(transfer, 0, (b"", b""))
         return transfer
 
@@ -195,4 +195,4 @@ def test_a_failed_transfer_is_not_waited_for(bench: DirectBench) -> None:
     with pytest.raises(TransferFailed, match="enough"):
         bench.commit(transfer)
     with pytest.raises(WireError):
-        bench._direct.find(HEADER, HEADER + 1)
+        bench.direct.find(HEADER, HEADER + 1)

@@ -82,6 +82,7 @@ def test_memory_is_bounded(progress: Progress) -> None:
         progress.announce(tensor, (b"x" * 60_000,))
     with pytest.raises(WireError, match="no payload"):
         progress.announce(17, (b"x" * 60_000,))
+    # How much of a peer is kept: there is no counter, the limit is one of memory.
     assert sum(map(len, progress._digests.values())) <= 1 << 20
 
 

@@ -10,6 +10,9 @@ from omni_kvlink.connectors.protocol.transfer import Transfer
 from omni_kvlink.memory.arena import Block
 from support.connectors.transfer_tables import HERE, Bench, offer
 
+# Reaches into _free, _send: an interrupt comes within them; the table has them from its owner once
+# for all.
+
 
 @pytest.fixture
 def bench() -> Bench:
@@ -37,7 +40,7 @@ def test_an_interrupted_offer_is_made_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, sent: bool
 ) -> None:
     """The payload is committed: its producer cannot give it up. A reader is missing: it expires."""
-    send, interrupts = bench._send, [KeyboardInterrupt()]
+    send, interrupts = bench.send, [KeyboardInterrupt()]
 
     def interrupt(peer: object, message: Message) -> None:
         if sent or not interrupts:

@@ -15,6 +15,9 @@ from support.connectors.transfer_tables import HERE, Bench, offer, state_of
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.transfer import Transfer
 
+# Reaches into _expiring, _gets, _key_chars, _leases: what a table keeps of transfers that have
+# ended costs memory, and shows nowhere.
+
 
 @pytest.fixture
 def bench() -> Bench:

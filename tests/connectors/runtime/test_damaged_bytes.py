@@ -50,6 +50,7 @@ class Line:
         self.at, self.times = 0, 0
         self.may_end = threading.Event()  # the last damage waits for it
         self.may_end.set()
+        # Between a message and the socket: bytes that change there are those that a cable damages.
         send, frames, line = PooledProducer.piece, ControlListener._frames, self
 
         def piece(self: PooledProducer, transfer: Transfer, start: int, stop: int) -> Region:
@@ -64,6 +65,7 @@ class Line:
             return found
 
         monkeypatch.setattr(PooledProducer, "piece", piece)
+        # As above.
         monkeypatch.setattr(ControlListener, "_frames", with_inline)
 
     def damaged(self, data: memoryview, start: int) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from omni_kvlink import KVLink, TransferFailed
 from omni_kvlink.connectors.protocol.transfer_table import TransferTable
-from omni_kvlink.copier import Copier, TorchCopier
+from omni_kvlink.copier import TorchCopier
 from omni_kvlink.link import put_operation as sending
 from omni_kvlink.link.direct_put import DirectPut
 from omni_kvlink.testing.caches import Recipe, fingerprint
@@ -16,6 +16,7 @@ from omni_kvlink.testing.link_commands import LinkCommands
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until, until_requested
 from support.connectors.zmq_addresses import fresh_url
+from support.link.ends import use_copier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,8 +65,7 @@ def reader(producer: KVProducer) -> Iterator[RemoteLink]:
 
 
 def halt(producer: KVProducer, error: Exception | None = None) -> None:
-    copier: Copier = Halting(producer, error)
-    producer._copier = copier
+    use_copier(Halting(producer, error), producer)
 
 
 def test_a_reader_has_the_first_tensors_before_the_last_are_copied(

@@ -18,10 +18,14 @@ import pytest
 from omni_kvlink import CapacityError
 from omni_kvlink.connectors.runtime.event_loop import READ, EventLoop, readable_pidfd
 from omni_kvlink.testing.rig import until
+from support.connectors.held_loops import is_asleep, num_calls
 from support.faults.harness import until_loops_sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+# Reaches into _sleeping, _sleeps, _sleeps_until, _wake_up: a loop that is woken for nothing, or
+# told that it sleeps while it runs, does the same a little later; only its own state shows it.
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -244,7 +248,7 @@ def test_give_way(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, wok
 
         def handle(events: int) -> None:
             begun.set()
-            until(lambda: bool(loop._calls), "the other thread waits")
+            until(lambda: num_calls(loop) > 0, "the other thread waits")
             handled.append(len(os.read(pipe[0], 1)))
 
         loop.watch(pipe[0], READ, handle)
@@ -258,7 +262,7 @@ def test_give_way(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, wok
 
 def test_nobody_gives_way_to_a_loop_that_sleeps() -> None:
     with contextlib.closing(EventLoop("test")) as loop:
-        until(lambda: loop._sleeping != 0, "it sleeps")
+        until(lambda: is_asleep(loop), "it sleeps")
         before = loop._sleeps
         loop.give_way()
         assert loop._sleeps == before
@@ -424,6 +428,7 @@ def test_the_end_comes_before_deferred_functions() -> None:
     loop.call(work)
     assert began.wait(60)
     loop.close()
+    # What is left would be a reference cycle: see `EventLoop._run`.
     assert not loop._deferred
 
 

@@ -31,20 +31,23 @@ from omni_kvlink.connectors.protocol.messages import (
     encode_all,
 )
 from omni_kvlink.connectors.shm.channel import ShmChannel
-from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.link.producer import PAYLOADS_PER_TURN
 from omni_kvlink.link.put_operation import CopiedPut
 from omni_kvlink.lowlevel import begin_gets
 from omni_kvlink.payload.manifest import Layout
 from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed, until_requested
+from support.connectors.held_loops import loop_of
 from support.connectors.shm_unauthorized import greeted
+from support.link.ends import end_of, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omni_kvlink.connectors.protocol.messages import Message
     from omni_kvlink.payload.manifest import Manifest
+
+# Reaches into _reserving: whose turn it is to reserve shows in nothing but who gets memory first.
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 KEYS = [f"k{number}" for number in range(64)]
@@ -54,12 +57,6 @@ ROWS = torch.arange(64 * 256, dtype=torch.float32).view(64, 256)
 def payloads() -> list[TensorTransferData]:
     pairs = zip(KEYS, ROWS, strict=True)
     return [TensorTransferData(key, {"hidden": row}) for key, row in pairs]
-
-
-def session_of(consumer: KVConsumer) -> ShmSession:
-    session = consumer._end._session  # type: ignore[attr-defined]
-    assert isinstance(session, ShmSession)
-    return session
 
 
 def wait_for(event: threading.Event) -> None:
@@ -118,7 +115,7 @@ def test_what_a_thread_releases_is_sent_by_it(
     receipts = producer.put_many(payloads())
     calls, loop, received = (
         list[object](),
-        session_of(consumer)._loop,
+        loop_of(session_of(consumer)),
         consumer.get(KEYS[0], timeout=60),
     )
     with monkeypatch.context() as patch:
@@ -185,7 +182,7 @@ def test_64_payloads_are_a_few_datagrams(
         get.wait(timeout=60).release()
     assert datagrams["Offer"] <= 3
     # That they are being written is told only of those that may have to wait for memory.
-    is_inline = bool(producer._end.inline_limit)
+    is_inline = bool(end_of(producer).inline_limit)
     assert datagrams["Status"] == (0 if is_inline else 1)
     pending.clear()
     del get
@@ -256,7 +253,7 @@ def test_releases_travel_together(
             assert isinstance(one, TensorTransferData)
             assert torch.equal(one["hidden"], row)
         del data, one
-        loop, blocked, go_on = session_of(consumer)._loop, threading.Event(), threading.Event()
+        loop, blocked, go_on = loop_of(session_of(consumer)), threading.Event(), threading.Event()
         loop.call(blocked.set)
         loop.call(partial(wait_for, go_on))
         assert blocked.wait(60)
@@ -325,7 +322,7 @@ def test_readers_are_answered_while_a_batch_is_packed(
 ) -> None:
     with KVLink.serve("shm://batch", directory=sockets, inline=INLINE) as producer:
         given = list[None]()
-        loop = producer._end.loop  # type: ignore[attr-defined]
+        loop = end_of(producer).loop
         monkeypatch.setattr(loop, "give_way", lambda: given.append(None))
         producer.put_many(payloads())
         assert len(given) == 64 // PAYLOADS_PER_TURN
@@ -382,7 +379,7 @@ def test_payloads_before_an_error_are_free_while_the_error_is_kept(
 def test_one_call_at_a_time_waits_for_memory(ends: tuple[KVProducer, KVConsumer]) -> None:
     """Two that each have a part of what they need would wait for each other."""
     producer, _ = ends
-    with ThreadPoolExecutor(1) as pool, producer._end._reserving:  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool, end_of(producer)._reserving:
         rows = torch.zeros(INLINE, dtype=torch.uint8)  # too long to travel inside an offer
         large = [TensorTransferData(key, {"hidden": rows}) for key in KEYS]
         waiting = pool.submit(producer.put_many, large, timeout=0.0)
@@ -413,7 +410,7 @@ def test_batches_of_packed_and_copied_payloads_do_not_wait_for_each_other(socket
         KVLink.connect(producer.url, timeout=60, directory=sockets) as consumer,
         ThreadPoolExecutor(4) as pool,
     ):
-        end: Any = producer._end
+        end = end_of(producer)
         end._reserving = turn = Turn(end._reserving)
         calls = [pool.submit(producer.put_many, batch(name), timeout=30) for name in "ab"]
         until(lambda: turn.waiting["batches"] == 2, "both batches wait for their turn")

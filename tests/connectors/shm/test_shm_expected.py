@@ -21,6 +21,8 @@ from omni_kvlink import (
 )
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.held_loops import is_asleep, leader_of, loop_of
+from support.link.ends import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -281,11 +283,11 @@ def test_chunks_of_many_requests_are_not_expected(
 ) -> None:
     """What they say of their requests is read as they come."""
     with opened_stream(producer, consumer) as (stream, reader, pool):
-        session = consumer._end._session  # type: ignore[attr-defined]
+        session = session_of(consumer)
         for number in range(4):
-            until(lambda: session._loop._sleeping != 0, "the loop receives nothing")
+            until(lambda: is_asleep(loop_of(session)), "the loop receives nothing")
             got = pool.submit(reader.receive)
-            until(lambda: session._leader != 0, "it waits")
+            until(lambda: leader_of(session) != 0, "it waits")
             stream.append_requests({"a": 1, "b": 2}, rows(number))
             chunk = got.result(60)
             assert chunk is not None

@@ -28,11 +28,14 @@ from omni_kvlink.connectors.shm import listener as shm_listener
 from omni_kvlink.connectors.shm.rendezvous import NamedListener
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import until
-from support.connectors.held_loops import paused
+from support.connectors.held_loops import loop_of, num_calls, paused
 from support.connectors.shm_unauthorized import Raw, dialled, greeted
+from support.link.ends import end_of, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+# Reaches into _on_messages: how many messages one turn hands over is counted there.
 
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -77,7 +80,7 @@ def test_an_honest_get_waits_for_one_turn_of_each_flooder(
 ) -> None:
     with contextlib.ExitStack() as stack:
         producer = stack.enter_context(KVLink.serve("shm://flood", directory=sockets))
-        end: Any = producer._end
+        end = end_of(producer)
         path = producer.stats()["socket"]
         flooders = [stack.enter_context(greeted(path)) for _ in range(3)]
         reader = stack.enter_context(
@@ -104,7 +107,7 @@ def test_a_peer_that_never_pauses_is_paused(sockets: str, monkeypatch: pytest.Mo
     """After many turns in a row, until all that it sent is handled."""
     monkeypatch.setattr(shm_listener, "MANY_TURNS", 2)
     with KVLink.serve("shm://flood", directory=sockets) as producer:
-        end: Any = producer._end
+        end = end_of(producer)
         given, defer = list[bool](), end.loop.defer
 
         def record(function: Callable[[], None], *, paused: bool = False) -> None:
@@ -128,7 +131,7 @@ def test_close_waits_for_one_turn_of_each_flooder(
 ) -> None:
     with contextlib.ExitStack() as stack:
         producer = stack.enter_context(KVLink.serve("shm://flood", directory=sockets))
-        end: Any = producer._end
+        end = end_of(producer)
         path = producer.stats()["socket"]
         flooders = [stack.enter_context(greeted(path)) for _ in range(3)]
         handled = count_by_peer(monkeypatch, end)
@@ -136,7 +139,7 @@ def test_close_waits_for_one_turn_of_each_flooder(
         with paused(end.loop):
             sent = sum(fill(flooder, [Cancel(1)] * MAX_BATCH) for flooder in flooders)
             closing.start()
-            until(lambda: len(end.loop._calls) >= 2, "close is called")
+            until(lambda: num_calls(end.loop) >= 2, "close is called")
         closing.join()
         assert sent > 9 * MOST
         assert sum(count for _, count in handled) <= 4 * MOST
@@ -161,7 +164,7 @@ def test_a_reader_of_a_flooding_producer_closes(
         peer.send(own_hello())
         connecting.join()
         (reader,) = connected
-        session = reader._end._session
+        session = session_of(reader)
         handled, on_messages = list[int](), session._on_messages
 
         def record(messages: Sequence[Message], fd: int) -> None:
@@ -171,10 +174,10 @@ def test_a_reader_of_a_flooding_producer_closes(
         monkeypatch.setattr(session, "_on_messages", record)
         pending = begin_get(reader, "k", timeout=PATIENCE)
         closing = threading.Thread(target=reader.close)
-        with paused(session._loop):
+        with paused(loop_of(session)):
             sent = fill(peer, [Failed(7, "none", "failed")] * MAX_BATCH)
             closing.start()
-            until(lambda: len(session._loop._calls) >= 1, "close is called")
+            until(lambda: num_calls(loop_of(session)) >= 1, "close is called")
         closing.join()
         with pytest.raises(ClosedError):
             pending.wait(timeout=PATIENCE)
@@ -190,8 +193,8 @@ def test_what_a_producer_sent_without_a_pause_is_all_received(sockets: str) -> N
     ):
         pending = [begin_get(reader, f"k{i}", timeout=PATIENCE) for i in range(20 * TURN)]
         until(lambda: producer.stats()["transfers"]["waiting"] == len(pending), "all wait")
-        session: Any = reader._end
-        with paused(session._session._loop):
+        session = session_of(reader)
+        with paused(loop_of(session)):
             for i in range(len(pending)):
                 producer.fail(f"k{i}", "failed by the test")
         for each in pending:
@@ -205,7 +208,7 @@ def test_a_child_of_a_reader_that_ended_holds_nobody_up(
     """The socket's copy, here of this process, sends on as fast as is received."""
     (void,) = encode_all([Cancel(1)] * MAX_BATCH)
     with KVLink.serve("shm://flood", directory=sockets) as producer:
-        end: Any = producer._end
+        end = end_of(producer)
         path = producer.stats()["socket"]
         ours, theirs = socket.socketpair()
         with ours, theirs:

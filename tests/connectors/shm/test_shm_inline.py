@@ -21,15 +21,20 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from omni_kvlink.connectors.protocol.messages import INLINE, Get, Message, Offer, Release
-from omni_kvlink.connectors.shm.consumer import ShmSession
 from omni_kvlink.lowlevel import begin_get
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.held_loops import is_asleep, leader_of, loop_of
 from support.connectors.shm_unauthorized import greeted
+from support.link.ends import end_of, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from omni_kvlink.connectors.protocol.get_table import GetState
+    from omni_kvlink.connectors.shm.consumer import ShmSession
+
+# Reaches into _on_events_in_loop, _on_messages, _receiving, _watch_channel: which thread receives
+# is not public, and neither is what wakes the loop.
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 QUOTA = 2 << 20
@@ -183,7 +188,7 @@ def test_a_full_quota_is_waited_for(producer: KVProducer, consumer: KVConsumer) 
 
 def test_a_reader_that_is_lost_is_replaced(producer: KVProducer, consumer: KVConsumer) -> None:
     receipt = producer.put(data())
-    with greeted(f"{consumer._end._path}") as peer:  # type: ignore[attr-defined]
+    with greeted(producer.stats()["socket"]) as peer:
         peer.send(Get(1, "k"))
         peer.receive()
         until(lambda: receipt.state == "leased", "it was offered")
@@ -195,12 +200,6 @@ def test_a_reader_that_is_lost_is_replaced(producer: KVProducer, consumer: KVCon
 
 
 # Who receives
-
-
-def session_of(consumer: KVConsumer) -> ShmSession:
-    session = consumer._end._session  # type: ignore[attr-defined]
-    assert isinstance(session, ShmSession)
-    return session
 
 
 @pytest.fixture
@@ -228,11 +227,11 @@ def receiving_get(
     """A get of "k" in a thread that receives for the link; `requested` as `until_requested`."""
     for _ in range(2):  # the loop's thread handles what the last get has left, and sleeps
         is_handled = threading.Event()
-        session_of(consumer)._loop.call(is_handled.set)
+        loop_of(session_of(consumer)).call(is_handled.set)
         is_handled.wait()
     got = get_in_thread(pool, consumer, "k")
     until_requested(producer, requested)
-    until(lambda: session_of(consumer)._leader != 0, "it receives")
+    until(lambda: leader_of(session_of(consumer)) != 0, "it receives")
     return got
 
 
@@ -243,7 +242,7 @@ def test_a_get_that_waits_alone_receives(
         for number in range(5):
             got = get_in_thread(pool, consumer, f"k{number}")
             until_requested(producer, 1)
-            until(lambda: session_of(consumer)._leader != 0, "it receives")
+            until(lambda: leader_of(session_of(consumer)) != 0, "it receives")
             producer.put(data(f"k{number}"))
             got.result(60)
     assert receivers == ["alone_0"] * 5
@@ -264,7 +263,7 @@ def test_one_receives_for_all_and_hands_over(
                 got[number].result(60)
             until_freed(producer)
     assert len(receivers) == 9
-    assert session_of(consumer)._leader == 0
+    assert leader_of(session_of(consumer)) == 0
 
 
 def test_a_get_that_receives_keeps_its_deadline(
@@ -272,7 +271,7 @@ def test_a_get_that_receives_keeps_its_deadline(
 ) -> None:
     """What it spent with receiving is not waited for once more."""
     table, left = session_of(consumer).get_table, list[float]()
-    wait = table.wait
+    wait: Callable[[GetState, float], Offer] = table.wait
 
     def watched(get_state: GetState, timeout: float) -> Offer:
         left.append(timeout)
@@ -313,7 +312,7 @@ def test_an_abort_here_ends_a_get_that_receives(producer: KVProducer, consumer: 
     """At once, while the producer cannot answer."""
     with ThreadPoolExecutor(1) as pool:
         got = receiving_get(pool, producer, consumer, requested=1)
-        with producer._end.lock:  # type: ignore[attr-defined]
+        with end_of(producer).lock:
             consumer.abort("k", "enough")
             assert type(got.exception(60)).__name__ == "TransferFailed"
 
@@ -337,7 +336,7 @@ def test_the_producer_closes_while_gets_receive(sockets: str) -> None:
 def go_round(session: ShmSession) -> None:
     """Return after the session's loop has run every call that was pending."""
     has_run = threading.Event()
-    session._loop.call(has_run.set)
+    loop_of(session).call(has_run.set)
     assert has_run.wait(60)
 
 
@@ -373,10 +372,10 @@ def test_a_get_of_large_payloads_receives_too(
     """Its arena comes first, which is left to the loop."""
     with ThreadPoolExecutor(1, "alone") as pool:
         for number in range(2):
-            until(lambda: session_of(consumer)._loop._sleeping != 0, "the loop receives nothing")
+            until(lambda: is_asleep(loop_of(session_of(consumer))), "the loop receives nothing")
             got = get_in_thread(pool, consumer, f"k{number}")
             until_requested(producer, 1)
-            until(lambda: session_of(consumer)._leader != 0, "it receives")
+            until(lambda: leader_of(session_of(consumer)) != 0, "it receives")
             producer.put(data(f"k{number}", 100_000))
             got.result(60)
             until_freed(producer)

@@ -14,6 +14,7 @@ from omni_kvlink.testing.caches import Recipe
 from omni_kvlink.testing.rig import until, until_freed
 from omni_kvlink.testing.stream_checks import LayerStream
 from support.connectors.shm_unauthorized import greeted
+from support.link.ends import end_of
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -35,8 +36,8 @@ def test_layers_that_were_not_read_hide_no_release(sockets: str, outcome: Outcom
             def block() -> None:
                 unblock.wait(60)
 
-            assert isinstance(producer._end, PooledProducer)
-            producer._end.loop.call(block)
+            assert isinstance(end_of(producer), PooledProducer)
+            end_of(producer).loop.call(block)
             peer.send(Release(1, offer.epoch, outcome))
             peer.sock.close()
             unblock.set()

@@ -30,7 +30,9 @@ from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until, until_freed
+from support.connectors.held_loops import loop_of
 from support.faults.frozen import freeze
+from support.link.ends import end_of, peers_of, session_of
 
 if TYPE_CHECKING:
     from support.faults.harness import Field, Start
@@ -58,11 +60,11 @@ def wait(event: threading.Event) -> None:
 
 def disconnect_reader(producer: KVProducer, how: str = "_disconnect_in_loop") -> None:
     """Break the connection of the only reader."""
-    end = producer._end
+    end = end_of(producer)
     assert isinstance(end, PooledProducer)
     (listener,) = end.listeners
     assert isinstance(listener, ShmListener)
-    (peer,) = listener._peers
+    (peer,) = peers_of(producer)
     end.loop.call(lambda: getattr(listener, how)(peer))
 
 
@@ -76,11 +78,11 @@ def test_a_broken_connection_does_not_free_what_is_being_read(socket_dir: str, s
         delivery = pending.wait(timeout=60)
         with open_delivery(reader, delivery, started=time.perf_counter(), verify="auto") as data:
             seen = first_tensor(data)
-        assert isinstance(reader._end, ShmConsumer)
-        session = reader._end._session
+        assert isinstance(end_of(reader), ShmConsumer)
+        session = session_of(reader)
         assert isinstance(session, ShmSession)
         if side == "reader":
-            session._loop.call(session._channel.close)  # not while its thread reads
+            loop_of(session).call(session._channel.close)  # not while its thread reads
         else:
             disconnect_reader(producer)
             with pytest.raises(PeerLostError):
@@ -112,11 +114,13 @@ def test_memory_returns_when_its_last_view_is_freed(socket_dir: str, side: str, 
             with reader.get(f"k{number}", timeout=60) as data:
                 seen.append(first_tensor(data))
         del data
-        assert isinstance(reader._end, ShmConsumer)
-        session = reader._end._session
+        assert isinstance(end_of(reader), ShmConsumer)
+        session = session_of(reader)
         assert isinstance(session, ShmSession)
         if side == "reader":
-            session._loop.call(lambda: session._end_gets_in_loop(CapacityError("out of memory")))
+            # What the session does when it cannot map an arena, at a moment when nothing else is
+            # wrong.
+            loop_of(session).call(lambda: session._end_gets_in_loop(CapacityError("out of memory")))
         else:
             disconnect_reader(producer, how="_finish_in_loop")
         until(lambda: session.is_closed, "the session ended")
@@ -156,7 +160,7 @@ def test_a_reader_that_did_not_read_releases_what_it_holds(pooled: Field, start:
     slow.submit("get", key="never", timeout=PATIENCE)
     until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
     freeze(target.process.pid)
-    assert isinstance(producer._end, PooledProducer)
+    assert isinstance(end_of(producer), PooledProducer)
     plan = TensorTransferData("never", {"h": torch.empty(1)})
     while not producer.stats()["refused"]:
         producer.allocate(plan).release()  # tells the reader so
@@ -179,8 +183,8 @@ def test_an_offer_to_a_reader_that_closes_takes_no_memory(socket_dir: str) -> No
         reader, busy = KVLink.connect(url, timeout=60), threading.Event()
         pending = begin_get(reader, "a", timeout=60)
         until(lambda: producer.stats()["transfers"]["waiting"] == 1, "the get arrived")
-        assert isinstance(producer._end, PooledProducer)
-        producer._end.loop.call(partial(wait, busy))
+        assert isinstance(end_of(producer), PooledProducer)
+        end_of(producer).loop.call(partial(wait, busy))
         reader.close()
         receipt = producer.put(cache("a", 1))  # offered before its Cancel was read
         busy.set()

@@ -10,6 +10,7 @@ import torch
 
 from omni_kvlink import KVLink, TensorTransferData, TransferFailed
 from omni_kvlink.testing.rig import until
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from omni_kvlink import KVConsumer
@@ -41,7 +42,7 @@ def until_passed(producer: Any, consumer: KVConsumer) -> None:
 
     until(lambda: "kvlink-memory" not in threads(), "the memory is mapped")
     was_sent = threading.Event()
-    producer._end.loop.call(was_sent.set)
+    end_of(producer).loop.call(was_sent.set)
     assert was_sent.wait(60)
     producer.fail("none", "there is none")
     with pytest.raises(TransferFailed):

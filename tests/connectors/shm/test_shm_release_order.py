@@ -11,10 +11,14 @@ from omni_kvlink.connectors.protocol.get_table import GetRequest
 from omni_kvlink.connectors.protocol.messages import Message, Release
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
 from omni_kvlink.testing.caches import sized
+from support.connectors.held_loops import loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+# Reaches into _channel, _session: the order in which one thread sends and receives is seen at the
+# channel alone.
 
 NBYTES = 40_000
 
@@ -45,7 +49,7 @@ def test_release_precedes_the_next_get(tmp_path: Path) -> None:
 
         [pending] = consumer.begin([GetRequest("first")], timeout=60)
         held = pending.wait(timeout=60)
-        session._loop.call(idle.set)
+        loop_of(session).call(idle.set)
         assert idle.wait(60)  # it receives nothing
         channel.receive, channel.send_all = receive, send_all  # type: ignore[method-assign, assignment]
         [following] = consumer.begin([GetRequest("second")], timeout=60)

@@ -145,6 +145,7 @@ def test_close_wakes_a_reconnection(sockets: str) -> None:
 def test_every_timeout_of_a_connection_is_one_of_the_kernels(path: str, timeout: float) -> None:
     """A number of microseconds that is rounded up to a second is EDOM."""
     listener = NamedListener(path)
+    # One attempt: what dials repeats it, and would hide an error of a single one.
     sock = rendezvous._try_dial(path, timeout)
     assert sock is not None
     sock.close()

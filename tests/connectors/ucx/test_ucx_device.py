@@ -29,11 +29,15 @@ from support.devices.fake_device import directory as directory
 from support.faults.harness import Field, kill
 from support.payloads.random_caches import bits
 
+# Reaches into _copier, _links, _name: one end of a link is used past the commands and calls that
+# check what it does.
+
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 
 from support.connectors import ucx_device_peer
 from support.connectors.ucx_stops import HUGE, HUGE_NBYTES, stop_amid
+from support.link.ends import delivery_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -298,7 +302,7 @@ def test_a_byte_that_changes_after_delivery_reaches_no_block(device: FakeDevice)
     ):
         receipt = producer.put(source)
         received = reader.get("k", timeout=60)
-        region = received._delivery.region
+        region = delivery_of(received).region
         assert region is not None
         assert region.device == "cuda:0"
         with pytest.raises(ValueError, match="no view on the host"):

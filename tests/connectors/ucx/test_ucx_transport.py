@@ -14,6 +14,9 @@ from omni_kvlink.connectors.ucx.addressing import SECRET_NBYTES, tag_of
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.testing.rig import until
 
+# Reaches into _any_tag, _call, _open_worker, _worker: a message arrives within one round of the
+# transport's thread.
+
 if importlib.util.find_spec("ucxx") is None:  # loading it would change every other test's process
     pytest.skip(str(ucx.unavailable()), allow_module_level=True)
 

@@ -19,6 +19,7 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
 from omni_kvlink.testing.rig import until, until_freed
 from support.connectors.zmq_addresses import fresh_url
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,11 +119,12 @@ def test_another_thread_takes_the_descriptor_that_was_given_up(
     reader, later = connect(producer, start, "first"), connect(producer, start, "later")
     later.call("close")
     until(lambda: producer.stats()["readers"] == 1, "the later reader has left")
-    end: Any = producer._end
+    end = end_of(producer)
     served = end.listeners[0]
     with descriptors_left(0):
+        # The spare descriptor is lost at the moment at which another thread takes its number.
         os.close(served._ungreeted.spare)
-        served._ungreeted.spare = -1
+        served._ungreeted.spare = -1  # as above
         taken = os.dup(0)
         connecting = later.submit("connect", url=producer.url, timeout=PATIENCE, quota=8 << 20)
         until_refused(producer, connecting)

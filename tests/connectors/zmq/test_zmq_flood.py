@@ -32,12 +32,16 @@ from omni_kvlink.connectors.protocol.messages import (
 from omni_kvlink.connectors.runtime import turns
 from omni_kvlink.connectors.runtime.turns import TURN
 from omni_kvlink.testing.rig import until
-from support.connectors.held_loops import paused
+from support.connectors.held_loops import num_calls, paused
 from support.connectors.zmq_addresses import fresh_url
 from support.connectors.zmtp import connect, frame, greeting, ready
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Reaches into _KEPT_SECONDS, _on_message_in_loop, _socket: how many messages of a peer one round
+# handles is counted there; `stats()` has their sum.
 
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
@@ -138,7 +142,7 @@ def producer(request: pytest.FixtureRequest, sockets: str) -> Iterator[KVProduce
 def handled(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Any, int]]:
     """How many messages of each peer were handled in each round of reads."""
     counts = Counter[tuple[Any, int]]()
-    end: Any = producer._end
+    end = end_of(producer)
     (listener,) = end.listeners
     on_message = listener._on_message_in_loop
 
@@ -154,7 +158,7 @@ def test_a_round_handles_one_turn_of_a_peer(
     producer: KVProducer, handled: Counter[tuple[Any, int]]
 ) -> None:
     """The rest is read, so that it stands before nobody's messages, and handled in later turns."""
-    end: Any = producer._end
+    end = end_of(producer)
     with greeted(producer.url) as flooder:
         with paused(end.loop):
             flooder.send(*map(Cancel, range(MANY)))
@@ -167,7 +171,7 @@ def test_a_round_handles_one_turn_of_a_peer(
 def test_a_round_handles_a_share_of_many_peers(
     producer: KVProducer, handled: Counter[tuple[Any, int]]
 ) -> None:
-    end: Any = producer._end
+    end = end_of(producer)
     with contextlib.ExitStack() as stack:
         flooders = [stack.enter_context(greeted(producer.url)) for _ in range(12)]
         with paused(end.loop):
@@ -183,7 +187,7 @@ def test_a_round_handles_a_share_of_many_peers(
 def test_close_comes_before_a_backlog(
     producer: KVProducer, handled: Counter[tuple[Any, int]]
 ) -> None:
-    end: Any = producer._end
+    end = end_of(producer)
     closing = threading.Thread(target=producer.close)
     with contextlib.ExitStack() as stack:
         flooders = [stack.enter_context(greeted(producer.url)) for _ in range(3)]
@@ -191,7 +195,7 @@ def test_close_comes_before_a_backlog(
             for flooder in flooders:
                 flooder.send(*map(Cancel, range(MANY)))
             closing.start()
-            until(lambda: len(end.loop._calls) >= 2, "close is called")
+            until(lambda: num_calls(end.loop) >= 2, "close is called")
         closing.join()
     assert handled.total() <= 2 * 3 * TURN
 
@@ -201,7 +205,7 @@ def test_what_is_kept_of_a_peer_has_a_limit(
     producer: KVProducer, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_peer, limit, 1000)
-    end: Any = producer._end
+    end = end_of(producer)
     with greeted(producer.url) as flooder, greeted(producer.url) as honest:
         with paused(end.loop):
             flooder.send(*(Get(number, "void") for number in range(MANY)))
@@ -216,7 +220,7 @@ def test_what_is_kept_of_a_peer_has_a_limit(
 def test_many_flooders_are_found_out(producer: KVProducer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if no round of reads has a turn of each."""
     monkeypatch.setattr(control_peer, "MAX_INBOX", 1000)
-    end: Any = producer._end
+    end = end_of(producer)
     with contextlib.ExitStack() as stack:
         flooders = [stack.enter_context(greeted(producer.url)) for _ in range(8)]
         with paused(end.loop):
@@ -230,7 +234,7 @@ def test_after_a_flood_less_is_kept_of_its_host(
     producer: KVProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_peer, "MAX_INBOX", 2000)
-    end: Any = producer._end
+    end = end_of(producer)
 
     def takes(count: int, source: str = "") -> bool:
         """Whether a peer is answered that has sent so many messages."""
@@ -251,7 +255,7 @@ def test_after_a_flood_less_is_kept_of_its_host(
 
 
 def test_a_peer_that_ended_is_removed_after_its_last_message(producer: KVProducer) -> None:
-    end: Any = producer._end
+    end = end_of(producer)
     with greeted(producer.url) as reader:
         receipt = producer.put(TensorTransferData("k", {"ids": torch.arange(3)}))
         offer = reader.take_offer(Get(1, "k"))

@@ -29,12 +29,13 @@ from omni_kvlink.connectors.control.monitored_socket import MonitoredSocket
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.get_table import GetTable
 from omni_kvlink.connectors.protocol.messages import Offer
-from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.memory.arena import ArenaPool
 from omni_kvlink.payload.expected import ExpectedPayload
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
+from support.connectors.held_loops import is_asleep, live_loops, loop_of, num_calls
 from support.connectors.zmq_addresses import fresh_url
+from support.link.ends import end_of, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,8 +123,10 @@ def begin(
 def until_reading(receipts: Receipts, before: int) -> None:
     """Wait until a get reads the socket, and the loop has sent its request and reads no more."""
     until(lambda: receipts.waiting > before, "it reads the socket")
-    loops = [loop for loop in event_loop._loops if loop._thread.is_alive()]
-    until(lambda: all(loop._sleeping and not loop._calls for loop in loops), "every loop sleeps")
+    loops = live_loops()
+    until(
+        lambda: all(is_asleep(loop) and not num_calls(loop) for loop in loops), "every loop sleeps"
+    )
 
 
 def check(received: Received, put: TensorTransferData) -> None:
@@ -387,10 +390,11 @@ def test_room_that_comes_while_more_is_mapped(
     reserve, is_freed = ArenaPool.reserve, threading.Event()
     tried = list[bool]()
     with KVLink.connect(producer.url, timeout=60, quota=8192) as consumer:
-        memory = consumer._end._receive_pool  # type: ignore[attr-defined]
+        # Memory that frees at one moment: while a thread maps more, which no call waits for.
+        memory = end_of(consumer)._receive_pool
 
         def late(arenas: ArenaPool, nbytes: int, *, timeout: float = 0.0) -> Block:
-            if arenas is not memory._pool:
+            if arenas is not memory._pool:  # the producer's, in the same process
                 return reserve(arenas, nbytes, timeout=timeout)
             tried.append(memory.is_in_use)
             try:
@@ -441,7 +445,7 @@ def test_the_loop_ends_it(
 ) -> None:
     """The thread that reads the socket is woken, where no message comes."""
     got = begin(pool, consumer, receipts)
-    session: Any = consumer._end._session  # type: ignore[attr-defined]
+    session = session_of(consumer)
     session.get_table.fail("k", TransferFailed("ended", key="k", reason="ended"))
     expect(TransferFailed, lambda: got.result(60))
 
@@ -513,7 +517,7 @@ def test_a_wait_that_an_interrupt_has_ended_is_cancelled(
 
     def interrupted(table: GetTable[Any], message: Any) -> None:
         on_message(table, message)
-        if isinstance(message, Offer) and not consumer._end._loop.is_own_thread:  # type: ignore[attr-defined]
+        if isinstance(message, Offer) and not loop_of(end_of(consumer)).is_own_thread:
             raise KeyboardInterrupt
 
     pending = begin_get(consumer, "k", timeout=60)

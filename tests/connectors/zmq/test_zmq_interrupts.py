@@ -16,13 +16,18 @@ from omni_kvlink.aio import AsyncKVConsumer
 from omni_kvlink.connectors.control.listener import ControlListener
 from omni_kvlink.lowlevel import begin_get, open_delivery
 from omni_kvlink.testing.rig import until, until_freed, until_requested
+from support.connectors.held_loops import loop_of
 from support.connectors.zmq_addresses import fresh_url
+from support.link.ends import end_of, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from omni_kvlink import KVConsumer, KVProducer
     from omni_kvlink.connectors.control.peer import PeerConnection
+
+# Reaches into _frames, _socket, _watched: an interrupt comes within one message, when the caller
+# reads the socket.
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -62,7 +67,7 @@ def test_a_put_that_is_cut_within_its_message(
     waiting = begin_get(consumer, "k0", timeout=60)
     until_requested(producer, 1)
     is_blocked, is_over = threading.Event(), threading.Event()
-    loop = producer._end.loop  # type: ignore[attr-defined]
+    loop = end_of(producer).loop
     loop.call(is_blocked.set)
     loop.call(is_over.wait)  # so that the caller sends
     is_blocked.wait()
@@ -89,11 +94,11 @@ def test_a_get_that_is_cut_within_its_message(
     producer, consumer = pair
     producer.put(payload(9))
     consumer.get("k9", timeout=60).release()
-    session: Any = consumer._end._session  # type: ignore[attr-defined]
+    session = session_of(consumer)
 
     def put_once_requested() -> None:
         until_requested(producer, 1)
-        until(lambda: session._socket.fd not in session._loop._watched, "the caller receives")
+        until(lambda: session._socket.fd not in loop_of(session)._watched, "the caller receives")
         producer.put(payload(0))
 
     timer = threading.Thread(target=put_once_requested)
@@ -125,12 +130,12 @@ def test_a_stream_is_requested_again_over_a_new_connection(
     pair: tuple[KVProducer, KVConsumer], read: Callable[[KVConsumer], Any]
 ) -> None:
     producer, consumer = pair
-    session: Any = consumer._end._session  # type: ignore[attr-defined]
+    session = session_of(consumer)
     chunk = {"h": torch.arange(3)}
 
     def cut_and_write() -> None:
         until_requested(producer, 1)
-        session._loop.call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
+        loop_of(session).call(partial(session.disconnect_in_loop, PeerLostError("it was cut")))
         with producer.open_stream("s", chunk) as stream:
             stream.append(chunk)
 
@@ -149,7 +154,7 @@ def test_an_offer_whose_payload_has_ended_holds_up_no_other(
     waiting = begin_get(consumer, "k0", timeout=60)
     until_requested(producer, 1)
     is_blocked, is_over = threading.Event(), threading.Event()
-    loop = producer._end.loop  # type: ignore[attr-defined]
+    loop = end_of(producer).loop
     loop.call(is_blocked.set)
     loop.call(is_over.wait)  # so that the caller sends
     is_blocked.wait()

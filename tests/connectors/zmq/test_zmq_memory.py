@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,11 +24,15 @@ from omni_kvlink.testing.peer_harness import RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until, until_freed, until_requested
 from support.connectors.zmq_addresses import fresh_url
 from support.faults.harness import expect_reason, until_loops_sleep
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from omni_kvlink.connectors.control.remote_get import InboundTransfer
+
+# Reaches into _fetch_more_in_loop, _inbound_transfers: what is requested at one moment; `stats()`
+# is read later.
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 MIB = 1 << 20
@@ -183,7 +187,7 @@ def test_a_small_payload_overtakes_a_large_one(
     with KVLink.connect(producer.url, timeout=60, quota=64 * MIB, prefault=64 * MIB) as reader:
         for key, size in (("large", 24 * MIB), ("small", 2 * MIB)):
             producer.put(sized(key, size).make())
-        end: Any = reader._end
+        end = end_of(reader)
         end._loop.call(both_requested.wait)  # else the large one may arrive before
         try:
             pending = [begin_get(reader, key, timeout=60) for key in ("large", "small")]

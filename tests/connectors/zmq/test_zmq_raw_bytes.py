@@ -7,7 +7,7 @@ import ctypes
 import random
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +18,7 @@ from omni_kvlink.testing.caches import Recipe, fingerprint
 from omni_kvlink.testing.rig import until, until_freed
 from support.connectors.zmq_addresses import fresh_url
 from support.connectors.zmtp import GREETING, connect, frame, greeting, ready
+from support.link.ends import peers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,6 +209,5 @@ def test_routing_ids_are_not_known_in_advance(sockets: str) -> None:
         with KVLink.serve(url, quota=8 << 20) as producer:
             assert libc.rand() == expected, "the caller's sequence is changed"
             with KVLink.connect(url, timeout=60, quota=8 << 20):
-                end: Any = producer._end
-                found += end.listeners[0]._peers
+                found += peers_of(producer)
     assert len(set(found)) == 3

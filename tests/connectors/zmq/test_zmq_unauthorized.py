@@ -32,6 +32,7 @@ from omni_kvlink.testing.caches import Recipe, fingerprint, sized
 from omni_kvlink.testing.rig import until, until_freed
 from support.connectors.zmq_addresses import fresh_url
 from support.connectors.zmq_unauthorized import RawPeer, connected_peer, greeted_peer
+from support.link.ends import end_of, peers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,7 +197,7 @@ class GuardedCounters(dict[str, int]):
 def test_bytes_of_what_is_not_on_lease_are_counted_with_the_lock(
     producer: KVProducer, unharmed: None
 ) -> None:
-    end: Any = producer._end
+    end = end_of(producer)
     counters = end.transfers.counters = GuardedCounters(end)
     with greeted_peer(producer.url) as peer:
         offer = leased(producer, peer)
@@ -252,9 +253,9 @@ def test_a_reader_that_requests_and_does_not_read(producer: KVProducer, unharmed
         offer = leased(producer, peer)
         for start in range(0, 3 * WINDOW, CHUNK):
             peer.send(FetchRange(1, offer.epoch, start, start + CHUNK))
-        end: Any = producer._end
-        big = end.transfers._live["big"]
-        (slow,) = end.listeners[0]._peers.values()
+        # The payload itself: how many views of it ZMQ still holds is in no counter.
+        big = end_of(producer).transfers._live["big"]
+        (slow,) = peers_of(producer).values()
         until(lambda: bool(slow.pending), "the rest waits")
         assert WINDOW < CHUNK * len(big.views) <= 2 * WINDOW
         with KVLink.connect(producer.url, timeout=60, quota=64 << 20) as reader:
@@ -329,8 +330,8 @@ def test_hello_is_the_same_for_all_readers(producer: KVProducer) -> None:
 
 
 def test_options_of_every_socket(producer: KVProducer) -> None:
-    end: Any = producer._end
-    socket = end.listeners[0]._socket.socket
+    # Options of a ZMQ socket cannot be read from its other end.
+    socket = end_of(producer).listeners[0]._socket.socket
     assert socket.getsockopt(zmq.SNDHWM) == monitored_socket.MAX_QUEUED
     assert socket.getsockopt(zmq.MAXMSGSIZE) < 65 << 10
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == monitored_socket.HEARTBEAT_MS

@@ -15,7 +15,7 @@ from omni_kvlink.engine.errors import EngineAsleepError, EngineError, RequestAbo
 from omni_kvlink.engine.executor.uniproc import UniprocExecutor
 from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.models.bagel_pipeline import OmniBagelPipeline
-from support.engine.fixtures import WAIT, alone, config, request, until
+from support.engine.fixtures import WAIT, alone, config, has_calls, request, until
 from support.engine.step_engine import LONG, SHORT, is_close, latent_of, result, step_engine
 
 
@@ -133,6 +133,8 @@ def test_an_error_is_its_own_requests(sockets: str, fault: str) -> None:
             velocity, decode = pipeline.model.velocity, pipeline.post_decode
 
             def failing(contexts: Any, *args: Any) -> Any:
+                # The model is given contexts alone: which of them is the bad request's is known
+                # there.
                 bad = made.runner._running.get("bad")
                 own = None if bad is None else bad.state.images[0].contexts.gen
                 if any(one is own for one in contexts):
@@ -170,7 +172,7 @@ def test_calls_wait_until_no_request_runs(sockets: str) -> None:
 
         def sleep() -> None:
             thread.start()
-            until(lambda: made.engine._calls)
+            until(lambda: has_calls(made.engine))
             late.append(made.submit("late", SHORT))
 
         made.at(2, sleep)

@@ -97,6 +97,7 @@ def test_several_streams_at_once(omni: OmniDiffusion) -> None:
 def test_a_wrong_request_opens_no_stream(omni: OmniDiffusion) -> None:
     with pytest.raises(SchemaError):
         list(omni.stream("a fox", {"no_such_param": 1}))
+    # A stream that nobody has costs memory, and shows nowhere.
     assert omni._streams._streams == {}
 
 

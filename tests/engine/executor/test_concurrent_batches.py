@@ -17,7 +17,7 @@ from omni_kvlink.engine.errors import (
     EngineError,
     RequestAborted,
 )
-from support.engine.fixtures import WAIT, alone, config, request, until
+from support.engine.fixtures import WAIT, alone, config, has_calls, request, until
 from support.engine.multiproc import EngineUnderTest, engine_with_ranks
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def test_calls_wait_for_all_batches(stage: EngineUnderTest) -> None:
     until(lambda: engine.stats()["running"] == 2)
     thread = threading.Thread(target=lambda: slept.append(engine.sleep(timeout=WAIT)))
     thread.start()
-    until(lambda: engine._calls)
+    until(lambda: has_calls(engine))
     late = submit(stage, "late")
     engine.abort("a")
     assert torch.equal(queued.result(WAIT).result()[0], alone(seed=1))

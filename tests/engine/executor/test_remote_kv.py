@@ -68,6 +68,7 @@ class Stage:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    # No setting: a worker that does not answer is to cost the test no second.
     monkeypatch.setattr(remote_kv, "_STATS_TIMEOUT", 0.01)
     made = Stage()
     yield made

@@ -51,6 +51,7 @@ def reads(channel: RpcChannel) -> None:
 
 def stats(channel: RpcChannel) -> dict[str, int]:
     """Use of the shared memory for tensors that are sent from here."""
+    # A channel counts messages; how much of the memory they hold is no figure of an engine.
     return channel._tensors_out._pool.stats()
 
 

@@ -27,6 +27,9 @@ from omni_kvlink.engine.models.diffusers_executor import DiffusersPipelineExecut
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Reaches into _attention_backend, _backends, _decode: diffusers has no public name for the kernel
+# that a block runs, nor for how many images one pass of the decoder has.
+
 LARGE = {"height": 272, "width": 272, "num_inference_steps": 1}  # more than one tile
 SMALL = {"height": 32, "width": 48, "num_inference_steps": 3}
 

@@ -74,6 +74,7 @@ def config(name: str) -> OmniDiffusionConfig:
 
 @pytest.mark.parametrize("name", ["gray", f"{__name__}:GrayUtility"])
 def test_a_model_of_ones_own_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `register_model` has no opposite: the table is copied, and the first one restored.
     monkeypatch.setattr(model, "_MODELS", dict(model._MODELS))
     register_model("gray", f"{__name__}:GrayUtility")
     assert model_utility(config(name)) is GrayUtility

@@ -86,6 +86,7 @@ def test_one_ranks_missing_kv_fails_the_request_on_all_ranks(stage: Stage) -> No
     before = check_generates(stage)
     batch = requests("m", "bad")
     stage.send(*batch[:1])
+    # A sink sends all parts or none: here one rank's does not come.
     first, *others = stage.kv_sink._parts
     stage.kv_sink.link.put(first.cut(stage.bundle_of(batch[1])), ttl=5)
     for share in others:
@@ -276,6 +277,7 @@ def test_an_abort_before_one_rank_begins_reaches_all(stage: Stage, rank: int) ->
 
 
 def set_timeout(_: Any, seconds: float) -> None:
+    # No setting: so long a rank that was lost may hold up the others.
     batch_sync._FAILED_RANK_TIMEOUT = seconds
 
 

@@ -145,6 +145,7 @@ def shift_owners(worker: Any, by: int) -> None:
     """Let the ranks compute other branches than they have received."""
     hook = worker.runner.pipeline.hooks.branches
     degree = worker.process_group.parallel.cfg_parallel_size
+    # The ranks agree on it by themselves: a disagreement is made here.
     hook._owners = {name: (at + by) % degree for at, name in enumerate(BRANCHES)}
 
 

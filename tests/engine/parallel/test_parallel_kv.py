@@ -174,6 +174,7 @@ def stream(kv_sink: KVSink, data: KVCacheBundle) -> KVSent:
         if isinstance(branch, KVCacheTransferData):
             for layer in reversed(range(branch.metadata.num_layers)):
                 sending.write_layer(layer, name)
+    # Which layers have left before the end is seen in the stream alone.
     assert not sending._layers, "these did not leave"
     return sending.finish()
 
@@ -324,6 +325,7 @@ def send_corrupted(setup: Stages, data: KVCacheBundle) -> None:
     """Send a KV whose second part has one wrong bit."""
     setup.kv_sinks[0].send(setup.part_of(data, shard_of(0, 2, heads=HEADS)))
     sender = setup.kv_sinks[1]
+    # A sink sends what it is given: the wrong bit comes between its digest and its memory.
     part = sender._parts[0].cut(setup.part_of(data, shard_of(1, 2, heads=HEADS)))
     capacity = sender.link.allocate(part)
     for target, source in zip(capacity.data.tensors(), part.tensors(), strict=True):

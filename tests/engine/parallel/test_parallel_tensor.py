@@ -270,6 +270,7 @@ def run_prompts(worker: Any, *batch: OmniDiffusionRequest) -> list[Any]:
             start = stop
 
     def recorded(stream: Any, finish: Any) -> Any:
+        # What is sent, before the link has it: another process receives it.
         data = stream._payload
         sent[data.request_id] = {
             name: digests(one.dense() for one in data[name].tensors()) for name in data

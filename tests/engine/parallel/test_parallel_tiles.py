@@ -82,6 +82,7 @@ def single() -> Iterator[Any]:
 def divide_small_images(worker: Any) -> None:
     """Let an image of more than `TILE` pixels a side have several tiles; record what is decoded."""
     autoencoder, worker.seen = worker.runner.pipeline.autoencoder, []
+    # The stage's setting has taken effect: it is replaced by one for small images.
     assert autoencoder._tiling == Tiling()
     autoencoder.enable_tiling(Tiling(TILE))
     autoencoder.decoder.register_forward_pre_hook(lambda _, x: worker.seen.append(x[0].clone()))
@@ -201,6 +202,7 @@ def test_one_ranks_error_ends_the_batch_on_all(
 
 
 def set_timeout(_: Any, seconds: float) -> float:
+    # No setting: so long a rank that was lost may hold up the others.
     before, batch_sync._FAILED_RANK_TIMEOUT = batch_sync._FAILED_RANK_TIMEOUT, seconds
     return before
 

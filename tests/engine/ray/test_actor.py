@@ -70,6 +70,7 @@ def test_the_caller_of_an_invalid_call_hears_of_it() -> None:
     handle._answers = queue.SimpleQueue()
     answer: Future[Message] = Future()
     answer.set_result(encode(Reply(None, error=WireError("x"))))
+    # Ray's thread calls it; an actor of this version gives no such answer.
     handle._on_answer(7, answer)
     received = handle.receive()
     assert received.number == 7

@@ -120,6 +120,7 @@ def test_an_executor_that_does_not_answer_is_the_requests_error() -> None:
     def gone() -> dict[str, int]:
         raise EngineError("no answer")
 
+    # The executor stops answering between two requests; the scheduler has it from the start.
     stage.scheduler._prefixes._count_computed = gone  # type: ignore[union-attr]
     assert stage.begin("abcdefghx").request_ids == ["abcdefghi"]
     (ended,) = stage.scheduler.take_ended()

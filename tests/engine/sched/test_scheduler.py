@@ -288,6 +288,7 @@ class SimulatedTime:
     def __init__(self, made: SyncScheduler, patch: pytest.MonkeyPatch):
         self.made, self.now, self.events = made, 0.0, list[tuple[float, Any]]()
         patch.setattr(scheduler_module, "time", self)
+        # The one wait of a scheduler: its time is the test's.
         patch.setattr(made._changed, "wait", self._wait)
 
     def monotonic(self) -> float:

@@ -34,11 +34,13 @@ class Copies:
         def counted_load(weights: OffloadedModule, stream: Any = None) -> None:
             self.count += not weights.is_loaded
             load(weights, stream)
+            # What lies on the device now: a module says only whether all of it does.
             self._there[id(weights)] = sum(tensor.nbytes for tensor in weights._tensors)
             self.peak = max(self.peak, self.nbytes)
 
         def counted_unload(weights: OffloadedModule) -> None:
             unload(weights)
+            # As above.
             self._there[id(weights)] = sum(tensor.nbytes for tensor in weights._tensors)
 
         monkeypatch.setattr(OffloadedModule, "load", counted_load)

@@ -32,6 +32,7 @@ from support.engine.ar_stage import (
     runner_of,
 )
 from support.engine.fixtures import WAIT, until
+from support.link.ends import use_copier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from omni_kvlink.engine import AREngine
     from omni_kvlink.engine.tokens.outputs import KVSent
     from support.devices.fake_device import FakeDevice
+
+# Reaches into _layers, _streams: which layers have left before the end is seen in the stream alone.
 
 LAYERS = 3
 IMAGE = torch.arange(64 * 48 * 3).reshape(64, 48, 3).to(torch.uint8)
@@ -321,7 +324,7 @@ def test_on_a_device_layers_leave_behind_the_work_of_the_pass(
         ThreadPoolExecutor(1) as thread,
     ):
         runner = runner_of(engine)
-        runner.kv_sink.link._copier = PinnedCopier()  # type: ignore[union-attr]
+        use_copier(PinnedCopier(), runner.kv_sink.link)  # type: ignore[union-attr]
         pools += [pool.data_ptr() for pool in [*runner.pools.keys, *runner.pools.values]]
         stream = thread.submit(reader.stream_get, "a", timeout=WAIT)
         events = list[str]()
@@ -359,7 +362,7 @@ def test_on_a_device_no_layer_holds_up_the_thread_that_enqueues(
 
     with ar_engine(sockets, think=False) as engine, reader_of(engine, sockets) as reader:
         runner = runner_of(engine)
-        runner.kv_sink.link._copier = PinnedCopier()  # type: ignore[union-attr]
+        use_copier(PinnedCopier(), runner.kv_sink.link)  # type: ignore[union-attr]
         pools += [pool.data_ptr() for pool in [*runner.pools.keys, *runner.pools.values]]
         assert engine.submit(prompt("first")).result(WAIT).error is None  # it page-locks memory
         engine.fail_kv("first", "not needed")

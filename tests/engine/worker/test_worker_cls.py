@@ -84,6 +84,7 @@ def test_what_is_no_worker_is_refused_before_a_process_starts(
     name: str, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
+    # That no process was started: a started one would end too soon to be seen.
     monkeypatch.setattr(MultiprocExecutor, "_start_workers", lambda own: started.append(own))
     how: dict[str, Any] = {"stage": "all", "worker_cls": name}
     for backend in ("uni", "mp"):

@@ -10,6 +10,9 @@ from typing import Any
 from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.worker.service import WorkerService
 
+# Reaches into _lock, _on_kv, _receiving: the service is made without its process; an event comes at
+# one moment.
+
 
 class Manager:
     """States of a KV manager, in which another request's KV arrives at each step."""

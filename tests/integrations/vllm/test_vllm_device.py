@@ -28,6 +28,7 @@ from support.vllm.devices import EVERY, check_loaded, is_counted
 from support.vllm.devices import device as device
 from support.vllm.devices import library as library
 from support.vllm.devices import worker as worker
+from support.vllm.halves import pools_of, saver_of
 from support.vllm.pools import (
     BLOCK,
     BLOCKS,
@@ -47,6 +48,8 @@ from support.vllm.pools import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+# Reaches into _open: whether blocks are still read is what vLLM must not have to know.
 
 
 pytestmark = [
@@ -106,7 +109,7 @@ def test_each_byte(
         consumer.run_until_loaded()
         check_loaded(consumer, bytes_like(consumer, 7, heads_of(kind, rank, receivers)))
     for each in (*producers, *consumers):
-        if each.worker._saver is not None and not each.worker._saver._pools:
+        if saver_of(each.worker) is not None and not pools_of(saver_of(each.worker)):
             continue  # another rank sends the latents
         until(lambda each=each: is_counted(each), "it was counted")  # type: ignore[misc]
         assert each.counts["pinned_bytes"] > 0
@@ -139,7 +142,7 @@ def test_the_next_pass_does_not_wait_for_copies(
 ) -> None:
     """The device has computed nothing yet; a later pass writes behind the prompt's last token."""
     producer, consumer = worker("producer"), worker("consumer")
-    sent, saver = bytes_like(producer, 1), producer.worker._saver
+    sent, saver = bytes_like(producer, 1), saver_of(producer.worker)
     consumer.forward(load())
     device.hold(True)
     producer.forward(save(), sent, SENT)
@@ -161,7 +164,7 @@ def test_blocks_that_are_freed(
 ) -> None:
     """The pass that may overwrite them begins when no copy reads them any more."""
     producer, consumer = worker("producer"), worker("consumer")
-    sent, saver, wait = bytes_like(producer, 1), producer.worker._saver, Saver.wait
+    sent, saver, wait = bytes_like(producer, 1), saver_of(producer.worker), Saver.wait
     consumer.forward(load())
     device.hold(True)
     producer.forward(save(), sent, SENT)
@@ -194,7 +197,7 @@ def test_blocks_that_are_not_held(worker: Callable[..., PoolWorker], device: Any
     producer, consumer = worker("producer", delay_free=False), worker("consumer")
     sent = bytes_like(producer, 1)
     producer.forward(save(), sent, SENT)
-    assert not producer.worker._saver._open
+    assert not saver_of(producer.worker)._open
     overwritten = {layer: torch.zeros_like(sent[layer]) for layer in LAYERS}
     producer.forward(StepMetadata(), overwritten, SENT)
     device.run(ENGINE)
@@ -211,7 +214,7 @@ def test_the_pass_waits_for_loads_on_its_stream(
     producer, consumer = worker("producer"), worker("consumer")
     sent = bytes_like(producer, 5)
     producer.forward(save(), sent, SENT)
-    until(lambda: producer.worker._saver.released() or idle_saver(producer), "it is committed")
+    until(lambda: saver_of(producer.worker).released() or idle_saver(producer), "it is committed")
     device.hold(True)
     consumer.forward(load(is_async=False))
     assert not consumer.seen
@@ -224,7 +227,7 @@ def test_the_pass_waits_for_loads_on_its_stream(
 
 
 def idle_saver(producer: PoolWorker) -> bool:
-    return not producer.worker._saver._open
+    return not saver_of(producer.worker)._open
 
 
 @EVERY

@@ -15,12 +15,19 @@ import torch
 
 from omni_kvlink import KVLink, TensorTransferData
 from omni_kvlink.integrations.vllm.encoder.loading import OUTPUT, THREADS
+from omni_kvlink.integrations.vllm.identity import encoder_identity
 from omni_kvlink.lowlevel import Manifest
 from omni_kvlink.testing.rig import until
+from support.link.ends import end_of
 from support.vllm.encoder_steps import EMBEDS, SteppedEncoderEngine, encoded
+from support.vllm.halves import link_of, loader_of, sender_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# Reaches into _ended, _loaded, _loads, _named, _reads, _sending, _sends: what a half keeps of
+# requests that have ended costs memory, and shows nowhere.
+# Reaches into _pools: all threads of a peer are taken, so that no connection is begun.
 
 Open = Callable[..., SteppedEncoderEngine]
 
@@ -59,7 +66,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def transfers(producer: SteppedEncoderEngine) -> dict[str, int]:
-    counts: dict[str, int] = producer.worker._sender._link.stats()["transfers"]
+    counts: dict[str, int] = link_of(sender_of(producer.worker)).stats()["transfers"]
     return counts
 
 
@@ -96,7 +103,7 @@ def test_the_request_waits_and_others_run(engine: Open, sockets: str) -> None:
     consumer.add("runs", ["dog"])
     assert consumer.run("runs") == ["length"]
     assert "waits" not in consumer.ended
-    metadata = {"item": "cat", "identity": {**consumer.worker._identity, "adapter": ""}}
+    metadata = {"item": "cat", "identity": {**encoder_identity(consumer.config, ""), "adapter": ""}}
     with KVLink.serve("shm://e", directory=sockets) as link:
         link.put(TensorTransferData("late", {OUTPUT: encoded("cat")}, metadata))
         assert consumer.run("waits") == ["length"]
@@ -222,7 +229,7 @@ def test_each_field_of_the_identity_counts(
 ) -> None:
     """Whatever differs, alone, is refused by its name."""
     consumer = engine("consumer", load_failure_policy="fail")
-    mine = {**consumer.worker._identity, "adapter": ""}
+    mine = {**encoder_identity(consumer.config, ""), "adapter": ""}
     assert all(isinstance(value, str) for value in mine.values())
     with KVLink.serve("shm://e", directory=sockets) as link:
         for name in mine:
@@ -285,7 +292,7 @@ def test_a_request_without_the_media_ends_with_an_error(engine: Open, policy: st
     consumer.add("sound", ["cat"], params, has_media=False)
     assert consumer.run("sound") == ["length"]
     assert same(consumer.inputs["sound"]["cat"], "cat")
-    producer.worker._sender._link.fail("failed", "no reason")
+    link_of(sender_of(producer.worker)).fail("failed", "no reason")
     consumer.add("failed", ["dog"], {"dog": {"key": "failed"}}, has_media=False)
     consumer.add("unnamed", ["bird"], has_media=False)
     assert consumer.run("failed", "unnamed") == ["error"] * 2
@@ -331,7 +338,7 @@ def test_a_flipped_bit(
     options = {} if is_packed else {"inline": 0}
     producer = engine("producer", serve={"directory": sockets, **options})
     consumer = engine("consumer")
-    end = producer.worker._sender._link._end
+    end = end_of(link_of(sender_of(producer.worker)))
     publish = end.publish
 
     def flip(leases: Any, **named: Any) -> Any:
@@ -360,10 +367,10 @@ def test_an_output_that_is_gone(engine: Open, sockets: str, end: str) -> None:
     if end == "expires":
         until(lambda: producer.live == 0, "it expires", timeout=60)
     elif end == "aborts":
-        producer.worker._sender._link.abort(params["cat"]["key"])
+        link_of(sender_of(producer.worker)).abort(params["cat"]["key"])
     else:
         producer.close()
-        consumer.plans._loader.timeout = 0.1  # it may come back until then
+        loader_of(consumer.plans).timeout = 0.1  # it may come back until then
     consumer.add("r", ["cat"], params)
     assert consumer.run("r") == ["length"]
     assert "cat" in consumer.encodes
@@ -403,7 +410,7 @@ def test_an_output_whose_connection_is_not_begun_in_time(
     producer, consumer = engine("producer"), engine("consumer", timeout=0.05)
     params, end = producer.encode("r", "cat"), threading.Event()
     for _ in range(THREADS):
-        consumer.plans._loader._pools["shm://e"].submit(end.wait)
+        loader_of(consumer.plans)._pools["shm://e"].submit(end.wait)
     try:
         consumer.add("r", ["cat"], params)
         assert consumer.run("r") == ["length"]
@@ -411,7 +418,7 @@ def test_an_output_whose_connection_is_not_begun_in_time(
         assert any("shm://e was not reached within 0.05 s" in line for line in lines(caplog))
     finally:
         end.set()
-    producer.worker._sender._link.abort(params["cat"]["key"])  # nobody has read it
+    link_of(sender_of(producer.worker)).abort(params["cat"]["key"])  # nobody has read it
     check_nothing_is_kept(producer, consumer)
 
 
@@ -472,7 +479,7 @@ def test_one_of_two_requests_that_share_an_output_is_aborted(engine: Open, is_fi
 def test_a_failed_output_that_two_requests_share(engine: Open) -> None:
     """Each of them ends; one that names another source of the item does not."""
     producer, consumer = engine("producer"), engine("consumer", load_failure_policy="fail")
-    producer.worker._sender._link.fail("k", "no reason")
+    link_of(sender_of(producer.worker)).fail("k", "no reason")
     for name in ("first", "second"):
         consumer.add(name, ["cat"], {"cat": {"key": "k"}})
     consumer.add("third", ["cat"], producer.encode("r", "cat"))

@@ -37,6 +37,7 @@ from support.vllm.cache_layers import (
     uniform,
 )
 from support.vllm.engine_process import prompt
+from support.vllm.halves import link_of, pools_of, saver_of
 from support.vllm.steps import SteppedEngine
 
 Open = Callable[..., SteppedEngine]
@@ -192,7 +193,7 @@ def test_only_the_window_is_sent(engine: Open, sockets: str) -> None:
 def test_layers_are_sent_as_the_model_computes_them(engine: Open) -> None:
     """Not group by group, as vLLM lists their pools."""
     producer = engine("producer", steps={"groups": [full("b", "d"), sliding(48, "a", "c")]})
-    assert [layer.name for layer in producer.worker._saver._pools[0].layers] == ["a", "b", "c", "d"]
+    assert [layer.name for layer in pools_of(saver_of(producer.worker))[0].layers] == [*"abcd"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_a_group_fails(engine: Open, kind: str, policy: str, load: str) -> None:
 
 def flip_last_group(producer: SteppedEngine) -> None:
     """Flip a byte in the last group of a payload named `bad`, after its digest was taken."""
-    link = producer.worker._saver._link
+    link = link_of(saver_of(producer.worker))
     stream_put = link.stream_put
 
     def open_stream(data: Any, **options: Any) -> Any:
@@ -234,6 +235,7 @@ def flip_last_group(producer: SteppedEngine) -> None:
             commit = stream.commit
 
             def flip_and_commit() -> Any:
+                # A byte changes between its digest and the commit: no call comes in between.
                 lease, manifest = stream._open_lease(), stream.manifest
                 branch = [each for each in manifest.branches if "head" in each.name][-1]
                 start = manifest.header_nbytes + manifest.tensors_of(branch)[-1].start

@@ -202,6 +202,7 @@ def test_recurrent_states(
 
 
 @pytest.mark.skipif(
+    # vLLM asks torch by this name; there is no public one.
     not torch.cpu._is_amx_tile_supported(),
     reason="this processor has no AMX: vLLM's MLA has no prefix cache then",
 )

@@ -28,6 +28,9 @@ from support.vllm.steps import BLOCK, SteppedEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Reaches into _k_scale, _k_scale_float, _v_scale, _v_scale_float: vLLM's attention layers have no
+# public name for their scales.
+
 TOKENS = prompt(2 * BLOCK + 7, seed=3)
 OTHER = [*TOKENS[:-1], TOKENS[-1] + 1]
 Open = Callable[..., SteppedEngine]
@@ -276,6 +279,7 @@ def test_another_version_of_vllm(
     refusing.add("r", TOKENS, producer.prefill("r", TOKENS))
     assert refusing.run("r") == ["error"]
     assert "vllm is '0.29.9' there and" in caplog.text
+    # Another test of this process may have had the warning.
     pools._warn_once.cache_clear()
     caplog.clear()
     accepting = engine("consumer", compatible_with=["0.29.9"])

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 from omni_kvlink import Receipt
 from omni_kvlink.integrations.vllm.loading import CONNECTING_THREADS, THREADS
 from support.vllm.engine_process import prompt
+from support.vllm.halves import link_of, loader_of, saver_of
 from support.vllm.steps import BLOCK, SteppedEngine
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
@@ -53,7 +54,8 @@ def test_a_load_whose_connection_is_not_begun_ends_in_time(
     producer, consumer = engine("producer"), engine("consumer", timeout=0.05)
     end = threading.Event()
     for _ in range(CONNECTING_THREADS):
-        consumer.worker._loader._connecting_pool.submit(end.wait)
+        # All of its threads are taken, so that no connection is begun.
+        loader_of(consumer.worker)._connecting_pool.submit(end.wait)
     try:
         consumer.add("r", TOKENS, producer.prefill("k", TOKENS))
         assert consumer.run("r") == ["error"]
@@ -105,4 +107,4 @@ def test_a_drain_ends(engine: Open) -> None:
     producer = engine("producer", drain=0.01)
     producer.prefill("k", TOKENS)
     producer.worker.shutdown()
-    assert producer.worker._saver._link.stats()["closed"]
+    assert link_of(saver_of(producer.worker)).stats()["closed"]

@@ -50,6 +50,7 @@ def test_blocks_of_another_kind_are_refused(start: Any, model: Path) -> None:
 
 
 @pytest.mark.skipif(
+    # vLLM asks torch by this name; there is no public one.
     not torch.cpu._is_avx512_supported(),
     reason="this processor has no AVX-512: vLLM has no fp8 cache then",
 )

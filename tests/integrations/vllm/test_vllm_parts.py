@@ -20,6 +20,7 @@ from omni_kvlink.integrations.vllm.siblings import SiblingWatch
 from omni_kvlink.testing.rig import until
 from support.vllm.cache_layers import full, latent, sliding, state
 from support.vllm.engine_process import BLOCK, prompt
+from support.vllm.halves import declined_reads, link_of, loader_of, pools_of, saver_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,18 +131,19 @@ def test_a_rank_of_the_producer_fails(
     """The loads of the other ranks' parts end with it, long before their deadline."""
     producer, consumer = pair(engine, senders, receivers, policy=policy)
     consumer.add("r", TOKENS, {"do_remote_prefill": True, "transfer_id": "key"})
-    links = [rank.connector._saver._link for rank in producer.ranks]
+    links = [link_of(saver_of(rank.connector)) for rank in producer.ranks]
     until(stepped(consumer, None, lambda: all(map(is_waited_for, links))), "all ranks wait")
     if end == "close":
         links[1].close()
     else:
-        parts = producer.ranks[1].connector._saver._pools
+        parts = pools_of(saver_of(producer.ranks[1].connector))
         links[1].fail(parts[0].part.key("key"), "the rank could not compute it")
     assert consumer.run("r") == ["error" if policy == "fail" else "length"]
     consumer.settle()
     assert consumer.used_blocks == 0
     assert consumer.counts["load_failed"] == 1, "the others were cancelled"
-    assert not any(rank.connector._loader._ended for rank in consumer.ranks)
+    # What a loader keeps of requests that have ended costs memory, and shows nowhere.
+    assert not any(loader_of(rank.connector)._ended for rank in consumer.ranks)
 
 
 def is_waited_for(link: Any) -> bool:
@@ -162,13 +164,13 @@ def test_a_rank_loads_what_another_one_failed_at(engine: Any) -> None:
     """It had loaded its part before: the request fails, and the part is not read twice."""
     producer, consumer = pair(engine, 2, 2)
     params = producer.prefill("p", TOKENS, transfer_id="key")
-    producer.ranks[1].connector._saver._link.abort("key", "lost")
+    link_of(saver_of(producer.ranks[1].connector)).abort("key", "lost")
     consumer.add("r", TOKENS, params)
     assert consumer.run("r") == ["error"]
     for each in (consumer, producer):
         each.settle()
         assert each.used_blocks == 0
-    assert not any(rank.connector._loader._decliner._reads for rank in consumer.ranks)
+    assert not any(declined_reads(loader_of(rank.connector)) for rank in consumer.ranks)
 
 
 def test_a_peer_of_another_size(engine: Any) -> None:
@@ -177,10 +179,11 @@ def test_a_peer_of_another_size(engine: Any) -> None:
     consumer = engine("consumer")
     consumer.add("r", TOKENS, producer.prefill("p", TOKENS))
     assert consumer.run("r") == ["error"]
-    receipt = next(iter(producer.ranks[0].connector._saver._receipts.values()))
+    # The reason that a reader gives is the receipt's, and logged by the other side.
+    receipt = next(iter(saver_of(producer.ranks[0].connector)._receipts.values()))
     with pytest.raises(Exception, match="tp_size is 2 there and 1 here; peer_tp is the"):
         receipt.wait(timeout=PATIENCE)
-    producer.ranks[1].connector._saver._link.abort("p", "not needed")
+    link_of(saver_of(producer.ranks[1].connector)).abort("p", "not needed")
     producer.settle()
 
 
@@ -198,7 +201,7 @@ def test_blocks_that_cannot_be_divided(engine: Any, groups: Any, why: str) -> No
 
 def test_pools_of_another_shape(engine: Any) -> None:
     consumer = engine("consumer")
-    (pools,) = consumer.worker._loader.pools
+    (pools,) = loader_of(consumer.worker).pools
     caches = {each.name: pools.tensors[0] for each in pools.layers}
     heads = HeadPools(pools, caches, EngineRank(), peer_tp=2, model_heads=2)
     with pytest.raises(SchemaError, match=r"is not \[num_blocks, 2 heads, 32 tokens, content\]"):
@@ -287,5 +290,6 @@ def test_a_watch_that_is_closed(process: subprocess.Popen[bytes]) -> None:
     watch.close()
     watch.close()
     process.kill()
+    # Its thread has ended, and did not see the process end.
     assert not watch._thread.is_alive()
     assert not lost.is_set()

@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
 from support.vllm.cache_layers import BLOCK, full
 from support.vllm.engine_process import prompt
+from support.vllm.halves import saver_of
 from support.vllm.steps import SteppedEngine
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
@@ -49,10 +50,11 @@ def test_layers_are_copied_while_the_model_computes(
     """Those of the model itself, each once; those of its draft model when the pass has ended."""
     steps = {"groups": GROUPS, "drafts": 2}
     producer, early = engine("producer", steps=steps), list[set[int]]()
-    saver = producer.worker._saver
+    saver = saver_of(producer.worker)
     commit = saver.commit
 
     def note_and_commit() -> None:
+        # Which layers were copied before the pass has ended: vLLM is told of none.
         early.append({*saver._queued})
         commit()
 

@@ -142,6 +142,7 @@ def test_no_address_of_a_request_alone(peers: Peers) -> None:
     for number in range(20):  # allowed, and not there: nothing of them is kept
         with pytest.raises(TransferTimeout):
             peers.link(f"shm://engine-{number}", timeout=0.0)
+    # What is kept of peers that were never there costs memory, and shows nowhere.
     assert not peers._links
 
 

@@ -103,7 +103,9 @@ def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    # vLLM's factories have no way to take a name back.
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    # As above.
     monkeypatch.setattr(ECConnectorFactory, "_registry", {})
     point = EntryPoint("omni_kvlink", "omni_kvlink.integrations.vllm:register", GROUP)
     for _ in range(2):

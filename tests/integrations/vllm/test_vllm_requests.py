@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 from omni_kvlink import KVLink
 from omni_kvlink.integrations.vllm.loading import CacheLoad
 from support.vllm.engine_process import prompt
+from support.vllm.halves import declined_reads, link_of, loader_of, saver_of
 from support.vllm.steps import BLOCK, SAMPLED, SteppedEngine
 
 TOKENS = prompt(3 * BLOCK + 7, seed=3)
@@ -180,7 +181,7 @@ def test_what_a_producers_request_carries_is_its_own_error(
         assert producer.ended[sound][1] is not None
         (line,) = lines(caplog, name)
         assert len(line) < 1000
-        producer.worker._saver._link.abort(f"sent {number}")
+        link_of(saver_of(producer.worker)).abort(f"sent {number}")
     producer.settle()
     assert producer.used_blocks == 0
 
@@ -261,7 +262,7 @@ def check_served(producer: SteppedEngine, consumer: SteppedEngine, *names: str) 
     consumer.settle()
     producer.settle()
     assert (consumer.used_blocks, producer.used_blocks) == (0, 0)
-    consumer.step_until(lambda: not consumer.worker._loader._decliner._reads)
+    consumer.step_until(lambda: not declined_reads(loader_of(consumer.worker)))
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -288,6 +289,7 @@ def test_the_first_of_two_that_name_one_cache_is_aborted(
     engine: Open, monkeypatch: pytest.MonkeyPatch, is_put: bool, steps: int
 ) -> None:
     """While its cache is not in its blocks, its read is the other one's then."""
+    # The copy is held up after its payload has come: no event of vLLM is in between.
     has_come, may_copy, copy = threading.Event(), threading.Event(), CacheLoad._run
 
     def copy_later(load: CacheLoad, delivery: Any) -> None:
@@ -295,6 +297,7 @@ def test_the_first_of_two_that_name_one_cache_is_aborted(
         assert may_copy.wait(60)
         copy(load, delivery)
 
+    # As above.
     monkeypatch.setattr(CacheLoad, "_run", copy_later)
     producer, consumer = engine("producer"), engine("consumer")
     if is_put:
@@ -324,7 +327,8 @@ def test_the_first_is_aborted_with_the_cache_in_its_blocks(
     for name in ("one", "two"):
         consumer.add(name, TOKENS, fetch("k"))
     consumer.step()
-    (load,) = consumer.worker._loader._loading.values()
+    # vLLM asks in its next step; until then the load alone says that it has ended.
+    (load,) = loader_of(consumer.worker)._loading.values()
     assert load.parts[0].done.wait(60)
     consumer.abort("one")
     assert consumer.run("two") == ["error" if policy == "fail" else "length"]

@@ -25,6 +25,7 @@ from support.vllm.devices import EVERY, check_loaded, is_counted
 from support.vllm.devices import device as device
 from support.vllm.devices import library as library
 from support.vllm.devices import worker as worker
+from support.vllm.halves import link_of, saver_of
 from support.vllm.pools import SENT, PoolWorker, bytes_like, load, save
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def test_each_byte(
     producer.forward(save(), bytes_like(producer, 7), SENT)
     consumer.run_until_loaded()
     check_loaded(consumer, bytes_like(consumer, 7))
-    assert producer.worker._saver._link.stats()["device_path"] == "ucx"
+    assert link_of(saver_of(producer.worker)).stats()["device_path"] == "ucx"
     for each in (producer, consumer):
         until(lambda each=each: is_counted(each), "it was counted")  # type: ignore[misc]
         assert each.counts["device_bytes"] > 0
@@ -84,7 +85,7 @@ def test_without_a_cuda_transport_it_goes_by_the_host(
     producer.forward(save(), bytes_like(producer, 7), SENT)
     consumer.run_until_loaded()
     check_loaded(consumer, bytes_like(consumer, 7))
-    stats = producer.worker._saver._link.stats()
+    stats = link_of(saver_of(producer.worker)).stats()
     assert stats["device_path"] == "host"
     assert "UCX has only tcp" in stats["device_path_reason"]
     for each in (producer, consumer):

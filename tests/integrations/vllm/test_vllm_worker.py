@@ -34,10 +34,14 @@ from omni_kvlink.integrations.vllm.settings import VllmSettings
 from omni_kvlink.integrations.vllm.stats import COUNTS, KVLinkStats, Meter
 from omni_kvlink.integrations.vllm.step import CancelledLoad, Load, PromptCache, StepMetadata
 from omni_kvlink.testing.rig import until, until_requested
+from support.vllm.halves import declined_reads, link_of, pools_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
+
+# Reaches into _loading: a layer of one load is waited for, or all of it, before vLLM's next step
+# asks.
 
 BLOCKS, BLOCK, HEADS, ROW = 12, 4, 2, 6
 LAYERS = ["a", "b", "c"]
@@ -339,9 +343,9 @@ def test_other_blocks_than_a_payload_names(
     halves: Halves, caplog: pytest.LogCaptureFixture, blocks: object
 ) -> None:
     """A producer's numbers are checked before anything is written."""
-    bundle = halves.saver._pools[0].bundle(CACHE)
+    bundle = pools_of(halves.saver)[0].bundle(CACHE)
     bundle.tensor_data["head-0"].metadata["blocks"] = blocks
-    halves.saver._link.put(bundle)
+    link_of(halves.saver).put(bundle)
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
     assert halves.loader.take_invalid_blocks() == {1, 3, 8}
@@ -350,8 +354,8 @@ def test_other_blocks_than_a_payload_names(
 
 
 def test_a_branch_of_an_unknown_group(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
-    bundle = halves.saver._pools[0].bundle(CACHE)
-    halves.saver._link.put(KVCacheBundle("key", {"head-7": bundle.branches["head-0"]}))
+    bundle = pools_of(halves.saver)[0].bundle(CACHE)
+    link_of(halves.saver).put(KVCacheBundle("key", {"head-7": bundle.branches["head-0"]}))
     halves.loader.start([load([1, 3, 8])])
     assert halves.settled() == {"r"}
     assert "as 'head-7'" in caplog.text
@@ -364,7 +368,7 @@ def cancelled(request: str, *, declines: bool) -> CancelledLoad:
 def test_a_returned_read_is_another_requests(halves: Halves) -> None:
     """The first load ends before its first layer, and leaves the cache to the second one."""
     halves.loader.start([load([1, 3, 8])])
-    until_requested(halves.saver._link, 1)
+    until_requested(link_of(halves.saver), 1)
     halves.loader.cancel(cancelled("r", declines=False))
     assert halves.settled() == {"r"}
     halves.loader.start([load([4, 6, 9], request_id="s")])
@@ -424,11 +428,11 @@ def test_declined_reads_are_bounded(halves: Halves, monkeypatch: pytest.MonkeyPa
 
     until(have_two_ended, "two have ended")
     assert released == {"2", "3"}
-    until(lambda: not halves.loader._decliner._reads, "they are forgotten")
+    until(lambda: not declined_reads(halves.loader), "they are forgotten")
 
 
 def is_requested(halves: Halves, name: str) -> bool:
-    return halves.loader._decliner._reads[name, name].get.is_requested
+    return bool(declined_reads(halves.loader)[name, name].get.is_requested)
 
 
 @pytest.mark.parametrize("in_pass", [False, True])
@@ -439,9 +443,11 @@ def test_only_a_rank_amid_a_pass_exits_when_another_ends(
     exits: list[int] = []
     monkeypatch.setattr("os._exit", exits.append)
     rank = OmniKVLinkConnector.__new__(OmniKVLinkConnector)
+    # A connector without an engine: what one of a rank has when another rank ends.
     rank._saver, rank._meter, rank._connector_metadata = halves.saver, halves.sent, None
     if in_pass:
         rank.bind_connector_metadata(StepMetadata())
+    # The watch of the other ranks' processes calls it.
     rank._on_rank_ended()
     assert exits == ([1] if in_pass else [])
     halves.loader.start([load([4, 6, 9])])

@@ -38,11 +38,15 @@ from omni_kvlink.integrations.vllm_omni.connector import VllmOmniConnector
 from omni_kvlink.integrations.vllm_omni.stage_edges import StageEdge
 from omni_kvlink.lowlevel import LazyEvent
 from omni_kvlink.testing.rig import until
+from support.link.ends import end_of
 from support.vllm_omni.stage import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
+
+# Reaches into _closed, _links, _lock, _pending: `health()` says what the other side sees; what is
+# kept here of gets that are over costs memory, and shows nowhere.
 
 EDGE = ("0", "1")
 CACHE = "omni_0_to_1_kv_cache_r"
@@ -279,7 +283,7 @@ def test_wrong_bytes_are_not_handed_out(sockets: str) -> None:
     with make("shm", sockets, "flip") as sender, make("shm", sockets, "flip") as reader:
         sender.put(*EDGE, CACHE, packed(200))  # more than travels inside an offer
         link = sender._links.sender(StageEdge.of(*EDGE, CACHE))
-        memory = link._end.pool.mapping(0).region.view()
+        memory = end_of(link).pool.mapping(0).region.view()
         memory[memory.tobytes().index(b'"rid":"r"') + 7] ^= 1
         with pytest.raises(IntegrityError):
             reader.get(*EDGE, CACHE)
@@ -354,6 +358,7 @@ def test_a_stage_with_a_further_sending_replica_does_not_start(
     from vllm_omni.worker.omni_connector_model_runner_mixin import OmniConnectorModelRunnerMixin
 
     register()
+    # vLLM-Omni's runners call it; it has no public name.
     create = OmniConnectorModelRunnerMixin._create_connector
     extra = {"kvlink": {"options": {"directory": sockets}}, "role": "sender"}
     config = SimpleNamespace(stage_id=0, stage_connector_config={"name": NAME, "extra": extra})

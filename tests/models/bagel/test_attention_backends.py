@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
     from omni_kvlink.models.bagel.attention import DenseAttention
 
+# Reaches into _BACKENDS: a name is given out as a function only where its package and its device
+# are.
+
 CPU, LLM = torch.device("cpu"), tiny_config().llm
 ROUNDING = 1e-5
 """Of the largest value, in float32."""

@@ -15,6 +15,9 @@ from omni_kvlink.models.bagel import BagelContext, BagelPipeline, InPlaceCache, 
 from .conftest import SHAPE
 from .test_contexts import raw, tensors
 
+# Reaches into _memory: contexts are views of it; that nothing behind them is written is seen in the
+# memory itself.
+
 Seeded = Callable[[int], torch.Generator]
 CAPACITY = 400
 

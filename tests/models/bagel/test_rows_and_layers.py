@@ -193,8 +193,8 @@ class Pipe:
 
     def __init__(self, ranks: int):
         self._ranks, self.barrier = ranks, threading.Barrier(ranks, timeout=300)
-        self._sent = [threading.Semaphore(0) for _ in range(ranks)]
-        self._tensors: list[Any] = [None] * ranks
+        self.sent = [threading.Semaphore(0) for _ in range(ranks)]
+        self.tensors: list[Any] = [None] * ranks
         self.record: list[tuple[int, int, list[str]]] = []
 
     def of(self, rank: int) -> Any:
@@ -203,19 +203,19 @@ class Pipe:
         class Collectives:
             def send_tensors(self, tensors: IntermediateTensors, receiver: int) -> None:
                 pipe.record.append((rank, receiver, list(tensors.tensors)))
-                pipe._tensors[receiver] = tensors
-                pipe._sent[receiver].release()
+                pipe.tensors[receiver] = tensors
+                pipe.sent[receiver].release()
 
             def receive_tensors(self, like: IntermediateTensors, sender: int) -> Any:
-                assert pipe._sent[rank].acquire(timeout=300)
+                assert pipe.sent[rank].acquire(timeout=300)
                 assert sender == rank - 1
-                return pipe._tensors[rank]
+                return pipe.tensors[rank]
 
             def broadcast_tensor(self, tensor: Tensor, sender: int) -> Tensor:
                 if rank == sender:
-                    pipe._tensors[sender] = tensor
+                    pipe.tensors[sender] = tensor
                 pipe.barrier.wait()
-                found: Tensor = pipe._tensors[sender]
+                found: Tensor = pipe.tensors[sender]
                 pipe.barrier.wait()
                 return found
 

@@ -137,7 +137,10 @@ def test_hidden_states_are_the_models(pipeline: BagelPipeline, photo: Any, keep:
             else:
                 seeded = torch.Generator().manual_seed(0)
                 image = resize(load_image(part), pipeline.config.vae_resize)
-                context = pipeline._append_latent(context, image, seeded)
+                latent = pipeline.encode_image(
+                    to_pixels(resize(image, pipeline.config.vae_resize)), seeded
+                )
+                context = pipeline.append_vae_latent(context, latent)
                 pixels = to_pixels(resize(image, pipeline.config.vit_resize))
                 context = pipeline.append_vit_image(context, pixels)
     finally:

@@ -34,6 +34,7 @@ class Scarce:
         self.held: dict[str, Any] = {}
 
     def serve(self, pause: float) -> None:
+        # No setting: a process without descriptors is to try again at once, or not within the test.
         listener._ACCEPT_PAUSE = pause
         link = KVLink.serve(self.url, directory=self.directory, quota=QUOTA, prefault=QUOTA)
         # The thread that maps memory ahead needs descriptors, too.

@@ -15,9 +15,9 @@ class Bench:
     def __init__(self) -> None:
         self._sent: list[tuple[str, Message]] = []
         self.freed: list[Transfer] = []
-        self.transfers = TransferTable(self._send, self.freed.append)
+        self.transfers = TransferTable(self.send, self.freed.append)
 
-    def _send(self, peer: object, message: Message) -> None:
+    def send(self, peer: object, message: Message) -> None:
         self._sent.append((str(peer), message))
 
     def reserve(self, key: str) -> Transfer:

@@ -19,6 +19,7 @@ from omni_kvlink._native import cuda
 from omni_kvlink.testing.peer_harness import serve
 from support.devices.fake_device import MIXED, FakeDevice, install
 from support.faults.peer_commands import PeerCommands, start_peer
+from support.link.ends import end_of
 from support.payloads.random_caches import DTYPES, bits, noise
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def bytes_of(payload: Payload) -> list[bytes]:
 
 def payload_memory(producer: KVProducer, key: str) -> Region:
     """The memory of a payload that a producer has committed."""
-    end: Any = producer._end
+    end = end_of(producer)
+    # A test changes bytes after the commit: no call gives out memory that is published.
     transfer = end.transfers._live[key]
     whole: Region = end.pool.region(transfer.block)
     return whole.slice(256, transfer.location.nbytes)

@@ -18,6 +18,9 @@ from typing import Any
 
 from omni_kvlink.connectors.ucx.transport import UcxEndpoint, UcxTransport
 
+# Reaches into _call: what is called runs in the transport's thread, with nothing between it and
+# what is posted there.
+
 PATIENCE = 120.0
 _PERIOD = 65_521  # a prime, so that misplaced bytes are detected
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from omni_kvlink.payload.manifest import TensorSpec
     from omni_kvlink.payload.views import TensorView
 
+# Reaches into _PLAIN, _part, _registered: the process has loaded one CUDA library; a test puts
+# another in its place.
+
 ENGINES, MIXED, KERNEL = "0", "300", str(1 << 62)
 """Values of OMNI_KVLINK_CUDA_CROSSOVER."""
 CSRC = Path(__file__).resolve().parents[3] / "csrc"

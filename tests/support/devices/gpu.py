@@ -37,12 +37,17 @@ REASON = _reason()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
+def occupy(cycles: int) -> None:
+    """Enqueue a kernel that keeps the current stream busy for so many cycles of the device."""
+    torch.cuda._sleep(cycles)  # torch's own tests use it, too; no public kernel lasts
+
+
 @pytest.fixture(scope="session", autouse=True)
 def loaded() -> None:
     """Torch loads a kernel at its first launch, which waits for the device."""
     if REASON is None:
         torch.zeros(8, dtype=torch.bfloat16, device=DEVICE).fill_(7)
-        torch.cuda._sleep(1)
+        occupy(1)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import torch
 from omni_kvlink import KVLink
 from omni_kvlink.copier import PinnedCopier
 from support.devices.gpu import DEVICE
+from support.link.ends import delivery_of
 
 
 def main(url: str, directory: str) -> None:
@@ -18,7 +19,7 @@ def main(url: str, directory: str) -> None:
         with received as data:
             views = data.tensors()
             targets = [torch.zeros(view.shape, dtype=view.dtype, device=DEVICE) for view in views]
-            region = received._delivery.region
+            region = delivery_of(received).region
             assert region is not None
             PinnedCopier().scatter(received.manifest, region, targets)
         for target in targets:

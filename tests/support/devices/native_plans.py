@@ -36,6 +36,13 @@ DTYPES = {
 }
 
 
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process run without the compiled library, as if none had been built."""
+    # Not public: it is looked for once, when the first call needs it.
+    monkeypatch.setattr(host._part, "loaded", None)
+    monkeypatch.setattr(host._part, "_why", "there is none")  # as above
+
+
 @contextmanager
 def using(features: str) -> Iterator[None]:
     """Run the block with one instruction set; skip the test if the processor lacks it."""

@@ -49,6 +49,7 @@ class Case:
         if family == "Gemma2" and transformers.__version__.startswith("4.50."):
             raise ValueError("transformers 4.50 runs Gemma2 on a HybridCache")
         config = getattr(transformers, f"{family}Config")(**SIZES, **own)
+        # A model that its own class makes, not `AutoModel`, takes it from the config alone.
         config._attn_implementation = self.attention
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")(config)

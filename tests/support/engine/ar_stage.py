@@ -74,6 +74,7 @@ class SentKV:
         on_finish(runner_of(engine), self._keep)
 
     def _keep(self, stream: KVStream, finish: Callable[[], KVSent]) -> KVSent:
+        # What is sent, before the link has it: whoever receives it takes it away from the test.
         bundle = stream._payload
         assert isinstance(bundle, KVCacheBundle)
         self.of[bundle.request_id] = {

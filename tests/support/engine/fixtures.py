@@ -33,6 +33,12 @@ WAIT = 600.0
 _numbers = itertools.count()
 
 
+def has_calls(engine: Any) -> bool:
+    """Return whether a call, such as `sleep`, waits until no request of an engine runs."""
+    # Not public: a call that waits has no effect before it runs.
+    return bool(engine._calls)
+
+
 @cache
 def checkpoint() -> str:
     """Made once, and gone with the process."""

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from omni_kvlink.engine.ipc.rpc import RpcClient
     from omni_kvlink.engine.outputs import DiffusionOutput
 
+# Reaches into _ANSWER_SECONDS, _STATS_TIMEOUT: no settings; a busy machine may take longer than
+# they allow.
+
 
 BATCHES_OF_TWO: dict[str, Any] = {"request_batch_max_wait_ms": 4 * WAIT * 1e3}
 """For two ranks: no batch begins before a request for each of them is there."""

@@ -19,6 +19,7 @@ from omni_kvlink.engine.kv.kv_state import KVState
 from omni_kvlink.engine.step_cache.cache_backend import make_cache_backend
 from omni_kvlink.engine.worker import GPUARWorker, GPUDiffusionWorker
 from support.engine.fixtures import SHAPE, WAIT, bundle, checkpoint, request
+from support.link.ends import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,7 +135,9 @@ class Stage:
         A request id may be used again: first wait until its former payload is released, which the
         ranks report after they have answered.
         """
-        live: Any = self.kv_sink.link._end.transfers._live  # type: ignore[attr-defined]
+        # `stats()` counts what is live; here it is which, and by which key each part is sent.
+        live: Any = end_of(self.kv_sink.link).transfers._live
+        # As above.
         keys = {part.key(one.request_id) for one in batch for part in self.kv_sink._parts}
         deadline = time.monotonic() + WAIT
         while keys & set(live) and time.monotonic() < deadline:

@@ -93,6 +93,7 @@ def step_engine(sockets: str, **fields: Any) -> Iterator[StepEngine]:
         try:
             yield made
             assert made.manager.stats()["charged"] == 0
+            # What a runner keeps of a request that has ended costs memory, and shows nowhere.
             assert made.runner._running == {}
         finally:
             made.engine.close()

@@ -35,6 +35,7 @@ class TilingWorker(GPUDiffusionWorker):
     def init_device(self) -> None:
         super().init_device()
         autoencoder = self.runner.pipeline.autoencoder
+        # The stage's setting has taken effect: it is replaced by one for small images.
         assert autoencoder._tiling == Tiling()
         autoencoder.enable_tiling(Tiling(16))
         autoencoder.decoder.register_forward_pre_hook(self._count)

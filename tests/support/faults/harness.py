@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from omni_kvlink import KVLink, KVLinkError, KVProducer
 from omni_kvlink.connectors.protocol.messages import INLINE
-from omni_kvlink.connectors.runtime import event_loop
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, ProcessPeer, RemoteLink, ThreadPeer
 from omni_kvlink.testing.rig import expect, until
+from support.connectors.held_loops import live_loops
 from support.faults.peer_commands import PeerCommands
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def expect_reason(
 def until_loops_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait until every event loop of this process sleeps for 30 s, if nothing happens."""
     sleeps: dict[EventLoop, float] = {}
-    sleep = EventLoop._sleep
+    sleep = EventLoop._sleep  # for how long it sleeps is told to nobody else
 
     def record(loop: EventLoop, seconds: float) -> None:
         sleeps[loop] = seconds
         sleep(loop, seconds)
 
-    monkeypatch.setattr(EventLoop, "_sleep", record)
-    loops = [loop for loop in event_loop._loops if loop._thread.is_alive()]
+    monkeypatch.setattr(EventLoop, "_sleep", record)  # as above
+    loops = live_loops()
     assert loops
     for loop in loops:
         loop.call(lambda: None)  # its next sleep is recorded

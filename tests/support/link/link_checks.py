@@ -444,6 +444,7 @@ def check_release_wakes_a_waiting_thread(rig: Rig) -> None:
     progress: Any = stream.delivery.progress
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(stream.wait_for_layer, 1, timeout=PATIENCE)
+        # A thread that waits for a layer has no effect that shows before the layer comes.
         until(lambda: bool(progress._waiting), "it waits")
         stream.release()
         expect(ClosedError, waiting.result, PATIENCE)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from omni_kvlink.lookup import LookupConsumer
     from support.network.peer_process import Incarnation, Log
 
+# Reaches into _data: to look at `data` is to have read it, which a reader that gives a payload back
+# has not.
+
 OVERDUE = 15.0
 """Seconds after its deadline at which a call hangs, also if its process was stopped meanwhile."""
 TAKEN = ("block", "release", "drop")

@@ -155,6 +155,7 @@ _util: Any = multiprocessing.util
 _spawnv = _util.spawnv_passfds
 _server, _torch_server = ForkServer(*PRELOADED, *PACKAGE), ForkServer(*PRELOADED)
 _allows_package = True
+# subprocess calls it alone to start a program; its arguments differ between versions.
 _signature = inspect.signature(_Popen._execute_child)
 
 
@@ -189,6 +190,7 @@ class ForkingPopen(_Popen):  # type: ignore[misc]
 def _fork_spawned(path: Any, arguments: Any, passed: Any) -> int:
     """Start what `multiprocessing` spawns: `spawnv_passfds`."""
     command = [os.fsdecode(part) for part in arguments]
+    # What multiprocessing has put in front: it has no public name.
     own = _util._args_from_interpreter_flags()
     del command[1 : 1 + len(own)]  # the server has them
     environment, directory = dict(os.environ), os.getcwd()

@@ -72,18 +72,18 @@ class FarProducer(Producer):
         super().__init__(clock)
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
-        transfer = self._reserve(key)
+        transfer = self.reserve(key)
         if transfer is None:
             return
         header = PLANS[key].encode()
         self._write_draft(transfer, header)
-        self.transfers.begin_stream(transfer, self._location(transfer), len(header), readers)
+        self.transfers.begin_stream(transfer, self.location(transfer), len(header), readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
     def direct(self, key: str, readers: int, ttl: float) -> None:
         """Send from the caller's tensors, which are overwritten as soon as they may be modified."""
-        transfer = self._reserve(key)
+        transfer = self.reserve(key)
         if transfer is None:
             return
         plan = PLANS[key]
@@ -94,9 +94,7 @@ class FarProducer(Producer):
             for n, spec in enumerate(plan.tensors)
         ]
         direct = DirectSource(head, len(header), tensors, plan.nbytes)
-        self.transfers.begin_stream(
-            transfer, self._location(transfer), len(header), readers, direct
-        )
+        self.transfers.begin_stream(transfer, self.location(transfer), len(header), readers, direct)
         until = self.clock.now + ttl
         self.clock.soon(partial(self._announce, transfer, 0, owned, until))
 
@@ -110,7 +108,7 @@ class FarProducer(Producer):
                 layer += 1
             elif transfer.is_sent:
                 self.transfers.commit(
-                    [(transfer, self._location(transfer))], 0, self.clock.now + 1.0
+                    [(transfer, self.location(transfer))], 0, self.clock.now + 1.0
                 )
                 owned.overwrite()
                 return
@@ -181,12 +179,12 @@ class FarProducer(Producer):
         return piece
 
     def _write_draft(self, transfer: Transfer, header: bytes) -> int:
-        nbytes = self._location(transfer).nbytes
+        nbytes = self.location(transfer).nbytes
         self._memory(transfer)[nbytes : nbytes + len(header)] = header
         return len(header)
 
-    def _allocate(self, transfer: Transfer) -> None:
-        super()._allocate(transfer)
+    def allocate(self, transfer: Transfer) -> None:
+        super().allocate(transfer)
         assert transfer.block is not None
         self.bytes[transfer.block.offset] = bytearray(b"\xee" * BLOCK)
 
@@ -209,9 +207,9 @@ class FarProducer(Producer):
         header = PLANS[transfer.key].encode()
         self._memory(transfer)[: len(header)] = header
 
-    def _location(self, transfer: Transfer) -> Location:
+    def location(self, transfer: Transfer) -> Location:
         if transfer.inline:
-            return super()._location(transfer)
+            return super().location(transfer)
         assert transfer.block is not None
         nbytes = self._nbytes.get(transfer.epoch, PLANS[transfer.key].nbytes)
         return Location(transfer.block.offset, 0, nbytes)

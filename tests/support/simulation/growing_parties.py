@@ -28,12 +28,12 @@ class GrowingWriter:
         self._producer, self._key, self._ttl = producer, key, ttl
         self._give_up = producer.clock.now + PATIENCE
         self._chunks = producer.clock.chance.randrange(7)
-        head = producer._reserve(key)
+        head = producer.reserve(key)
         if head is None:
             return
         self._head, self._window = head, ChunkWindow[Transfer](readers, WINDOW)
         self._appended: list[Transfer] = []
-        draft, location = producer.begin_growing(head), producer._location(head)
+        draft, location = producer.begin_growing(head), producer.location(head)
         producer.transfers.begin_stream(head, location, draft, readers, window=self._window)
         producer.clock.soon(self._append, 0.1)
 
@@ -53,7 +53,7 @@ class GrowingWriter:
         else:
             chunk = Transfer(self._head.key, stream=self._head)
             table.reserve([chunk])
-            producer._allocate(chunk)
+            producer.allocate(chunk)
             clock.soon(partial(self._write, chunk))
 
     def _commit(self) -> None:
@@ -61,7 +61,7 @@ class GrowingWriter:
         self._producer.counts[head.epoch] = self._chunks
         self._producer.end_growing(head, self._chunks)
         expires = self._producer.clock.now + self._ttl
-        table.commit([(head, self._producer._location(head))], 0, expires)
+        table.commit([(head, self._producer.location(head))], 0, expires)
 
     def _append_inline(self) -> bool:
         """Append a chunk that travels in its offers, unless the quota has no room."""
@@ -88,7 +88,7 @@ class GrowingWriter:
             producer.transfers.abort(chunk)
         else:
             try:
-                producer.transfers.commit([(chunk, producer._location(chunk))], 1, float("inf"))
+                producer.transfers.commit([(chunk, producer.location(chunk))], 1, float("inf"))
                 self._add(chunk, number)
             except TransferFailed:
                 producer.transfers.abort(chunk)

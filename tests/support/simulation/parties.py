@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from omni_kvlink.memory.mapping import Mapping
     from omni_kvlink.system.waits import Answer
 
+# Reaches into _epoch: bytes name the epoch that the table will give them; a link's bytes do not
+# know it.
+
 T = TypeVar("T")
 LAYERS = 4
 INLINE_SHARES = 3
@@ -79,7 +82,7 @@ class Producer:
 
     def put(self, key: str, readers: int, ttl: float) -> None:
         """Write for a while, then commit."""
-        transfer = self._reserve(key)
+        transfer = self.reserve(key)
         if transfer is not None:
             write = partial(self._write, transfer, readers, ttl)
             self.clock.soon(write, 0.3)
@@ -128,7 +131,7 @@ class Producer:
         except DuplicateKeyError:
             return
         for transfer in transfers:
-            self._allocate(transfer)
+            self.allocate(transfer)
         self.clock.soon(partial(self._write_all, transfers, readers, ttl), 0.3)
 
     def _put_all(self, keys: Sequence[str], readers: int, ttl: float) -> bool:
@@ -156,10 +159,10 @@ class Producer:
 
     def stream(self, key: str, readers: int, ttl: float) -> None:
         """Write and announce layer by layer; fail amid the stream now and then."""
-        transfer = self._reserve(key)
+        transfer = self.reserve(key)
         if transfer is None:
             return
-        self.transfers.begin_stream(transfer, self._location(transfer), 7, readers)
+        self.transfers.begin_stream(transfer, self.location(transfer), 7, readers)
         stop = self.clock.chance.randrange(LAYERS) if self.clock.chance.random() < 0.2 else -1
         self.clock.soon(partial(self._write_layer, transfer, 0, stop, ttl))
 
@@ -196,7 +199,7 @@ class Producer:
         elif isinstance(message, Abort):
             self.transfers.fail(message.key, message.reason, "aborted", self.clock.now)
 
-    def _reserve(self, key: str) -> Transfer | None:
+    def reserve(self, key: str) -> Transfer | None:
         if not self.alive:
             return None
         try:
@@ -204,10 +207,10 @@ class Producer:
             self.transfers.reserve([transfer])
         except DuplicateKeyError:
             return None
-        self._allocate(transfer)
+        self.allocate(transfer)
         return transfer
 
-    def _allocate(self, transfer: Transfer) -> None:
+    def allocate(self, transfer: Transfer) -> None:
         transfer.block = Block(0, self.memory.allocate(), LAYERS)
         self.clock.record(f"  block {transfer.block.offset} for {transfer.key!r}, {transfer.epoch}")
         self.reserved.append(transfer)
@@ -217,7 +220,7 @@ class Producer:
             return
         for transfer in transfers:
             self._fill(transfer)
-        committed = [(transfer, self._location(transfer)) for transfer in transfers]
+        committed = [(transfer, self.location(transfer)) for transfer in transfers]
         try:
             self.transfers.commit(committed, readers, self.clock.now + ttl)
         except TransferFailed:
@@ -276,7 +279,7 @@ class Producer:
     def _commit(self, transfer: Transfer, readers: int, ttl: float) -> None:
         self._write_header(transfer)
         try:
-            location = self._location(transfer)
+            location = self.location(transfer)
             self.transfers.commit([(transfer, location)], readers, self.clock.now + ttl)
         except TransferFailed:
             self.transfers.abort(transfer)
@@ -285,7 +288,7 @@ class Producer:
         assert transfer.block is not None
         self.memory.blocks[transfer.block.offset][layer] = (transfer.key, transfer.epoch)
 
-    def _location(self, transfer: Transfer) -> Location:
+    def location(self, transfer: Transfer) -> Location:
         if transfer.inline:
             return Location(0, 0, len(transfer.inline))
         assert transfer.block is not None

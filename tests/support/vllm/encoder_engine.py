@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.vllm import engine as vllm_engine
+from support.vllm.halves import link_of, sender_of
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "epd_vllm.py"
 make_image = runpy.run_path(str(EXAMPLE))["make_image"]
@@ -60,13 +61,13 @@ class EncoderEngine(vllm_engine.Engine):
         """Payloads that this producer keeps for readers."""
         from vllm.distributed.ec_transfer import get_ec_transfer
 
-        return int(get_ec_transfer()._sender._link.stats()["transfers"]["live"])
+        return int(link_of(sender_of(get_ec_transfer())).stats()["transfers"]["live"])
 
     def waiting(self) -> int:
         """Reads that wait at this producer's link for an output that is not there."""
         from vllm.distributed.ec_transfer import get_ec_transfer
 
-        return int(get_ec_transfer()._sender._link.stats()["transfers"]["waiting"])
+        return int(link_of(sender_of(get_ec_transfer())).stats()["transfers"]["waiting"])
 
 
 if __name__ == "__main__":

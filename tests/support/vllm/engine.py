@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from support.vllm.halves import link_of, saver_of
+
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -167,7 +169,7 @@ def waiting(worker: Any) -> int:
     """Readers that wait at a rank's link; runs in its worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    link = get_kv_transfer_group()._saver._link
+    link = link_of(saver_of(get_kv_transfer_group()))
     return int(link.stats()["transfers"]["waiting"])
 
 

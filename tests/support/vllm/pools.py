@@ -89,6 +89,7 @@ class RealDevice:
     def enqueue(self, stream: int, work: Callable[[], object]) -> None:
         """Enqueue a kernel that takes some milliseconds, and the work's own kernels."""
         with torch.cuda.stream(self._stream):
+            # torch has no public kernel that lasts.
             torch.cuda._sleep(10_000_000)
             work()
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from support.vllm import engine as vllm_engine
 
+# Reaches into _k_scale, _k_scale_float: vLLM's attention layers have no public name for their
+# scales.
+
 if __name__ == "__main__":
     from vllm.model_executor.layers.attention import Attention
 
