@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import socket
 from collections import Counter
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from omni_kvlink.connectors.control.peer import PeerConnection
     from omni_kvlink.connectors.protocol.messages import OpenLane
 
+_log = logging.getLogger("omni_kvlink")
 MAX_UNADMITTED = 128
 """Connections that may be without a ticket at a time; the oldest is closed for another."""
 MAX_LANES = 256
@@ -143,7 +145,7 @@ class LaneListener:
         process.call_in_children(connection, socket.socket.close)
         connection.setblocking(False)
         if len(self._unadmitted) >= MAX_UNADMITTED:
-            self._refuse("no ticket", next(iter(self._unadmitted)))
+            self._refuse(next(iter(self._unadmitted)), "no ticket")
         self._unadmitted[connection.fileno()] = connection, bytearray()
         self._loop.watch(connection, READ, partial(self._on_greeting_in_loop, connection.fileno()))
 
@@ -161,7 +163,7 @@ class LaneListener:
             received = b""
         greeting += received
         if not received or not MAGIC.startswith(greeting[: len(MAGIC)]):
-            self._refuse("no ticket", descriptor)
+            self._refuse(descriptor, "no ticket")
         elif len(greeting) == GREETING:
             self._admit(descriptor, bytes(greeting[len(MAGIC) :]))
 
@@ -169,7 +171,7 @@ class LaneListener:
         """Open a lane, if its ticket is a valid one, which is used up by this."""
         peer, expected = self._tickets.get(ticket[:TICKET_NAME], (None, LaneTicket(0)))
         if peer is None or not hmac.compare_digest(expected.ticket, ticket):
-            self._refuse("wrong ticket", descriptor)
+            self._refuse(descriptor, "wrong ticket")
             return
         del self._tickets[ticket[:TICKET_NAME]]
         connection, _ = self._unadmitted.pop(descriptor)
@@ -180,12 +182,13 @@ class LaneListener:
             thread = self._threads.take_loop()
             lane = LaneSender(connection, thread, expected.key, on_lost)
         except (OSError, KVLinkError) as error:
-            self._refused[f"failed: {type(error).__name__}"] += 1
+            self._refused["failed"] += 1
+            _log.warning("a lane was closed at once: %s", error)
             connection.close()
             return
         self._lanes[peer, expected.lane] = lane
 
-    def _refuse(self, reason: str, descriptor: int) -> None:
+    def _refuse(self, descriptor: int, reason: str) -> None:
         self._refused[reason] += 1
         connection, _ = self._unadmitted.pop(descriptor)
         self._loop.unwatch(connection)

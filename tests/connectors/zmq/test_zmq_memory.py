@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.control.remote_get import InboundTransfer
 
-# Reaches into _fetch_more_in_loop, _inbound_transfers: what is requested at one moment; `stats()`
+# Reaches into _inbound_transfers: what is requested at one moment; `stats()`
 # is read later.
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
