@@ -7,7 +7,6 @@ A backend is a module with a `BACKEND: Backend`; a row in `registry` or an entry
 from __future__ import annotations
 
 import dataclasses
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -80,9 +79,10 @@ class Options(Settings):
         insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
             the address can then read, forge and abort payloads. At both ends.
         lanes: of a link over TCP (`zmq+tcp://`, `auto://`), TCP connections that each reader opens
-            beside the one for messages, for bytes alone; at most 16, by default one for each core,
-            8 at most. The smaller number of both ends counts. 0: bytes share the connection of the
-            messages. With keys they need the package `cryptography`, and else `stats()` says so.
+            beside the one for messages, for bytes alone, 16 at most; the smaller number of both
+            ends counts. By default (-1), of a link with keys one for each core, 8 at most, if the
+            package `cryptography` is there (else `stats()` says so); without keys none, as with 0:
+            bytes share the connection of the messages.
         trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
             every user of the machine, can write into this process's memory, read payloads, and end
             the process.
@@ -104,7 +104,7 @@ class Options(Settings):
     keys: Annotated[str, FilePath()] = ""
     peers: Annotated[str, FilePath()] = ""
     insecure: bool = False
-    lanes: Annotated[int, Integer(least=0, most=16)] = min(8, len(os.sched_getaffinity(0)))
+    lanes: Annotated[int, Integer(least=-1, most=16)] = -1
     trusted_network: bool = False
     ucx_tls: str = "tcp"
     ucx_devices: str = ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from omni_kvlink.connectors.control.lane import count_lanes
 from omni_kvlink.connectors.control.link_lanes import LinkLanes
 from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
 from omni_kvlink.connectors.control.security import find_credentials
@@ -64,7 +65,8 @@ class ControlConsumer(SessionConsumer):
         self._lanes: LinkLanes | None = None
         if self._has_lanes and address.protocol == "tcp":
             keyed = credentials is not None
-            self._lanes = LinkLanes(address.url, options.lanes, is_encrypted=keyed)
+            count = count_lanes(options.lanes, is_encrypted=keyed)
+            self._lanes = LinkLanes(address.url, count, is_encrypted=keyed)
         self._closers: list[Callable[[], None]] = []  # of parts that subclasses have opened
         self._context: zmq.Context[Any] = zmq.Context()
         with contextlib.ExitStack() as opened:

@@ -30,6 +30,8 @@ GREETING = len(MAGIC) + TICKET
 HEADER = struct.Struct("<QQQQ")
 INSTALL = "pip install 'omni-kvlink[lanes]'"
 _NONCE = 12
+_MOST = 8
+"""Lanes by default, at most: the interpreter runs one thread at a time beside the kernel's work."""
 _SILENT = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 _USER_TIMEOUT_MS = 4000
 """Time without an answer after which the kernel ends a lane, as ZMQ does the control channel."""
@@ -47,6 +49,16 @@ class FrameHeader(NamedTuple):
 
 OPENED = FrameHeader(0, 0, 0, 0)
 """The first frame, without bytes: the producer has accepted the lane."""
+
+
+def count_lanes(lanes: int, *, is_encrypted: bool) -> int:
+    """Return how many lanes the option `lanes=` allows: by default one for each core, with keys.
+
+    Without encryption, one connection of ZMQ's moves bytes as fast as the cores of its ends can.
+    """
+    if lanes >= 0:
+        return lanes
+    return min(_MOST, len(os.sched_getaffinity(0))) if is_encrypted else 0
 
 
 def why_no_lanes(count: int, *, is_encrypted: bool) -> str:

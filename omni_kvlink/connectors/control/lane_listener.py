@@ -60,7 +60,8 @@ class LaneListener:
 
         WireError if it has a lane or a ticket of this number.
         """
-        self._end(peer, message.instead_of)  # its end may not have come here yet
+        self._end(peer, message.instead_of)  # that may not have come here yet
+        self._forget_tickets(peer, message.instead_of)  # and this one was never used
         number = message.lane
         expected = {ticket.lane for one, ticket in self._tickets.values() if one is peer}
         if not number or number in expected or (peer, number) in self._lanes:
@@ -85,7 +86,7 @@ class LaneListener:
 
     def on_peer_lost(self, peer: PeerConnection) -> None:
         """Close the lanes of a peer, and forget its tickets."""
-        self._tickets = {name: each for name, each in self._tickets.items() if each[0] is not peer}
+        self._forget_tickets(peer)
         for key in [key for key in self._lanes if key[0] is peer]:
             self._lanes.pop(key).close()
 
@@ -106,6 +107,12 @@ class LaneListener:
             connection.close()
         self._unadmitted.clear()
         self._stop_listening()
+
+    def _forget_tickets(self, peer: PeerConnection, number: int | None = None) -> None:
+        """Forget the tickets of a peer, or the one of a lane of this number."""
+        for name, (one, ticket) in list(self._tickets.items()):
+            if one is peer and number in (None, ticket.lane):
+                del self._tickets[name]
 
     def _listen(self, peer: PeerConnection) -> int:
         """Return the port at the address where a peer has reached this side."""

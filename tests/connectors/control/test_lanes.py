@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,10 +17,10 @@ import torch
 from omni_kvlink import KVConsumer, KVLink, KVProducer, PeerLostError, TensorTransferData, WireError
 from omni_kvlink.connectors.control import lane as lane_module
 from omni_kvlink.connectors.control import lane_listener, lane_reader, lane_sender
-from omni_kvlink.connectors.control.lane import GREETING, MAGIC, TICKET
+from omni_kvlink.connectors.control.lane import GREETING, MAGIC, TICKET, count_lanes
 from omni_kvlink.connectors.control.lane_listener import LaneListener
 from omni_kvlink.connectors.control.tcp_sender import TcpSender
-from omni_kvlink.connectors.protocol.messages import LaneTicket, decode, encode
+from omni_kvlink.connectors.protocol.messages import LaneTicket, OpenLane, decode, encode
 from omni_kvlink.testing.caches import hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
 from omni_kvlink.testing.rig import until
@@ -46,7 +47,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of both ends: without keys, and with those of this user."""
     if request.param == "keys" and not has_cipher():
         pytest.skip("cryptography is not installed")
-    return {"insecure": True} if request.param == "plain" else {}
+    return {"insecure": True, "lanes": 2} if request.param == "plain" else {}
 
 
 @pytest.fixture
@@ -149,6 +150,12 @@ def test_the_smaller_number_counts(options: dict[str, Any]) -> None:
         check_get(producer, reader, "k2", 2 * MIB)
         assert lanes_of(producer)["open"] == 1
         assert lanes_of(reader)["why"] == ""
+
+
+def test_the_default_number() -> None:
+    """Without keys no lanes; see docs/zmq.md."""
+    assert count_lanes(-1, is_encrypted=False) == 0 < count_lanes(-1, is_encrypted=True) <= 8
+    assert count_lanes(3, is_encrypted=False) == count_lanes(3, is_encrypted=True) == 3
 
 
 def test_without_cryptography(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +337,19 @@ def test_the_name_of_a_ticket_is_not_enough(
     del tickets[ticket.ticket[:8]]
 
 
+def test_a_lane_that_could_not_open_gives_its_place_back(
+    listening: tuple[KVProducer, KVConsumer, int],
+) -> None:
+    producer, _, port = listening
+    lanes = _lane_listener(producer)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        peer: Any = SimpleNamespace(duplicate=sock)
+        for number in range(1, 10):
+            ticket = lanes.ticket(peer, OpenLane(number, number - 1))
+            assert ticket.ticket, ticket.reason
+        lanes.on_peer_lost(peer)
+
+
 def test_connections_that_say_nothing(listening: tuple[KVProducer, KVConsumer, int]) -> None:
     """The oldest is closed for another; those with a ticket come through."""
     producer, reader, port = listening
@@ -340,15 +360,16 @@ def test_connections_that_say_nothing(listening: tuple[KVProducer, KVConsumer, i
     for sock in silent[:3]:
         assert _is_closed(sock)
     until(lambda: lanes_of(producer)["refused"] == {"no ticket": 3}, "three were closed")
-    with KVLink.connect(producer.url, timeout=PATIENCE, insecure=_is_insecure(reader)) as other:
+    with KVLink.connect(producer.url, timeout=PATIENCE, **_options_of(reader)) as other:
         check_get(producer, other, "k2", 2 * MIB)
         assert lanes_of(other)["opened"] > 0
     for sock in silent:
         sock.close()
 
 
-def _is_insecure(reader: KVConsumer) -> bool:
-    return not _session_lanes(reader)._link.is_encrypted  # private: stats() do not say it
+def _options_of(reader: KVConsumer) -> dict[str, Any]:
+    link = _session_lanes(reader)._link  # private: stats() do not say it
+    return {"lanes": link.count, "insecure": not link.is_encrypted}
 
 
 def test_a_greeting_byte_by_byte(options: dict[str, Any], forced: None) -> None:

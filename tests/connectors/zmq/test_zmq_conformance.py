@@ -89,7 +89,7 @@ def test_connector(
     if kind == "small":
         monkeypatch.setattr(control_listener, "CHUNK", 1000)
     elif kind == "lanes":
-        options["insecure"] = True
+        options |= {"insecure": True, "lanes": 2}
     elif kind:
         pytest.importorskip("cryptography", reason="lanes of links with keys need it")
     peer = lane_process if kind.startswith("lanes") else process
