@@ -46,7 +46,7 @@ class LaneListener:
     """
 
     def __init__(self, control: ControlListener, count: int, *, is_encrypted: bool):
-        self._control, self._loop = control, control.loop
+        self.control, self._loop = control, control.loop
         self._count, self._is_encrypted = count, is_encrypted
         self._threads = LaneThreads(count)
         self._listening: dict[str, socket.socket] = {}  # by local address
@@ -136,7 +136,7 @@ class LaneListener:
             each.close()
 
     def _on_connection_in_loop(self, listening: socket.socket, events: int) -> None:
-        with self._control.lock:
+        with self.control.lock:
             self._accept(listening)
 
     def _accept(self, listening: socket.socket) -> None:
@@ -157,7 +157,7 @@ class LaneListener:
         self._loop.watch(connection, READ, partial(self._on_greeting_in_loop, connection.fileno()))
 
     def _on_greeting_in_loop(self, descriptor: int, events: int) -> None:
-        with self._control.lock:
+        with self.control.lock:
             self._read_greeting(descriptor)
 
     def _read_greeting(self, descriptor: int) -> None:
@@ -207,7 +207,7 @@ class LaneListener:
         self._loop.call(partial(self._on_lost_in_loop, peer, number))
 
     def _on_lost_in_loop(self, peer: PeerConnection, number: int) -> None:
-        with self._control.lock:
+        with self.control.lock:
             self._end(peer, number)
 
     def _end(self, peer: PeerConnection, number: int) -> None:

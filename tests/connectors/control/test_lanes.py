@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +18,7 @@ from omni_kvlink.connectors.control import lane as lane_module
 from omni_kvlink.connectors.control import lane_listener, lane_reader, lane_sender
 from omni_kvlink.connectors.control.lane import GREETING, MAGIC, TICKET, count_lanes
 from omni_kvlink.connectors.control.lane_listener import LaneListener
+from omni_kvlink.connectors.control.peer import PeerConnection
 from omni_kvlink.connectors.control.tcp_sender import TcpSender
 from omni_kvlink.connectors.protocol.messages import LaneTicket, OpenLane, decode, encode
 from omni_kvlink.testing.caches import hash_tensors
@@ -343,7 +343,7 @@ def test_a_lane_that_could_not_open_gives_its_place_back(
     producer, _, port = listening
     lanes = _lane_listener(producer)
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        peer: Any = SimpleNamespace(duplicate=sock)
+        peer = PeerConnection(lanes.control, b"", -1, sock, None)
         for number in range(1, 10):
             ticket = lanes.ticket(peer, OpenLane(number, number - 1))
             assert ticket.ticket, ticket.reason
