@@ -52,7 +52,7 @@ from support.network.campaign import (  # noqa: E402
 from support.network.evidence import contradictions  # noqa: E402
 from support.network.features import FEATURES, PLAIN, feature_of, runs_over  # noqa: E402
 
-CONNECTORS = ("shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "ucx", "auto")
+CONNECTORS = ("shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "zmq+tcp-plain", "ucx", "auto")
 NOT_RUN = {("zmq+ipc", "descriptors"), ("ucx", "descriptors")}
 """Kinds of faults that the library beneath a connector does not survive."""
 FAULTS = 24
@@ -86,7 +86,9 @@ def run(
         scheme, _, mode = connector.partition("-")
         options: dict[str, Any] = {"quota": 32 << 20}
         options |= {"directory": folder} if scheme in ("shm", "auto") else {}
-        options |= {"mode": mode} if mode else {}
+        # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
+        options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
+        options |= {"mode": mode} if mode and mode != "plain" else {}
         logs = Path(folder, "logs")
         logs.mkdir()
         campaign = Campaign(

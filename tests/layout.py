@@ -102,7 +102,7 @@ THIRD_PARTY = {
     "_version": set[str](),
     "memory": {"numpy"},
     "_native": {"numpy", "google_crc32c"},
-    "connectors": {"msgspec", "numpy", "zmq", "ucxx"},
+    "connectors": {"msgspec", "numpy", "zmq", "ucxx", "cryptography"},
     "models": {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "PIL"},
 }
 """Packages that a folder may import; one that is not here may import any."""

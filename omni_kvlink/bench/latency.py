@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +23,7 @@ from omni_kvlink.bench.membench import PlainCopy
 from omni_kvlink.bench.pair import TIMEOUT, Pair, open_setup
 from omni_kvlink.bench.payloads import make_bundle, make_sample
 from omni_kvlink.bench.reader import page_faults
-from omni_kvlink.bench.report import Progress, progress
+from omni_kvlink.bench.report import BenchError, Progress, progress
 from omni_kvlink.bench.result import Bars, Lines, Result
 from omni_kvlink.bench.setups import BLOCK, LatencySetup
 from omni_kvlink.bench.stats import Summary, Timings
@@ -59,8 +60,10 @@ OTHER_TIMES = {
 }
 TIMES = PHASES | OTHER_TIMES
 FRESH = "new payload object made → views in hand"
-_Round: TypeAlias = "tuple[dict[str, float], dict[str, int], Ledger]"
-"""The seconds of a round, the page faults of each side, and the ledger."""
+KEYS_LIMIT, CPU_LIMIT = 1.8, 0.7
+"""Bars of a link with keys: total to one raw TCP connection; CPU seconds a gigabyte of a side."""
+_Round: TypeAlias = "tuple[dict[str, float], dict[str, int], Ledger, dict[str, float]]"
+"""The seconds of a round, the page faults of each side, the ledger, and each side's CPU seconds."""
 
 
 def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
@@ -70,6 +73,10 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
     data: Payload = make_bundle(sample, setup.branches, rng) if setup.branches else sample.cache
     plain = PlainCopy(nbytes)
     quota = max(4 << 30, 2 * nbytes)
+    if setup.keys:
+        if setup.connector != "zmq+tcp" or setup.url:
+            raise BenchError("--keys is for --connector zmq+tcp, without --url")
+        setup = dataclasses.replace(setup, url="zmq+tcp://127.0.0.1:0")
     with (
         torch_threads(setup.threads),
         open_setup(setup, threads=setup.threads, quota=quota) as pair,
@@ -94,8 +101,9 @@ def _result(
 ) -> Result:
     nbytes, baselines = setup.shape.nbytes, baselines_of(setup.connector, setup.shape.nbytes)
     cold = rounds[0][0]["total"] if setup.warmup else None
-    seconds, pages, ledgers = zip(*rounds[setup.warmup :], strict=True)
+    seconds, pages, ledgers, used = zip(*rounds[setup.warmup :], strict=True)
     times, ledger = Timings.of_rounds(seconds), ledgers[-1]
+    cpu = {side: Summary.of([1e9 * each[side] / nbytes for each in used]) for side in used[0]}
     faults = {side: Summary.of([counts[side] for counts in pages]) for side in pages[0]}
     pairs = zip(times["total"], times["copy"], strict=True)
     beyond = Summary.of([1e3 * (total - copy) for total, copy in pairs])
@@ -118,6 +126,7 @@ def _result(
         "beyond_copy_ms": beyond,
         "gigabytes_per_second": round(1e-6 * nbytes / times.milliseconds("total").p50, 3),
         "minor_faults": faults,
+        "cpu_seconds_per_gigabyte": cpu,
         "idle_cpu_percent": idle,
         "notes": notes,
     }
@@ -145,7 +154,7 @@ def _head(setup: LatencySetup, ledger: Ledger) -> Lines:
         f"{setup.connector}, mode {setup.mode}, copier {ledger.copier}, digests "
         f"{ledger.digests}, verify {setup.verify}, sources "
         f"{'paged' if setup.paged else 'contiguous'}{', direct' * setup.direct}, inline up to "
-        f"{setup.inline} bytes, torch threads {setup.threads}"
+        f"{setup.inline} bytes, torch threads {setup.threads}{', with keys' * setup.keys}"
     )
     return [
         ("payload", f"{setup.shape.text}{branches}"),
@@ -192,7 +201,10 @@ def _lines(
         range_text = f"({took.min:.3f} to {took.max:.3f}; p99 {took.p99:.3f})"
         compared = f"{phase} = {factor:.2f} × {text}, which took {took.p50:.3f} ms {range_text}"
         lines.append((name.replace("_", " "), compared))
+    cpu = figures["cpu_seconds_per_gigabyte"]
+    spent = ", ".join(f"{side} {used.p50:.3f} ({used.max:.3f})" for side, used in cpu.items())
     lines += [
+        ("cpu", f"seconds a gigabyte, put to release, median (most): {spent}"),
         ("rate", f"{figures['gigabytes_per_second']:.2f} GB/s to views"),
         ("beyond", f"{beyond.p50:.3f} ms of the total are not the copy {spread}"),
         ("faults", pages),
@@ -226,8 +238,12 @@ def _bars(
         label = f"total / plain copy, {figures['copier']} copier{', paged' * setup.paged}"
         yield label, times.ratio_of("total", "plain_copy"), 1.6 if setup.paged else 2.2
     has_bar = (nbytes <= SMALL or is_large) and setup.digests
+    if setup.keys and is_large:
+        for side, used in figures["cpu_seconds_per_gigabyte"].items():
+            yield f"CPU seconds a gigabyte, {side}", used.p50, CPU_LIMIT
     for name, text, limit, phase in baselines if has_bar else ():
         if limit is not None:
+            limit = KEYS_LIMIT if setup.keys and is_large else limit
             yield f"{phase} / {text}", times.ratio_of(phase, name), limit
     if setup.idle:
         yield "idle CPU, percent of a core", max(figures["idle_cpu_percent"].values()), 1.0
@@ -250,7 +266,7 @@ def _round(
     getting = pair.begin("get", key=KEY, verify=setup.verify)
     if setup.busy:
         _put_others(pair, data)
-    faults_before = page_faults(own_thread=pair.own_thread)
+    faults_before, used = page_faults(own_thread=pair.own_thread), -time.process_time()
     called = time.monotonic_ns()
     receipt = pair.link.put(data, direct=setup.direct, ttl=TTL, timeout=TIMEOUT)
     returned = time.monotonic_ns()
@@ -261,7 +277,11 @@ def _round(
     seconds |= _phases(receipt.ledger, called, committed, reader)
     seconds |= {"put": 1e-9 * (returned - called), "release": 1e-9 * (done - reader["dropped"])}
     producer_faults = page_faults(own_thread=pair.own_thread) - faults_before
-    return seconds, {"producer": producer_faults, "reader": reader["faults"]}, receipt.ledger
+    spent = {"producer": used + time.process_time(), "reader": 1e-9 * reader["cpu"]}
+    if pair.own_thread:
+        spent = {"both": spent["producer"]}
+    faults = {"producer": producer_faults, "reader": reader["faults"]}
+    return seconds, faults, receipt.ledger, spent
 
 
 def _fresh(pair: Pair, data: Payload, setup: LatencySetup) -> float:

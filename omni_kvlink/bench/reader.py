@@ -67,9 +67,10 @@ class ReaderCommands(CommandSet):
     ) -> dict[str, int]:
         """Wait for a payload, touch every page of its views, and release it.
 
-        The result has the moments, nanoseconds of the steps of `get`, and the page faults of all.
+        The result has the moments, nanoseconds of the steps of `get`, the page faults of all, and
+        the CPU nanoseconds of the process.
         """
-        faults_before = page_faults(own_thread=self._own_thread)
+        faults_before, used = page_faults(own_thread=self._own_thread), -time.process_time_ns()
         received = self._link.get(key, timeout=timeout, verify=verify)
         returned = time.monotonic_ns()
         with received as data:
@@ -86,6 +87,7 @@ class ReaderCommands(CommandSet):
             "view": int(1e9 * seconds["view"]),
             "verify": int(1e9 * seconds.get("verify", 0.0)),
             "faults": faults,
+            "cpu": used + time.process_time_ns(),
         }
 
     def copy_out(self, key: str, timeout: float, moment: int = 0, **targets: Any) -> int:

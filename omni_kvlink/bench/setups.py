@@ -168,6 +168,7 @@ class LatencySetup(SmallSetup):
     branches: int = option(
         0, "payload", _BRANCHES, dataclasses.replace(POSITIVE, most=MAX_BRANCHES)
     )
+    keys: bool = option(False, "link", "encrypt: TCP with the key of this user (zmq+tcp)", None)
     direct: bool = option(False, "link", "put(direct=True): nothing is copied (zmq, ucx)", None)
     verify: str = option("auto", "link", f"digests {_DIGESTS}", ("auto", "full", "off"))
     rounds: int = option(20, "measurement", "rounds that are counted")

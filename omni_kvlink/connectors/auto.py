@@ -12,8 +12,9 @@ from omni_kvlink.connectors import ucx
 from omni_kvlink.connectors.base import Backend, Consumer, Options, refuse_keys
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer, keep_freed_memory
-from omni_kvlink.connectors.control.listener import ChunkSender, ControlListener, SenderOpener
+from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
 from omni_kvlink.connectors.control.session import ControlSession
+from omni_kvlink.connectors.control.tcp_sender import TcpSender
 from omni_kvlink.connectors.runtime.event_loop import Wake
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
@@ -137,9 +138,9 @@ def _senders(address: ControlAddress, options: Options) -> list[SenderOpener]:
     except ConnectorError as error:
         why = str(error)
     if why is None:
-        return [UcxSender, ChunkSender]
+        return [UcxSender, TcpSender]
     _log.info("%s is served without UCX: %s", address.url, why)
-    return [ChunkSender]
+    return [TcpSender]
 
 
 def _connect(name: str, options: Options, timeout: float) -> Consumer:

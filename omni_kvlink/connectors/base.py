@@ -16,7 +16,7 @@ from omni_kvlink.connectors.protocol.messages import DEFAULT_INLINE, INLINE, SLO
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import LayoutCache
-from omni_kvlink.settings import Choice, FilePath, Settings, Size, Text
+from omni_kvlink.settings import Choice, FilePath, Integer, Settings, Size, Text
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ class Options(Settings):
             its readers' public keys, for a consumer the producer's public key file.
         insecure: use no keys over TCP, neither between machines nor on loopback; whoever can reach
             the address can then read, forge and abort payloads. At both ends.
+        lanes: of a link over TCP (`zmq+tcp://`, `auto://`), TCP connections that each reader opens
+            beside the one for messages, for bytes alone, 16 at most; the smaller number of both
+            ends counts. By default (-1), of a link with keys one for each core, 8 at most, if the
+            package `cryptography` is there (else `stats()` says so); without keys none, as with 0:
+            bytes share the connection of the messages.
         trusted_network: allow UCX. Its ports authenticate nobody: whoever reaches one, on loopback
             every user of the machine, can write into this process's memory, read payloads, and end
             the process.
@@ -101,6 +106,7 @@ class Options(Settings):
     keys: Annotated[str, FilePath()] = ""
     peers: Annotated[str, FilePath()] = ""
     insecure: bool = False
+    lanes: Annotated[int, Integer(least=-1, most=16)] = -1
     trusted_network: bool = False
     ucx_tls: str = "tcp"
     ucx_devices: str = ""

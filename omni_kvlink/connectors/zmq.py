@@ -1,4 +1,4 @@
-"""`zmq+tcp://host:port` and `zmq+ipc:///path`: payloads in chunks over the control channel."""
+"""`zmq+tcp://host:port` and `zmq+ipc:///path`: payloads by lanes, or the control channel."""
 
 from functools import partial
 
@@ -6,13 +6,16 @@ from omni_kvlink.connectors.base import Backend, Consumer, Options
 from omni_kvlink.connectors.control.address import ControlAddress
 from omni_kvlink.connectors.control.consumer import ControlConsumer, keep_freed_memory
 from omni_kvlink.connectors.control.listener import ChunkSender, ControlListener
+from omni_kvlink.connectors.control.tcp_sender import TcpSender
 from omni_kvlink.connectors.runtime.producer import PooledProducer
 from omni_kvlink.memory.mapping import Mapping
+
+_SENDERS = {"tcp": TcpSender, "ipc": ChunkSender}
 
 
 def _serve(protocol: str, location: str, options: Options) -> PooledProducer:
     address = ControlAddress(protocol, location)
-    opener = partial(ControlListener, address, options, senders=[ChunkSender])
+    opener = partial(ControlListener, address, options, senders=[_SENDERS[protocol]])
     return PooledProducer(address.url, options, Mapping.anonymous, opener)
 
 

@@ -42,6 +42,7 @@ class LinkOptions(TypedDict, total=False):
     insecure: bool
     trusted_network: bool
     ucx_tls: str
+    lanes: int
     ucx_devices: str
     tcp: str
     device: str

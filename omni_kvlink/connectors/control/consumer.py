@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from omni_kvlink.connectors.control.lane import count_lanes
+from omni_kvlink.connectors.control.link_lanes import LinkLanes
 from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
 from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.control.session import ControlSession
@@ -44,6 +46,9 @@ class ControlConsumer(SessionConsumer):
     _make_session: Callable[[SessionResources], ControlSession] = ControlSession
     """Returns a new session, not yet connected; of the type that a subclass has."""
 
+    _has_lanes = True
+    """Whether payloads may come by lanes beside the control channel, which must be TCP."""
+
     def __init__(self, address: ControlAddress, options: Options):
         if address.protocol == "tcp" and address.address.endswith(":0"):
             raise SchemaError(
@@ -57,6 +62,11 @@ class ControlConsumer(SessionConsumer):
         self._closing = self._is_shut_down = False
         self.counters = Counter[str]()
         self._sessions_opened: list[ControlSession] = []
+        self._lanes: LinkLanes | None = None
+        if self._has_lanes and address.protocol == "tcp":
+            keyed = credentials is not None
+            count = count_lanes(options.lanes, is_encrypted=keyed)
+            self._lanes = LinkLanes(address.url, count, is_encrypted=keyed)
         self._closers: list[Callable[[], None]] = []  # of parts that subclasses have opened
         self._context: zmq.Context[Any] = zmq.Context()
         with contextlib.ExitStack() as opened:
@@ -73,6 +83,7 @@ class ControlConsumer(SessionConsumer):
             self._receive_pool,
             self.layouts,
             self.counters,
+            self._lanes,
         )
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> Session:
@@ -131,6 +142,8 @@ class ControlConsumer(SessionConsumer):
         for session in self._sessions_opened:
             session.disconnect_in_loop(error)
         self._context.term()
+        if self._lanes is not None:
+            self._lanes.threads.close()
         for close in self._closers:
             close()
 
@@ -150,6 +163,7 @@ class ControlConsumer(SessionConsumer):
             **super().stats(),
             "memory": self._receive_pool.stats(),
             "verification": verification,
+            **({} if self._lanes is None else {"lanes": self._lanes.stats()}),
         }
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Hello,
     Message,
     Offer,
+    OpenLane,
     Refused,
     Release,
     TransportAddress,
@@ -77,6 +78,7 @@ class ControlListener(Listener):
         self.address, self.options, self.producer = address, options, producer
         self.loop = producer.loop
         credentials = find_credentials(address, options)
+        self.is_encrypted = credentials is not None
         self._peers: dict[bytes, PeerConnection] = {}
         self._by_descriptor: dict[int, PeerConnection] = {}
         self._disconnected: list[PeerConnection] = []
@@ -99,7 +101,7 @@ class ControlListener(Listener):
                 sender.close()
             self._context.destroy(0)
             raise
-        self.transports = tuple(sender.transport for sender in self._senders)
+        self.transports = tuple(name for sender in self._senders for name in sender.transports)
 
     def _bind(self, credentials: Credentials | None) -> None:
         callbacks = (
@@ -215,8 +217,7 @@ class ControlListener(Listener):
             self._socket.send([peer.identity, *frames], copy=copy)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
-                self._refused["too slow"] += 1
-                self.refuse(peer, "too slow")
+                self.refuse(peer, "too slow", "too slow")
             else:
                 self._disconnected.append(peer)
                 self.loop.call(self._on_idle_in_loop)
@@ -233,8 +234,7 @@ class ControlListener(Listener):
                 peer.turns = 0
                 self._throttle_in_loop(peer)
             if not peer.keep(parts[0], self._floods):
-                self._refused["flood"] += 1
-                self.refuse(peer, "it sent more than can be kept")
+                self.refuse(peer, "it sent more than can be kept", "flood")
                 self._flooders.add(peer.identity)
                 self._socket.disconnect(peer.descriptor)  # it may not heed the refusal
         else:
@@ -291,11 +291,12 @@ class ControlListener(Listener):
         if isinstance(message, TransportAddress):
             self._on_address_in_loop(peer, message)
         elif peer.sender is None:
-            self._refused["bad message"] += 1
             scheme = self.address.url.partition(":")[0]
-            self.refuse(peer, f"this link is {scheme}://, connect with that scheme")
+            self.refuse(peer, f"this link is {scheme}://, connect with that scheme", "bad message")
         elif isinstance(message, FetchRange):
             self._on_fetch_in_loop(peer, peer.sender, message)
+        elif isinstance(message, OpenLane):
+            self._outbox.append((peer, peer.sender.open_lane(peer, message)))
         else:
             if isinstance(message, Release) and peer.pending:
                 pending = (fetch for fetch in peer.pending if fetch.get_id != message.get_id)
@@ -384,11 +385,12 @@ class ControlListener(Listener):
         if peer.sender is not None:
             peer.sender.on_peer_lost(peer)
 
-    def refuse(self, peer: PeerConnection, reason: str) -> None:
+    def refuse(self, peer: PeerConnection, reason: str, *counters: str) -> None:
         """Remove a peer and tell it to disconnect, because a ROUTER cannot close a connection.
 
-        With the lock held. A peer that takes no message now gets it later.
+        With the lock held. A peer that takes no message now gets it later. `counters` count it.
         """
+        self._refused.update(counters)
         self._remove(peer)
         self._refusals[peer.identity] = reason
         self._send_refusals()
@@ -437,8 +439,7 @@ class ControlListener(Listener):
             except WireError as error:
                 if self.producer.find_leased(peer, fetch.get_id, fetch.epoch) is None:
                     continue  # the transfer ended meanwhile; a direct put's tensors are gone
-                self._refused["bad message"] += 1
-                self.refuse(peer, f"it asked for {error}")
+                self.refuse(peer, f"it asked for {error}", "bad message")
                 return
 
     def borrow(

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
-from omni_kvlink.connectors.protocol.messages import FetchRange, TransportAddress, unexpected
+from omni_kvlink.connectors.protocol.messages import (
+    FetchRange,
+    LaneTicket,
+    OpenLane,
+    TransportAddress,
+    unexpected,
+)
 from omni_kvlink.connectors.runtime.listener import Listener, PeerHandle
 from omni_kvlink.connectors.runtime.turns import TURN, RecentNames
 
@@ -59,6 +65,11 @@ class RangeSender(ABC):
     needs_address = False
     """Whether a peer must send `TransportAddress` before it can use this sender."""
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names, for `Hello`, of the ways in which a consumer can have bytes."""
+        return (self.transport,)
+
     @abstractmethod
     def direct_refusal(self, device: str) -> str:
         """Return why this sender cannot send tensors of a device; "" if it can."""
@@ -70,6 +81,10 @@ class RangeSender(ABC):
     def connect(self, peer: PeerConnection, address: TransportAddress) -> TransportAddress:
         """Connect to the address that a peer sent; return the address of this side."""
         unexpected(address)
+
+    def open_lane(self, peer: PeerConnection, message: OpenLane) -> LaneTicket:
+        """Return what a peer needs to open a lane, or why it gets none."""
+        unexpected(message)
 
     def on_peer_lost(self, peer: PeerConnection) -> None:  # noqa: B027 (optional)
         """Disconnect from a peer whose control connection is gone."""

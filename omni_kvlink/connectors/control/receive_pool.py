@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import zmq
 
     from omni_kvlink.connectors.control.address import ControlAddress
+    from omni_kvlink.connectors.control.link_lanes import LinkLanes
     from omni_kvlink.connectors.control.security import Credentials
     from omni_kvlink.connectors.runtime.event_loop import EventLoop
     from omni_kvlink.memory.arena import MakeArena
@@ -217,3 +218,4 @@ class SessionResources(NamedTuple):
     receive_pool: ReceivePool
     layouts: LayoutCache
     counters: Counter[str]
+    lanes: LinkLanes | None = None  # of the consumer; None if it has none

@@ -173,7 +173,7 @@ class InboundTransfer:
         self.plan: FetchPlan[Label] = FetchPlan(offer.location.nbytes + offer.draft, chunk)
         self.progress = Progress() if self.streamed else None
         self.ready = get.done
-        self._receive_pool, self._layouts, self._counters = resources[4:]
+        self._receive_pool, self._layouts, self._counters = resources[4:7]
         self._fetch_more, self.lease, self._inline_bytes = fetch_more, lease, inline_bytes
         self._block: Block | None = None
         self._region: Region | None = None

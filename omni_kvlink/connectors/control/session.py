@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from omni_kvlink.connectors.control.lane import host_of
+from omni_kvlink.connectors.control.lane_reader import LaneRange
 from omni_kvlink.connectors.control.monitored_socket import BROKEN, MonitoredSocket
 from omni_kvlink.connectors.control.remote_get import FetchingSession, InboundTransfer, RemoteGet
+from omni_kvlink.connectors.control.session_lanes import SessionLanes
 from omni_kvlink.connectors.protocol.delivery import Delivery
 from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimits, FetchQueue
 from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
@@ -22,6 +25,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Committed,
     Failed,
     FetchRange,
+    LaneTicket,
     Layer,
     Message,
     Offer,
@@ -74,7 +78,8 @@ class ControlSession(LeadingReceiver, FetchingSession):
         super().__init__()
         self._resources = resources
         self._address, self._credentials, self._context, self._loop = resources[:4]
-        self._receive_pool, self._layouts, self._counters = resources[4:]
+        self._receive_pool, self._layouts, self._counters, link_lanes = resources[4:]
+        self._lanes = None if link_lanes is None else SessionLanes(link_lanes, self, self._loop)
         self._url = self._address.url
         self._inbound_transfers: dict[int, InboundTransfer] = {}
         self._fetching = FetchQueue[InboundTransfer]()
@@ -87,7 +92,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self.no_wait = False  # fail if no producer serves, instead of trying again
         self.transports = tuple[str, ...]()  # by which the producer can send bytes
         self._is_greeted = self.was_connected = self._is_handshaken = self._is_lost = False
-        self.handshake_error = ""
+        self.handshake_error = self._producer_host = ""
 
     def send(self, message: Message) -> None:
         """Queue a message for the producer; never blocks."""
@@ -157,11 +162,14 @@ class ControlSession(LeadingReceiver, FetchingSession):
     def _close_connection_in_loop(self) -> None:
         if self._socket is not None:
             self._socket.close()
+        if self._lanes is not None:
+            self._lanes.close()
         self._wake = None  # once no thread uses it
 
     def _on_event_in_loop(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self.was_connected, self._is_handshaken = True, False
+            self._producer_host = host_of(value)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.handshake_error, self._is_handshaken = "", True
             self._send_hello_in_loop()
@@ -234,6 +242,8 @@ class ControlSession(LeadingReceiver, FetchingSession):
 
     def _on_greeted_in_loop(self) -> None:
         """Continue after the exchange of `Hello`."""
+        if self._lanes is not None:
+            self._lanes.begin(self._producer_host, self.transports)
         self.set_ready_in_loop()
 
     def _end_gets_in_loop(self, error: KVLinkError) -> None:
@@ -264,6 +274,9 @@ class ControlSession(LeadingReceiver, FetchingSession):
         if isinstance(message, Offer):
             self._on_offer_in_loop(message, inline_bytes)
             return
+        if isinstance(message, LaneTicket) and self._lanes is not None:
+            self._lanes.on_ticket(message)
+            return
         if isinstance(message, (Layer, Committed)):
             if message.get_id in self._inbound_transfers:
                 self._inbound_transfers[message.get_id].on_message(message)
@@ -279,6 +292,10 @@ class ControlSession(LeadingReceiver, FetchingSession):
         inbound = self._inbound_transfers.get(chunk.get_id)
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
+
+    def find_inbound_in_loop(self, get_id: int) -> InboundTransfer | None:
+        """Return the payload that is being fetched for a get; None if it was released."""
+        return None if self.is_closed else self._inbound_transfers.get(get_id)
 
     def _on_offer_in_loop(self, offer: Offer, inline_bytes: bytes) -> None:
         start, stop = offer.first
@@ -296,7 +313,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
             get,
             offer,
             GetLease(self.get_table, offer.get_id, offer.epoch),
-            self._fetch_more_in_loop,
+            self.fetch_more_in_loop,
             inline_bytes,
             self.fetch_limits.chunk,
         )
@@ -306,7 +323,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self.get_table.on_message(offer)
         self._receive_pool.allocate(inbound.plan.nbytes, inbound)
 
-    def _fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
+    def fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
         """Request what the window allows, of all payloads in turn: small ones overtake large."""
         if self.is_closed:
             return  # memory that was mapped meanwhile arrives behind the end; it will be released
@@ -347,8 +364,12 @@ class ControlSession(LeadingReceiver, FetchingSession):
             self._transmit_in_loop(self._outbox.popleft())
 
     def _fetch_range_in_loop(self, inbound: InboundTransfer, start: int, stop: int) -> None:
-        """Request bytes of a payload."""
-        self.send(FetchRange(inbound.offer.get_id, inbound.offer.epoch, start, stop))
+        """Request bytes of a payload, by a lane if one is open."""
+        get_id, epoch = inbound.offer.get_id, inbound.offer.epoch
+        lane = None if self._lanes is None else self._lanes.pick(stop - start)
+        if lane is not None:
+            lane.expect(LaneRange(get_id, epoch, start, stop, inbound.borrow(start, stop)))
+        self.send(FetchRange(get_id, epoch, start, stop, 0 if lane is None else lane.number))
 
     def receive(self, get: RemoteGet, deadline: float) -> None:
         """Receive the payload in this thread, if no other payload is on its way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import struct
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -101,6 +102,7 @@ class FetchPlan(Generic[Label]):
         self._again: deque[tuple[int, int]] = deque()
         self._goals: list[tuple[int, int, int, Label]] = []
         self._num_goals = 0
+        self._is_cancelled = False
         self._changed_to = -1  # goals that begin behind this byte are known to be open
         self._complete: deque[Label] = deque()
         self._digests = ArrivingDigests()
@@ -132,8 +134,16 @@ class FetchPlan(Generic[Label]):
         self.received_nbytes -= stop - start
         self._again.append((start, stop))
 
+    def give_back(self, start: int, stop: int) -> None:
+        """Fetch bytes that were requested, and will not come that way, before others."""
+        self._requested.remove(start, stop)
+        self.pending_nbytes -= stop - start
+        if not self._is_cancelled:
+            self._again.append((start, stop))
+
     def cancel(self) -> None:
         """Fetch nothing more, and complete no label; bytes that were requested may arrive."""
+        self._is_cancelled = True
         self._queue.clear()
         self._again.clear()
         self._goals.clear()
@@ -373,7 +383,7 @@ def copy_into(
         view = host.packed_flat_view(source + first, stop - first)
         batch.add(first, stop - first, view, digest=chunk is not None)
     digests = batch.gather()
-    return [int.from_bytes(digests[at : at + 4], "big") for at in range(0, len(digests), 4)]
+    return list(struct.unpack(f">{len(digests) // 4}I", digests))
 
 
 def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
@@ -382,6 +392,14 @@ def crcs_of(region: Region, pieces: Sequence[Piece]) -> list[int]:
     Bytes of a device are hashed there; this blocks until it has done so.
     """
     spans = [(start, stop) for start, stop, chunk in pieces if chunk is not None]
+    if not spans:
+        return []
     if region.device != "cpu":
-        return device_memory.crcs_of(region, spans) if spans else []
-    return [host.crc32c(region.view(start, stop)) for start, stop in spans]
+        return device_memory.crcs_of(region, spans)
+    if not host.is_loaded():
+        return [host.crc32c(region.view(start, stop)) for start, stop in spans]
+    batch = host.CopyBatch(region.address, region.nbytes, threads=1)
+    for start, stop in spans:
+        batch.add(start, stop - start, digest=True)
+    digests = batch.digest()
+    return list(struct.unpack(f">{len(digests) // 4}I", digests))

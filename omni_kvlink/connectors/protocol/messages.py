@@ -55,7 +55,8 @@ class Hello(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Both sides, first message: protocol versions, run of the process, how bytes can be had.
 
     A producer's `incarnation` is the same at each of its listeners; a consumer that receives its
-    own is connected with itself. `transports` are a producer's: "shm", "ucx", "zmq".
+    own is connected with itself. `transports` are a producer's: "shm", "ucx", "zmq",
+    and "lanes" if it opens such beside "zmq".
     """
 
     versions: tuple[Number, Number]
@@ -194,13 +195,15 @@ class Reject(_Message, frozen=True, array_like=True, tag=True, gc=False):
 class FetchRange(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer without shared memory: requests bytes of an offered payload.
 
-    Bytes count from the payload's start; those of a draft follow the payload's.
+    Bytes count from the payload's start; those of a draft follow the payload's. They are sent by
+    the lane of this number, or with 0 by the control channel.
     """
 
     get_id: Number
     epoch: Number
     start: Number
     stop: Number
+    lane: Number = 0
 
 
 class Chunk(_Message, frozen=True, array_like=True, tag=True, gc=False):
@@ -221,6 +224,30 @@ class TransportAddress(_Message, frozen=True, array_like=True, tag=True, gc=Fals
     secret: Secret = b""
 
 
+class OpenLane(_Message, frozen=True, array_like=True, tag=True, gc=False):
+    """Consumer: asks for a lane, numbered by it, from a producer that has "lanes".
+
+    A lane is a TCP connection beside the control channel, for bytes alone. `instead_of` is the
+    number of one that has ended, or 0.
+    """
+
+    lane: Number
+    instead_of: Number = 0
+
+
+class LaneTicket(_Message, frozen=True, array_like=True, tag=True, gc=False):
+    """Producer: the lane is accepted at this port, once, by the ticket; or, without one, why not.
+
+    `key` encrypts its frames; it is empty if the control channel is not encrypted either.
+    """
+
+    lane: Number
+    port: Number = 0
+    ticket: Secret = b""
+    key: Secret = b""
+    reason: Text = ""
+
+
 class Abort(_Message, frozen=True, array_like=True, tag=True, gc=False):
     """Consumer: ends this key for both sides."""
 
@@ -234,9 +261,9 @@ class Batch(_Message, frozen=True, array_like=True, tag=True, gc=False):
     messages: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
-FromConsumer: TypeAlias = Get | Cancel | Release | Reject | FetchRange | Abort
+FromConsumer: TypeAlias = Get | Cancel | Release | Reject | FetchRange | OpenLane | Abort
 FromProducer: TypeAlias = (
-    Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk
+    Refused | Memory | Retire | Offer | Layer | Committed | Status | Failed | Chunk | LaneTicket
 )
 Message: TypeAlias = Hello | TransportAddress | FromConsumer | FromProducer
 _BATCH_SPACE = 32

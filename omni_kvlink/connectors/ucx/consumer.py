@@ -34,6 +34,7 @@ class UcxConsumer(ControlConsumer):
     """The consumer of `ucx://host:port`; all of its sessions share one `UcxTransport`."""
 
     _ucx_transport: UcxTransport | None = None
+    _has_lanes = False
 
     def stats(self) -> dict[str, Any]:
         """Return state and counters, as JSON values."""

@@ -18,6 +18,7 @@ from omni_kvlink.testing.conformance import Check, run_check
 from omni_kvlink.testing.peer_harness import ProcessPeer
 from omni_kvlink.testing.rig import Rig
 from support.connectors.zmq_addresses import fresh_url
+from support.faults.peer_commands import start_peer
 from support.link.link_checks import ALL_CHECKS
 
 if TYPE_CHECKING:
@@ -33,13 +34,23 @@ def process() -> Iterator[ProcessPeer]:
     peer.close()
 
 
+@pytest.fixture(scope="module")
+def lane_process() -> Iterator[ProcessPeer]:
+    """A reader that has all bytes come by lanes."""
+    peer = start_peer(module="support.connectors.lane_peer")
+    yield peer
+    peer.close()
+
+
+LARGE = {
+    module.__name__ for module in (delivery_checks, stream_checks, memory_checks, zero_copy_checks)
+}
 QUICK = {
     "tcp": {check.__module__ for check in ALL_CHECKS},
     "ipc": {delivery_checks.__name__, ending_checks.__name__},
-    "tcp-small": {
-        module.__name__
-        for module in (delivery_checks, stream_checks, memory_checks, zero_copy_checks)
-    },
+    "tcp-small": LARGE,
+    "tcp-lanes": LARGE,
+    "tcp-lanes+keys": {delivery_checks.__name__, stream_checks.__name__},
 }
 """Modules whose checks are run with every change, by transport; the others are marked `slow`."""
 THOUSANDS_OF_CHUNKS = (
@@ -66,13 +77,20 @@ def test_connector(
     transport: str,
     check: Check,
     process: ProcessPeer,
+    lane_process: ProcessPeer,
     sockets: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transport, _, small_chunks = transport.partition("-")
-    options = {}
-    if small_chunks:  # also split the small payloads of the checks
+    transport, _, kind = transport.partition("-")
+    options: dict[str, Any] = {}
+    if kind:  # also fetch the small payloads of the checks
         options["inline"] = 0
         monkeypatch.setattr(control_listener, "EAGER", 0)
+    if kind == "small":
         monkeypatch.setattr(control_listener, "CHUNK", 1000)
-    run_check(check, Rig(lambda: fresh_url(transport, sockets), options, process))
+    elif kind == "lanes":
+        options |= {"insecure": True, "lanes": 2}
+    elif kind:
+        pytest.importorskip("cryptography", reason="lanes of links with keys need it")
+    peer = lane_process if kind.startswith("lanes") else process
+    run_check(check, Rig(lambda: fresh_url(transport, sockets), options, peer))

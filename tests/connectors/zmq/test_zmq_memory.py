@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.control.remote_get import InboundTransfer
 
-# Reaches into _fetch_more_in_loop, _inbound_transfers: what is requested at one moment; `stats()`
+# Reaches into _inbound_transfers: what is requested at one moment; `stats()`
 # is read later.
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
@@ -157,13 +157,13 @@ def test_the_window_is_shared_by_all_payloads(
     window = 2 * CHUNK
     monkeypatch.setattr(ControlSession, "fetch_limits", FetchLimits(CHUNK, window))
     most = []
-    fetch_more = ControlSession._fetch_more_in_loop
+    fetch_more = ControlSession.fetch_more_in_loop
 
     def watched(session: ControlSession, inbound: InboundTransfer) -> None:
         fetch_more(session, inbound)
         most.append(sum(one.plan.pending_nbytes for one in session._inbound_transfers.values()))
 
-    monkeypatch.setattr(ControlSession, "_fetch_more_in_loop", watched)
+    monkeypatch.setattr(ControlSession, "fetch_more_in_loop", watched)
     with KVLink.connect(producer.url, timeout=60, quota=64 * MIB) as reader:
         recipes = [sized(f"k{n}", 3 * CHUNK, seed=n) for n in range(4)]
         pending = [begin_get(reader, recipe.key, timeout=60) for recipe in recipes]
