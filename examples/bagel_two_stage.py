@@ -106,7 +106,7 @@ def warm_up(args: argparse.Namespace, link: KVProducer) -> None:
         TensorTransferData(WARM_UP, {"rows": torch.zeros(5, 1024)}), timeout=args.timeout
     )
     receipt.wait(timeout=args.timeout)
-    report("warmed up", ledger=dataclasses.asdict(receipt.ledger))
+    report("warmed up", ledger=receipt.ledger.to_dict())
 
 
 def send(
@@ -126,7 +126,7 @@ def send(
         request=request.request_id,
         prefill_ms=1e3 * (prefilled - start),
         tokens={name: bundle[name].metadata.seq_len for name in bundle},
-        ledger=dataclasses.asdict(receipt.ledger),
+        ledger=receipt.ledger.to_dict(),
     )
     # In place, the memory is free when its last tensor is gone: those that the pipeline caches,
     # and those of this function.
@@ -233,7 +233,7 @@ def run_dit(args: argparse.Namespace) -> None:
                 render_ms=1e3 * seconds,
                 previews=preview_path(args, request),
                 layers=len(received) if isinstance(received, ReceivedStream) else 0,
-                ledger=dataclasses.asdict(received.ledger),
+                ledger=received.ledger.to_dict(),
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.base import MAX_RETRIES
@@ -45,6 +46,15 @@ class GetPhase(enum.Enum):
     ENDED = "it was cancelled, or nothing could be requested"
 
 
+def _ignore(outcome: object) -> None:
+    """Stand for a function that the caller has not given, or that was called."""
+
+
+def _queue_all(waiting: list[BackgroundGet], answer: object) -> None:
+    for get in waiting:
+        get._queue()
+
+
 class BackgroundGet:
     """One get for which no thread waits; thread-safe.
 
@@ -79,6 +89,7 @@ class BackgroundGet:
     _pending: PendingGet | None = None
     _stream: ReceivedStream | None = None
     _leaves_unread = True
+    _waiting: list[BackgroundGet] | None = None
 
     def __init__(
         self,
@@ -89,10 +100,10 @@ class BackgroundGet:
         *,
         url: str = "",
         submit: Callable[[Callable[[], None]], object] = lambda function: function(),
-        copy: Callable[[Any], object] = lambda delivery: None,
-        fail: Callable[[Exception], object] = lambda error: None,
+        copy: Callable[[Any], object] = _ignore,
+        fail: Callable[[Exception], object] = _ignore,
         into: Into | None = None,
-        copied: Callable[[CopyInto], object] = lambda copies: None,
+        copied: Callable[[CopyInto], object] = _ignore,
         after: StreamEvents | None = None,
     ):
         self.key, self.timeout, self._url = key, check_timeout(timeout), url
@@ -152,9 +163,14 @@ class BackgroundGet:
             self.begin(timeout)
         except Exception as error:
             if self._move(GetPhase.ENDED, GetPhase.CONNECTING):
-                self._fail(error)
+                self._end(self._fail, error)
             return
-        self.pending.future.add_done_callback(lambda _: self._queue())
+        # Not of `future`, which keeps its callbacks, nor one that refers to this object when it has
+        # ended: both would be a reference cycle, with the link in it.
+        waiting = self._waiting = [self]
+        self.pending.add_done_callback(partial(_queue_all, waiting))
+        if self.phase is GetPhase.ENDED:  # it was cancelled meanwhile
+            waiting.clear()
 
     def take(self) -> Delivery:
         """The delivery, or raise the error of the get; TransferTimeout if nothing has come."""
@@ -180,7 +196,7 @@ class BackgroundGet:
             self._queue()
             return
         text = f"the producer {self._url} was not reached within {format_seconds(self.timeout)}"
-        self._fail(TransferTimeout(text, key=self.key, waited=self.timeout))
+        self._end(self._fail, TransferTimeout(text, key=self.key, waited=self.timeout))
 
     def cancel(self, *, leaves_unread: bool = True) -> bool:
         """Withdraw the request, or leave the payload to others; False if another call ended it.
@@ -191,8 +207,10 @@ class BackgroundGet:
         """
         ending = GetPhase.CONNECTING, GetPhase.WAITING, GetPhase.QUEUED
         is_first = self._move(GetPhase.ENDED, *ending)
-        if is_first and self._pending is not None:
-            self._pending.cancel()
+        if is_first:
+            if self._pending is not None:
+                self._pending.cancel()
+            self._end(_ignore, None)
         self._leaves_unread = leaves_unread  # before the move, which the copy looks at
         if self._into is not None and self._move(GetPhase.STOPPED, GetPhase.TAKEN):
             stream = self._stream
@@ -219,9 +237,17 @@ class BackgroundGet:
             if is_lost and self.can_retry():
                 self.request()
             else:
-                self._fail(error)
+                self._end(self._fail, error)
         else:
-            self._copy(taken)
+            self._end(self._copy, taken)
+
+    def _end(self, call: Callable[[Any], object], outcome: Any) -> None:
+        """Report the outcome, and forget the caller's functions, which may refer to this object."""
+        self._copy = self._fail = self._copied = _ignore
+        self._into = None
+        if self._waiting:
+            self._waiting.clear()
+        call(outcome)
 
     def _copy_into(self, delivery: Delivery, into: Into) -> CopyInto:
         """Copy the payload as it comes; no target is written any more when this has ended."""

@@ -80,6 +80,9 @@ class CopyInto:
             own = views[tensors.start : tensors.stop]
             self.layers.append(LayerTargets(branch, layer, own))
 
+    def __repr__(self) -> str:
+        return f"<CopyInto: {self.count} of {len(self.layers)} layers>"
+
     @property
     def is_by_layer(self) -> bool:
         """Whether `copy_layer` is to be called for each of `layers`, or `copy_all` at the end."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -161,6 +163,28 @@ def test_layers_are_copied_as_they_come(
     assert not reader.get.cancel()
     assert reader.get.is_read
     until_freed(producer)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_one_that_has_ended_needs_no_cyclic_collector(
+    pair: tuple[KVProducer, KVConsumer], is_cancelled: bool
+) -> None:
+    """It has the link and its descriptors; servers run without that collector."""
+    producer, consumer = pair
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            reader = CopyOwner(consumer, pool)  # whose own methods the get calls
+            if is_cancelled:
+                assert reader.get.cancel()
+            else:
+                producer.put(DATA).wait(timeout=60)
+                until(reader.has_ended, "it has ended")
+        get = weakref.ref(reader.get)
+        del reader
+        until(lambda: get() is None, "nothing has it")
+    finally:
+        gc.enable()
 
 
 def test_targets_that_are_made_for_what_comes(

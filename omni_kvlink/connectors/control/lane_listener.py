@@ -6,7 +6,6 @@ import hmac
 import logging
 import os
 import socket
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ class LaneListener:
         self._unadmitted: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor
         self._tickets: dict[bytes, tuple[PeerConnection, LaneTicket]] = {}  # by name
         self._lanes: dict[tuple[PeerConnection, int], LaneSender] = {}
-        self._refused, self._ended = Counter[str](), 0
+        self._refused, self._ended = control.refused, 0
 
     def ticket(self, peer: PeerConnection, message: OpenLane) -> LaneTicket:
         """Return what a peer needs to open a lane, or why it gets none.
@@ -91,9 +90,8 @@ class LaneListener:
             self._lanes.pop(key).close()
 
     def stats(self) -> dict[str, Any]:
-        """Return how many lanes are open, have ended and were refused, as JSON values."""
-        refused = dict(self._refused)
-        return {"open": len(self._lanes), "ended": self._ended, "refused": refused}
+        """Return how many lanes are open and have ended, as JSON values."""
+        return {"open": len(self._lanes), "ended": self._ended}
 
     def close(self) -> None:
         """Close everything; blocks until the threads have ended."""

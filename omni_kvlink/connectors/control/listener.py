@@ -84,8 +84,8 @@ class ControlListener(Listener):
         self._disconnected: list[PeerConnection] = []
         self._refusals: dict[bytes, str] = {}
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
-        self._refused = Counter[str]()
-        self._ungreeted = UngreetedConnections(self._refused)
+        self.refused = Counter[str]()
+        self._ungreeted = UngreetedConnections(self.refused)
         self._throttled = TurnCounts()
         self._floods = RecentNames()  # hosts
         self._round, self._handled = -1, 0  # of reads, the last; messages that it has handled
@@ -111,7 +111,7 @@ class ControlListener(Listener):
             self._on_idle_in_loop,
         )
         with random_routing_ids():
-            self._zap_auth = ZapAuth(self._context, credentials, self.loop, self._refused)
+            self._zap_auth = ZapAuth(self._context, credentials, self.loop, self.refused)
             self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -135,7 +135,7 @@ class ControlListener(Listener):
         return {
             "address": f"{self.address.protocol}://{self.bound_url[1]}",
             "readers": len(self._peers),
-            "refused": dict(self._refused),
+            "refused": dict(self.refused),
             "throttled": self._throttled.stats(),
             **{s.transport: stats for s in self._senders if (stats := s.stats())},
         }
@@ -266,7 +266,7 @@ class ControlListener(Listener):
             else:
                 self._on_message_in_loop(peer, decode(parts[0]))
         except WireError:
-            self._refused["bad message"] += 1
+            self.refused["bad message"] += 1
             if peer is not None:
                 self.refuse(peer, "it sent what is no message of this protocol")
 
@@ -308,10 +308,10 @@ class ControlListener(Listener):
             raise WireError("the first message must be Hello")
         refusal = ""
         if common_version(message.versions) is None:
-            self._refused["other version"] += 1
+            self.refused["other version"] += 1
             refusal = "no common version"
         elif len(self._peers) >= MAX_PEERS:
-            self._refused["too many"] += 1
+            self.refused["too many"] += 1
             refusal = f"{MAX_PEERS} readers are connected already"
         if refusal:
             self._refusals[identity] = refusal
@@ -390,7 +390,7 @@ class ControlListener(Listener):
 
         With the lock held. A peer that takes no message now gets it later. `counters` count it.
         """
-        self._refused.update(counters)
+        self.refused.update(counters)
         self._remove(peer)
         self._refusals[peer.identity] = reason
         self._send_refusals()

@@ -183,6 +183,10 @@ class Ledger(msgspec.Struct, gc=False):
     digests: str = "off"
     seconds: dict[str, float] = {}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by their names, as JSON values."""
+        return {**msgspec.structs.asdict(self), "seconds": dict(self.seconds)}
+
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in self.seconds.items())
         return (
