@@ -38,6 +38,7 @@ COMMANDS = {
     "tiny": "kvlink-bench latency --preset tiny --rounds 200 --idle 5",
     "tiny-busy": "kvlink-bench latency --preset tiny --rounds 200 --busy",
     "zmq-tcp": "kvlink-bench latency --connector zmq+tcp",
+    "zmq-tcp-keys": "kvlink-bench latency --connector zmq+tcp --keys",
     "zmq-tcp-tiny": "kvlink-bench latency --connector zmq+tcp --preset tiny --rounds 200",
     "stream-bagel": "kvlink-bench stream",
     "stream-bagel36": "kvlink-bench stream --preset bagel36",
@@ -60,9 +61,11 @@ def machine_name() -> str:
     return f"{model}-{facts['cores']}core"
 
 
-def measure(name: str, path: Path) -> int:
+def measure(name: str, path: Path, nixl: str = "") -> int:
     """Run the command of `name`, which writes its document to `path`; return its exit status."""
     program, *options = shlex.split(COMMANDS[name])
+    if nixl and name == "first-transfer":
+        options += ["--nixl", nixl]
     beginning = ["-m", "omni_kvlink.bench"] if program == "kvlink-bench" else [program]
     print(f"\n$ {COMMANDS[name]}", flush=True)
     argv = [sys.executable, *beginning, *options, "--json", str(path)]
@@ -89,6 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(COMMANDS))
     parser.add_argument("--show", action="store_true", help="measure nothing")
+    parser.add_argument("--nixl", default="", help="a Python that has NIXL, to compare with")
     parser.add_argument("--machine", default=machine_name(), help="default: %(default)s")
     args = parser.parse_args()
     unknown = set(args.names) - set(COMMANDS)
@@ -96,9 +100,8 @@ def main() -> int:
         parser.error(f"no such document: {', '.join(sorted(unknown))}")
     names, folder = args.names or list(COMMANDS), HERE / "results" / args.machine
     folder.mkdir(parents=True, exist_ok=True)
-    failed = []
-    if not args.show:
-        failed = [name for name in names if measure(name, folder / f"{name}.json")]
+    to_measure = () if args.show else names
+    failed = [name for name in to_measure if measure(name, folder / f"{name}.json", args.nixl)]
     show(bars(folder, names))
     if failed:
         show(f"failed: {', '.join(failed)}", to_stderr=True)
