@@ -1,4 +1,7 @@
-"""`KVCacheTransferData` and `KVMetadata`, one KV cache; `PayloadBase`, what all payloads share."""
+"""`KVCacheTransferData` and `KVMetadata`, one KV cache; `PayloadBase`, what all payloads share.
+
+One long file: each put and get of a cache enters all three, and each file on its way costs it.
+"""
 
 from __future__ import annotations
 
