@@ -165,10 +165,10 @@ class BackgroundGet:
             if self._move(GetPhase.ENDED, GetPhase.CONNECTING):
                 self._end(self._fail, error)
             return
-        # Not of `future`, which keeps its callbacks, nor one that refers to this object when it has
-        # ended: both would be a reference cycle, with the link in it.
+        # The future keeps its callbacks: one that refers to this object after its end would be a
+        # reference cycle, with the link in it.
         waiting = self._waiting = [self]
-        self.pending.add_done_callback(partial(_queue_all, waiting))
+        self.pending.future.add_done_callback(partial(_queue_all, waiting))
         if self.phase is GetPhase.ENDED:  # it was cancelled meanwhile
             waiting.clear()
 
