@@ -96,7 +96,7 @@ def test_what_a_page_shows_of_a_file_is_there() -> None:
 
 
 COUNTED = re.compile(
-    r"""(?:_count(?:\(|, )|_refused\[|\.refuse\(peer, [^\n]*, |\._refuse\([^\n]*, )"([\w ]+)\""""
+    r"""(?:_count(?:\(|, )|[._]refused\[|\.refuse\(peer, [^\n]*, |\._refuse\([^\n]*, )"([\w ]+)\""""
 )
 
 
