@@ -277,7 +277,10 @@ class Receiver:
             self._log.write(key, "back")
             return keys
         if isinstance(outcome, Exception):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # its traceback has this frame, and so the link: a reference cycle
         return []
 
     async def _take_many(self, end: Any, keys: list[str], timeout: float) -> list[str]:
