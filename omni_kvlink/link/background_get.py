@@ -159,18 +159,16 @@ class BackgroundGet:
 
     def request(self, timeout: float | None = None) -> None:
         """`begin`, in a thread of the pool, and continue there when the answer has come."""
+        # The future keeps its callbacks: one that refers to this object after its end would be a
+        # reference cycle, with the link in it. Before `begin`: another thread may end it from then.
+        waiting = self._waiting = [self]
         try:
             self.begin(timeout)
         except Exception as error:
             if self._move(GetPhase.ENDED, GetPhase.CONNECTING):
                 self._end(self._fail, error)
             return
-        # The future keeps its callbacks: one that refers to this object after its end would be a
-        # reference cycle, with the link in it.
-        waiting = self._waiting = [self]
         self.pending.future.add_done_callback(partial(_queue_all, waiting))
-        if self.phase is GetPhase.ENDED:  # it was cancelled meanwhile
-            waiting.clear()
 
     def take(self) -> Delivery:
         """The delivery, or raise the error of the get; TransferTimeout if nothing has come."""

@@ -61,7 +61,7 @@ def count_lanes(lanes: int, *, is_encrypted: bool) -> int:
     return min(_MOST, len(os.sched_getaffinity(0))) if is_encrypted else 0
 
 
-def why_no_lanes(count: int, *, is_encrypted: bool) -> str:
+def lanes_refusal(count: int, *, is_encrypted: bool) -> str:
     """Return why an end of a link has no lanes, with the cure; "" if it has."""
     if not count:
         return "lanes=0"

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from omni_kvlink.connectors.control.lane import LaneThreads, why_no_lanes
+from omni_kvlink.connectors.control.lane import LaneThreads, lanes_refusal
 
 _log = logging.getLogger("omni_kvlink")
 
@@ -19,7 +19,7 @@ class LinkLanes:
 
     def __init__(self, url: str, count: int, *, is_encrypted: bool):
         self._url, self.count, self.is_encrypted = url, count, is_encrypted
-        self.why = why_no_lanes(count, is_encrypted=is_encrypted)
+        self.why = lanes_refusal(count, is_encrypted=is_encrypted)
         self.is_possible = not self.why
         self.threads, self.counters = LaneThreads(count), Counter[str]()
         self._logged = {"", "lanes=0"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from omni_kvlink.connectors.control.lane import count_lanes, why_no_lanes
+from omni_kvlink.connectors.control.lane import count_lanes, lanes_refusal
 from omni_kvlink.connectors.control.lane_listener import LaneListener
 from omni_kvlink.connectors.control.listener import ChunkSender, ControlListener
 from omni_kvlink.connectors.protocol.messages import unexpected
@@ -25,7 +25,7 @@ class TcpSender(ChunkSender):
         super().__init__(listener)
         is_encrypted = listener.is_encrypted
         count = count_lanes(listener.options.lanes, is_encrypted=is_encrypted)
-        self._why = why_no_lanes(count, is_encrypted=is_encrypted)
+        self._why = lanes_refusal(count, is_encrypted=is_encrypted)
         self._lanes: LaneListener | None = None
         if not self._why:
             self._lanes = LaneListener(listener, count, is_encrypted=is_encrypted)

@@ -36,7 +36,7 @@ Ends = tuple[KVProducer, KVConsumer]
 
 
 def has_cipher() -> bool:
-    return not lane_module.why_no_lanes(1, is_encrypted=True)
+    return not lane_module.lanes_refusal(1, is_encrypted=True)
 
 
 needs_cipher = pytest.mark.skipif(not has_cipher(), reason="cryptography is not installed")
