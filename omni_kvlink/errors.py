@@ -6,10 +6,27 @@ Further facts are attributes, so that no caller has to parse a message.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+_ErrorT = TypeVar("_ErrorT", bound=BaseException)
+
 
 def format_seconds(duration: float) -> str:
     """Return a duration as the texts of errors give it: rounded, such as "0.5 s"."""
     return f"{duration:.3g} s" if duration < 1 else f"{round(duration, 2):.12g} s"
+
+
+def without_frames(error: _ErrorT) -> _ErrorT:
+    """Drop the tracebacks of an error that is kept, and of those that it came from; return it.
+
+    A frame keeps its locals and its callers: a payload's memory, a session and its descriptors.
+    """
+    chain: list[BaseException] = [error]
+    for one in chain:
+        one.__traceback__ = None
+        origins = (one.__cause__, one.__context__)
+        chain += [other for other in origins if other is not None and other not in chain]
+    return error
 
 
 class KVLinkError(Exception):

@@ -97,6 +97,14 @@ class Failures:
 
 
 @pytest.fixture(autouse=True)
+def _no_cyclic_collector() -> Iterator[None]:
+    """Do without it, as servers do: what a test waits for is not left to it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
 def _as_many_threads() -> Iterator[None]:
     """Restore torch's thread count after a test; the order of sums depends on it."""
     count = torch.get_num_threads()
@@ -141,7 +149,6 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     request.node.funcargs.clear()  # pytest itself would keep closed links alive
     deadline = time.monotonic() + 60
     while _leftovers(before, threads) and time.monotonic() < deadline:
-        gc.collect()
         time.sleep(0.01)
     assert not _leftovers(before, threads)
 

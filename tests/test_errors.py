@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 import omni_kvlink
 from omni_kvlink import errors
+from omni_kvlink.errors import WireError
+from omni_kvlink.system.waits import Answer
 
 FAMILY: dict[str, tuple[type, ...]] = {
     "KVLinkError": (Exception,),
@@ -101,3 +104,23 @@ def test_a_copy_keeps_the_facts() -> None:
     """Process pools pickle an exception to return it."""
     error = copy.copy(errors.CapacityError("m", requested=7, free=3))
     assert (str(error), error.requested, error.free) == ("m", 7, 3)
+
+
+def test_the_error_of_an_answer_keeps_no_frames() -> None:
+    """Nor do those that it came from: their frames would keep a payload until it is collected."""
+
+    def decode() -> None:
+        try:
+            json.loads("{")
+        except ValueError as origin:
+            raise WireError("not a header") from origin
+
+    answer: Answer[None] = Answer()
+    try:
+        decode()
+    except WireError as error:
+        answer.set_error(error)
+    kept = answer.error
+    assert kept is not None
+    assert isinstance(kept.__cause__, ValueError)
+    assert kept.__traceback__ is kept.__cause__.__traceback__ is None

@@ -15,6 +15,7 @@ from omni_kvlink.connectors.control.consumer import ControlConsumer, keep_freed_
 from omni_kvlink.connectors.control.listener import ControlListener, SenderOpener
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.control.tcp_sender import TcpSender
+from omni_kvlink.connectors.runtime.consumer import closed_here
 from omni_kvlink.connectors.runtime.event_loop import Wake
 from omni_kvlink.connectors.runtime.producer import Opener, PooledProducer
 from omni_kvlink.connectors.shm.consumer import ShmConsumer, ShmSession
@@ -45,7 +46,7 @@ class AutoConsumer(ControlConsumer):
         self._name = name
         self._ucx_transport: UcxTransport | None = None
         self._choice = "", "not connected yet"  # the transport in use, and why
-        self._cancelled = Wake()
+        self._cancelled: Wake | None = Wake()
         super().__init__(ControlAddress("tcp", options.tcp, "auto"), options)
         self._label = self._url = f"auto://{name}?tcp={options.tcp}"
         keep_freed_memory()
@@ -87,11 +88,13 @@ class AutoConsumer(ControlConsumer):
         return control, ("zmq", "; ".join(reasons))
 
     def _open_shm(self, control: ControlSession, deadline: float) -> tuple[Session, str]:
-        path = socket_path(self._name, self._options.directory)
+        path, cancelled = socket_path(self._name, self._options.directory), self._cancelled
+        if cancelled is None:
+            raise closed_here(self._url)
         try:
             with translate_errors(path):
-                sock = dial(path, 0.0, self._cancelled.fd)
-                session = ShmSession(f"shm://{self._name}", sock, deadline, self._cancelled.fd)
+                sock = dial(path, 0.0, cancelled.fd)
+                session = ShmSession(f"shm://{self._name}", sock, deadline, cancelled.fd)
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
         if session.incarnation != control.incarnation:
@@ -110,7 +113,9 @@ class AutoConsumer(ControlConsumer):
         return self._connect_session(session, deadline - time.monotonic()), "both ends have UCX"
 
     def _interrupt(self) -> None:
-        self._cancelled.set()
+        cancelled, self._cancelled = self._cancelled, None  # closed once no thread uses it
+        if cancelled is not None:
+            cancelled.set()
         super()._interrupt()
 
 

@@ -11,6 +11,7 @@ import torch
 from omni_kvlink.engine.errors import EngineError
 from omni_kvlink.engine.request import OmniDiffusionRequest
 from omni_kvlink.engine.tokens.outputs import KVSent, TextResult, TokenOutputs
+from omni_kvlink.errors import without_frames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,12 +47,9 @@ class DiffusionOutput(TextResult):
 
     def clear_traceback(self) -> None:
         """Drop the frames of `error`, whose locals would keep the KV; logged at level DEBUG."""
-        error: BaseException | None = self.error
-        if error is not None:
-            _log.debug("request %r ended in an error", self.request_id, exc_info=error)
-        while error is not None:
-            error.__traceback__ = None
-            error = error.__cause__ or error.__context__
+        if self.error is not None:
+            _log.debug("request %r ended in an error", self.request_id, exc_info=self.error)
+            without_frames(self.error)
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
     format_seconds,
+    without_frames,
 )
 from omni_kvlink.link.consumer import begin, can_retry, get_requests, open_stream, stream_request
 from omni_kvlink.link.copy_into import CopyInto
@@ -229,8 +230,7 @@ class BackgroundGet:
             if self._into is not None:
                 taken = self._copy_into(taken, self._into)
         except Exception as error:
-            # Their frames would keep the payload's memory, and so its lease.
-            error.__traceback__ = error.__context__ = None
+            without_frames(error)  # they would keep the payload's lease
             is_lost = isinstance(error, PeerLostError) and self._into is not None
             if is_lost and self.can_retry():
                 self.request()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from omni_kvlink.errors import WireError
+from omni_kvlink.errors import WireError, without_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,9 +64,7 @@ def scatter_delivery(
         result = copy(delivery.open_region())
     except WireError as error:
         delivery.reject(str(error))
-        # Its frames, and those of its traceback, keep the payload's memory.
-        error.__context__ = None
-        raise error.with_traceback(None) from None
+        raise without_frames(error) from None
     ledger.copies = delivery.copies + 1
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)

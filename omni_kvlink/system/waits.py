@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from omni_kvlink.errors import TransferTimeout, format_seconds
+from omni_kvlink.errors import TransferTimeout, format_seconds, without_frames
 from omni_kvlink.settings import Seconds
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ class Answer(LazyEvent, Generic[T]):
             self._call_back()
 
     def set_error(self, error: Exception) -> None:
-        """End with an error."""
-        self.error = error
+        """End with an error, whose frames are dropped: they would keep what they use."""
+        self.error = without_frames(error)
         self.set()
         if self._callbacks:
             self._call_back()

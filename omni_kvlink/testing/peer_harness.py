@@ -120,7 +120,7 @@ class ThreadPeer(Peer):
             try:
                 future.set_result(self._commands.run(command, arguments))
             except Exception as error:
-                error.__traceback__ = None  # its frames would keep the payload alive
+                errors.without_frames(error)  # they would keep the payload alive
                 is_own = isinstance(error, errors.KVLinkError)
                 future.set_exception(error if is_own else PeerError(repr(error)))
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omni_kvlink.errors import without_frames
 from omni_kvlink.link import KVConsumer, KVLink, KVProducer
 from omni_kvlink.testing.caches import fingerprint
 from omni_kvlink.testing.peer_harness import PATIENCE, Peer, RemoteLink
@@ -208,8 +209,7 @@ def expect(
         for text in mentions:
             if text not in str(error):
                 raise AssertionError(f"{text!r} is missing in: {error}") from error
-        error.__traceback__ = None
-        return error
+        return without_frames(error)
     except Exception as error:
         raise AssertionError(f"wanted {kind.__name__}, got {error!r}") from error
     raise AssertionError(f"wanted {kind.__name__}, got the result {result!r}")

@@ -17,6 +17,7 @@ from omni_kvlink.errors import (
     SchemaError,
     TransferFailed,
     TransferTimeout,
+    without_frames,
 )
 from omni_kvlink.payload.views import dense
 from omni_kvlink.testing.caches import MIXED, NESTED, Recipe, fingerprint, hash_tensors, layers_of
@@ -447,5 +448,5 @@ def _error_of(
     try:
         stream.wait_for_layer(layer).scatter(*targets)
     except Exception as error:
-        return error.with_traceback(None)
+        return without_frames(error)
     return None

@@ -75,6 +75,21 @@ def test_out_of_descriptors_is_a_capacity_error(sockets: str) -> None:
         producer.put(data)
 
 
+@pytest.mark.parametrize("scheme", ["shm", "auto"])
+def test_a_closed_consumer_that_is_kept_has_no_descriptor(sockets: str, scheme: str) -> None:
+    with KVLink.serve(f"{scheme}://c", directory=sockets) as producer:
+        before = os.listdir("/proc/self/fd")
+        consumer = KVLink.connect(f"{scheme}://c", directory=sockets, timeout=60)
+        producer.put(Recipe("k").make())
+        with consumer.get("k", timeout=60):
+            pass
+        consumer.close()
+        until(
+            lambda: set(os.listdir("/proc/self/fd")) <= set(before),
+            "the descriptors of the connection are closed on both sides",
+        )
+
+
 def test_warm_transfers_meet_no_page_faults(sockets: str) -> None:
     """After the first round, 64 MB cross without faults in payload size on either side."""
     recipe = Recipe("k", layers=2, tokens=16_000, heads=8, dim=64, dtype="bfloat16")

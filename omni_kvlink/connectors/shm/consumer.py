@@ -56,6 +56,7 @@ from omni_kvlink.errors import (
     TransferTimeout,
     WireError,
     format_seconds,
+    without_frames,
 )
 from omni_kvlink.memory.arena import GRAIN
 from omni_kvlink.memory.region import call_if_alive
@@ -83,18 +84,22 @@ class ShmConsumer(SessionConsumer):
         super().__init__(f"shm://{name}")
         refuse_keys(self._url, options)
         self._path = rendezvous.socket_path(name, options.directory)
-        self._cancelled = Wake()
+        self._cancelled: Wake | None = Wake()
 
     def _interrupt(self) -> None:
-        self._cancelled.set()
+        cancelled, self._cancelled = self._cancelled, None  # closed once no thread uses it
+        if cancelled is not None:
+            cancelled.set()
 
     def _open(self, timeout: float, *, no_wait: bool = False) -> ShmSession:
-        deadline = time.monotonic() + timeout
+        deadline, cancelled = time.monotonic() + timeout, self._cancelled
+        if cancelled is None:
+            raise closed_here(self._url)
         while True:
             wait = 0.0 if no_wait else deadline - time.monotonic()
-            sock = rendezvous.dial(self._path, wait, self._cancelled.fd)
+            sock = rendezvous.dial(self._path, wait, cancelled.fd)
             try:
-                return ShmSession(self._url, sock, deadline, self._cancelled.fd)
+                return ShmSession(self._url, sock, deadline, cancelled.fd)
             except PeerLostError as error:  # the producer died during the handshake, or is no one
                 wait = deadline - time.monotonic()
                 if no_wait:
@@ -102,7 +107,7 @@ class ShmConsumer(SessionConsumer):
                 if wait <= 0:
                     text = f"{error}, which it did for {format_seconds(timeout)}"
                     raise TransferTimeout(text, waited=timeout, phase="shaking hands") from None
-                wait_readable(min(wait, _RETRY_SECONDS), self._cancelled.fd)
+                wait_readable(min(wait, _RETRY_SECONDS), cancelled.fd)
 
 
 class ShmSession(LeadingReceiver, MappedSession):
@@ -143,7 +148,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             pid, uid = rendezvous.peer_identity(sock)
             if uid != os.geteuid():
                 raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
-            self._wake: Wake = Wake()
+            self._wake = Wake()
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
@@ -151,7 +156,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             self._channel.close()
             if self._pidfd >= 0:
                 os.close(self._pidfd)
-            vars(self).pop("_wake", None)  # now: the session is in a reference cycle
+            self._wake = None  # now: the session is in a reference cycle
             if isinstance(error, Exception) and is_of_system(error):
                 raise system_error(error, f"{url}: the handshake failed") from None
             raise
@@ -386,7 +391,8 @@ class ShmSession(LeadingReceiver, MappedSession):
 
     def _on_exit_in_loop(self, events: int) -> None:
         self._has_exited = True
-        self._wake.set()
+        if self._wake is not None:
+            self._wake.set()
         self._channel.finish_receiving()  # a child of it may hold the socket open
         if self._receiving.acquire(timeout=_LEADER_SECONDS):
             try:
@@ -400,9 +406,8 @@ class ShmSession(LeadingReceiver, MappedSession):
         """Fail the gets; disconnect now, or when the last lease was released."""
         if not self.is_closed:
             self.is_closed = True
-            # Its traceback would keep this session alive, and with it a descriptor.
-            error.__traceback__ = error.__context__ = None
-            for get_state in self.get_table.close(error):
+            # They would keep this session alive, and with it a descriptor.
+            for get_state in self.get_table.close(without_frames(error)):
                 self._channel.send(Cancel(get_state.get_id))
             self._wake_leader()
         if self._channel.is_hung_up:
@@ -415,7 +420,9 @@ class ShmSession(LeadingReceiver, MappedSession):
         if self._has_ended:
             return
         self._has_ended = True
-        self._wake.set()
+        wake, self._wake = self._wake, None  # closed once no thread uses it
+        if wake is not None:
+            wake.set()
         self._channel.flush()
         self._watch_channel()
         if self._pidfd >= 0:
