@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import shutil
+import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from omni_kvlink.testing.caches import Recipe, sized
 from omni_kvlink.testing.peer_harness import PATIENCE, ProcessPeer, RemoteLink
 from omni_kvlink.testing.rig import expect, until
 from support.connectors.zmq_addresses import free_port, fresh_url
+from support.link.ends import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +112,7 @@ def test_the_truth(
     with KVLink.serve(url, **options) as producer:
         reader = RemoteLink(near, url)
         reader.call("connect", url=producer.url, timeout=PATIENCE, **options)
-        for number in itertools.count():  # lanes open with the first long payload
+        for number in range(200):  # lanes open with the first long payload
             receipt = producer.put(sized(f"k{number}", LONG).make())
             path = reader.call("get_path", key=f"k{number}", timeout=PATIENCE)
             if path == receipt.ledger.path == name or not name.endswith("+lanes"):
@@ -133,7 +136,7 @@ def test_lanes_with_keys(near: ProcessPeer) -> None:
     with KVLink.serve("zmq+tcp://127.0.0.1:0", lanes=2) as producer:
         reader = RemoteLink(near, producer.url)
         reader.call("connect", url=producer.url, timeout=PATIENCE, lanes=2)
-        for number in itertools.count():
+        for number in range(200):
             producer.put(sized(f"k{number}", LONG).make())
             path = reader.call("get_path", key=f"k{number}", timeout=PATIENCE)
             assert path in ("zmq+tcp+curve", "zmq+tcp+curve+lanes")
@@ -315,6 +318,53 @@ def test_an_older_reader_is_refused_with_its_first_request() -> None:
         assert (name, reason.partition(",")[0]) == ("Refused", "require='shm'")
         assert receipt.state == "committed"
         assert refusals(producer) == 1
+
+
+@pytest.mark.parametrize("scheme", ["shm", "ipc", "tcp"])
+def test_a_reader_that_does_not_leave(sockets: str, scheme: str) -> None:
+    """The producer refuses it by itself, in the handshake, by what its `Hello` says."""
+    hello = ["Hello", [2, 2], "stubborn", [], ["rdma"]]
+    with contextlib.ExitStack() as stack:
+        if scheme == "shm":
+            producer = stack.enter_context(KVLink.serve("shm://stubborn", directory=sockets))
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.settimeout(60)
+            sock.connect(os.path.join(sockets, "stubborn.sock"))
+            sock.send(msgspec.msgpack.encode(hello))
+            answer = sock.recv(1 << 16)
+        else:
+            url = fresh_url(scheme, sockets)
+            producer = stack.enter_context(KVLink.serve(url, insecure=True))
+            context = stack.enter_context(zmq.Context())
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVTIMEO, 60_000)
+            dealer.connect(url.removeprefix("zmq+"))
+            dealer.send(msgspec.msgpack.encode(hello))
+            answer = dealer.recv()
+        name, reason, _ = msgspec.msgpack.decode(answer)
+        assert (name, reason.partition(",")[0]) == ("Refused", "require='rdma'")
+        assert refusals(producer) == 1
+
+
+@pytest.mark.parametrize("nbytes", [100, 12 << 10])
+def test_rdma_takes_small_payloads_along(
+    monkeypatch: pytest.MonkeyPatch, sockets: str, nbytes: int
+) -> None:
+    """None travels beside its offer, over TCP; also none that has a slot. Earlier ones do that."""
+    monkeypatch.setattr(LinkPath, "meets", lambda path, requirement: True)  # as if it were RDMA
+    url, inline = fresh_url("tcp", sockets), 0 if nbytes > 1000 else 4096
+    for require in ((), "rdma"):
+        with (
+            KVLink.serve(url, inline=inline) as producer,
+            KVLink.connect(url, timeout=PATIENCE, require=require) as consumer,
+        ):
+            producer.put(sized("k", nbytes).make())
+            with consumer.get("k", timeout=PATIENCE):
+                assert session_of(consumer).has_inline is (not require)
+            session_of(consumer).required = None  # as a producer that knows no requirement
+            text = session_of(consumer).path_refusal(["rdma"])
+            assert "the producer is of an earlier version" in text
 
 
 def test_a_hello_of_an_older_peer_is_understood() -> None:
