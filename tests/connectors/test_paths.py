@@ -353,7 +353,7 @@ def test_rdma_takes_small_payloads_along(
 ) -> None:
     """None travels beside its offer, over TCP; also none that has a slot. Earlier ones do that."""
     monkeypatch.setattr(LinkPath, "meets", lambda path, requirement: True)  # as if it were RDMA
-    url, inline = fresh_url("tcp", sockets), 0 if nbytes > 1000 else 4096
+    url, inline = fresh_url("tcp", sockets), 0 if nbytes > 1000 else 16 << 10
     for require in ((), "rdma"):
         with (
             KVLink.serve(url, inline=inline) as producer,
