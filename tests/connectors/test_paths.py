@@ -175,7 +175,10 @@ def test_near_and_far_readers(near: ProcessPeer, far: ProcessPeer) -> None:
             peer.call("remove", link=f"{producer.url}#{'shm' if peer is near else 'zmq+tcp+curve'}")
 
 
-@pytest.mark.parametrize("scheme", ["shm", "ipc", "tcp", "auto"])
+UCX = pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="no ucxx"))
+
+
+@pytest.mark.parametrize("scheme", ["shm", "ipc", "tcp", "auto", UCX])
 def test_rdma_where_there_is_none(near: ProcessPeer, sockets: str, scheme: str) -> None:
     """It is refused in `serve`; and on both sides when a reader requires it."""
     url = f"shm://path-{next(_numbers)}" if scheme == "shm" else auto_url()

@@ -27,6 +27,7 @@ from omni_kvlink.connectors.protocol.messages import (
     Message,
     Offer,
 )
+from omni_kvlink.connectors.protocol.path import LinkPath
 from omni_kvlink.memory.arena import OUTSIDE
 from omni_kvlink.memory.mapping import Mapping
 from omni_kvlink.memory.region import Region
@@ -288,7 +289,7 @@ class FarSession(ControlSession):
     """The session that ZMQ and UCX have, over a wire of the simulation."""
 
     def __init__(self, connection: FarConnection, loop: SimLoop, pool: SimPool):
-        address = SimpleNamespace(url="sim://")
+        address = SimpleNamespace(url="sim://", path=lambda *, is_encrypted: LinkPath("simulated"))
         simulated: Any = SessionResources
         super().__init__(simulated(address, None, None, loop, pool, LayoutCache(), Counter()))
         self._connection = connection
