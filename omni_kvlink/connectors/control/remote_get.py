@@ -399,10 +399,11 @@ class InboundTransfer:
             return
         if self.offer.direct or self._error_text or not self.plan.received_nbytes:
             return
-        start = self._header_range[1] if manifest is None else manifest.header_nbytes
-        if manifest is None and self.offer.draft:
+        if manifest is None and (self.offer.draft or not self.plan.has(0, 8)):
             return
-        self._block, pool = None, self._receive_pool
+        pool, self._block = self._receive_pool, None
+        length = int.from_bytes(pool.region(block).read(0, 8), "little")
+        start = 8 + length if manifest is None else manifest.header_nbytes
         kept = KeptBytes(self._identity(incarnation), self.plan, start, block, pool.post_free)
         pool.kept[self.key] = get.kept = self.kept = kept
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -14,16 +13,13 @@ from omni_kvlink import (
     KVConsumer,
     KVLink,
     KVProducer,
-    PeerLostError,
     TensorTransferData,
-    TransferFailed,
 )
 from omni_kvlink.connectors.control import lane as lane_module
 from omni_kvlink.connectors.control.session import ControlSession
 from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
 from omni_kvlink.testing.caches import hash_tensors
 from omni_kvlink.testing.peer_harness import PATIENCE
-from omni_kvlink.testing.rig import until
 from support.network.cut_relay import CutRelay
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A relay for every connection of a link over TCP, which counts what passes and cuts all at once."""
+"""A relay for all connections of a link over TCP, which counts what passes and cuts all at once."""
 
 from __future__ import annotations
 
