@@ -396,10 +396,15 @@ class FarConnection:
         else:
             self.bytes_to_reader.send(Chunk(fetch.get_id, fetch.epoch, fetch.start), piece)
 
-    def maybe_break_off(self) -> None:
-        """Break the connection between two ranges of a payload, now and then."""
-        if self.clock.chance.random() < 0.01:
-            self.break_off()
+    def maybe_break_off(self, get_id: int) -> None:
+        """Break the connection between two ranges, now and then; another payload may come then."""
+        inbound = self.session.find_inbound_in_loop(get_id)
+        if inbound is None or self.clock.chance.random() > 0.01:
+            return
+        self.break_off()
+        if self.clock.chance.random() < 0.5:
+            self.producer.fail(inbound.key)
+            self.producer.put(inbound.key, 1, 2.0)
 
     def break_off(self) -> None:
         """Break the connection; each side notices it after a delay of its own."""
@@ -432,7 +437,7 @@ class FarConnection:
         try:
             if isinstance(message, Chunk):
                 self.session.on_chunk_in_loop(message, memoryview(beside[0]))
-                self.maybe_break_off()
+                self.maybe_break_off(message.get_id)
             else:
                 self.session.on_message_in_loop(message, *beside)
         except KVLinkError as error:

@@ -120,7 +120,7 @@ class SimLane:
         if piece.start + piece.received == piece.stop:
             self._ranges.popleft()
             self._owner.on_lane_received(self, piece)  # type: ignore[arg-type]  # it has no socket
-        self._owner.maybe_break_off()
+        self._owner.maybe_break_off(frame.get_id)
         if self._clock.chance.random() < _LOST:
             self._lose(PeerLostError("cut"))
 
