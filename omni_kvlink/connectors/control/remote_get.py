@@ -258,7 +258,8 @@ class InboundTransfer:
 
     def resume(self, kept: KeptBytes, incarnation: str) -> None:
         """Go on with what was kept if it is of this very transfer; else free it."""
-        if kept.identity == self._identity(incarnation) and not self._inline_bytes:
+        is_here = self._inline_bytes and not self.offer.draft
+        if kept.identity == self._identity(incarnation) and not is_here:
             self.kept = kept
         else:
             kept.release()

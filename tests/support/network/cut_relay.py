@@ -12,6 +12,8 @@ import msgspec
 from omni_kvlink.connectors.control.session_lanes import SessionLanes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
 
     from omni_kvlink.connectors.protocol.messages import LaneTicket
@@ -26,11 +28,13 @@ class CutRelay:
         port: where consumers connect.
         passed: bytes that went to consumers.
         cuts: when so many bytes have passed, all connections are cut; each once.
+        before_cut: called in a thread of the relay before it cuts.
         is_open: whether it lets new connections through.
     """
 
     def __init__(self, target: int):
         self.passed, self.cuts, self.is_open = 0, list[int](), True
+        self.before_cut: Callable[[], object] = bool
         self._sockets = list[socket.socket]()
         self._listeners = list[socket.socket]()
         self._threads = list[threading.Thread]()
@@ -96,6 +100,7 @@ class CutRelay:
         with contextlib.suppress(OSError):
             while piece := source.recv(_PIECE):
                 if is_counted and self._is_cut_by(len(piece)):
+                    self.before_cut()
                     self.cut()
                 sink.sendall(piece)
         for sock in (source, sink):

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -258,14 +258,11 @@ class SimLoop:
         self._clock.after(0.0, do)
 
 
-SimBlock: TypeAlias = "list[int]"
-"""Its number; each allocation makes another object."""
-
-
 class SimPool:
     """A consumer's memory: a freed block is overwritten and is the next to be allocated.
 
-    A block that a lane may still write to is freed, or taken up again, after that.
+    A block that a lane may still write to is freed, or taken up again, after that. It is a list of
+    its number, another one for each allocation, so that `is` tells them apart.
     """
 
     def __init__(self, loop: SimLoop) -> None:
@@ -336,7 +333,8 @@ class SimPool:
         self.region([number]).view()[:] = b"\xcc" * BLOCK
         self._free.append(number)
 
-    def _number(self, block: SimBlock) -> int:
+    def _number(self, block: Any) -> int:
+        assert isinstance(block[0], int)
         return block[0]
 
     def free_share(self, owner: object) -> None:
@@ -497,7 +495,8 @@ class FarGet(OpenGet):
     def __init__(
         self, reader: FarConsumer, request: GetRequest, pending: PendingGet, timeout: float
     ):
-        self._reader, self._clock, self._key = reader, reader.clock, request.key
+        self._far_reader = self._reader = reader
+        self._clock, self._key = reader.clock, request.key
         self._request, self._life = request, reader.life
         self._delivery: Delivery | None = None
         self._is_over = False
@@ -513,20 +512,21 @@ class FarGet(OpenGet):
 
     def _repeat(self) -> None:
         """Request the payload again, over a new connection to the same producer."""
+        reader = self._far_reader
         if self._is_over:
             return
-        if self._life == self._reader.life:
-            self._reader.connect(self._producer)
-        far = self._reader.far
+        if self._life == reader.life:
+            reader.connect(self._producer)
+        far = reader.far
         assert far is not None
-        is_same = far.producer is self._producer and self._life == self._reader.life
+        is_same = far.producer is self._producer and self._life == reader.life
         if not is_same or far.session.is_closed:
             self._pending.drop_kept()
             self._finish("failed")
             return
         [pending] = far.session.get_table.request([self._request])
         assert isinstance(pending, RemoteGet)
-        self._reader.outcomes["kept"] += pending.kept is not None
+        reader.outcomes["kept"] += pending.kept is not None
         self._wait(pending)
 
     def _expire(self) -> None:
