@@ -450,7 +450,7 @@ class FarConsumer(SimConsumer):
     def __init__(self, clock: Clock, name: str, *, wild: bool):
         super().__init__(clock, name, wild=wild)
         self.far: FarConnection | None = None
-        self.loop, self.life, self.lane_counters = SimLoop(clock), 0, Counter[str]()
+        self.loop, self.processes, self.lane_counters = SimLoop(clock), 0, Counter[str]()
         self.pool = SimPool(self.loop)
 
     def connect(self, producer: Producer) -> None:
@@ -460,7 +460,7 @@ class FarConsumer(SimConsumer):
 
     def die(self) -> None:
         """End the process and its connection."""
-        self.life += 1
+        self.processes += 1
         self.cut()
 
     def cut(self) -> None:
@@ -497,7 +497,7 @@ class FarGet(OpenGet):
     ):
         self._far_reader = self._reader = reader
         self._clock, self._key = reader.clock, request.key
-        self._request, self._life = request, reader.life
+        self._request, self._process = request, reader.processes
         self._delivery: Delivery | None = None
         self._is_over = False
         assert reader.far is not None
@@ -515,11 +515,11 @@ class FarGet(OpenGet):
         reader = self._far_reader
         if self._is_over:
             return
-        if self._life == reader.life:
+        if self._process == reader.processes:
             reader.connect(self._producer)
         far = reader.far
         assert far is not None
-        is_same = far.producer is self._producer and self._life == reader.life
+        is_same = far.producer is self._producer and self._process == reader.processes
         if not is_same or far.session.is_closed:
             self._pending.drop_kept()
             self._finish("failed")

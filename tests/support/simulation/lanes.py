@@ -35,7 +35,7 @@ class SimLanes(SessionLanes):
         )
         link.is_possible = link.count > 0
         self.maybe_break_off = connection.maybe_break_off
-        self._clock, self.is_wild, loop = connection.clock, connection.is_wild, reader.loop
+        self.clock, self.is_wild, loop = connection.clock, connection.is_wild, reader.loop
         super().__init__(link, session, loop)  # type: ignore[arg-type]  # no thread runs it
 
     def pick(self, nbytes: int) -> Any:
@@ -44,7 +44,7 @@ class SimLanes(SessionLanes):
 
     def ticket(self, message: OpenLane) -> LaneTicket:
         """Answer the request of a lane, as a producer."""
-        if self._clock.chance.random() < _REFUSED:
+        if self.clock.chance.random() < _REFUSED:
             return LaneTicket(message.lane, reason="no more")
         return LaneTicket(message.lane, 1, b"ticket")
 
@@ -58,14 +58,14 @@ class SimLanes(SessionLanes):
             return
         lane: Any = SimLane(ticket.lane, self)
         self._lanes[ticket.lane] = lane
-        self._clock.soon(partial(self.on_lane_open, lane), 0.1)
+        self.clock.soon(partial(self.on_lane_open, lane), 0.1)
 
     def send(self, fetch: FetchRange, piece: bytes) -> None:
         """Send a range by a lane, in frames, unless the lane has ended."""
         lane: Any = self._lanes.get(fetch.lane)
         if lane is None:
             return
-        cuts = sorted(self._clock.chance.sample(range(1, len(piece)), min(_FRAMES, len(piece)) - 1))
+        cuts = sorted(self.clock.chance.sample(range(1, len(piece)), min(_FRAMES, len(piece)) - 1))
         for first, last in zip([0, *cuts], [*cuts, len(piece)], strict=True):
             start, stop = fetch.start + first, fetch.start + last
             frame = FetchRange(fetch.get_id, fetch.epoch, start, stop, fetch.lane)
@@ -76,7 +76,7 @@ class SimLane:
     """What `LaneReader` is to its owner; frames go straight into the payload's memory."""
 
     def __init__(self, number: int, owner: SimLanes):
-        self.number, self._owner, self._clock = number, owner, owner._clock
+        self.number, self._owner, self._clock = number, owner, owner.clock
         self._ranges: deque[LaneRange] = deque()
         self.wire = Wire(self._clock, self._on_frame, wild=False)
         self._is_closed = False
