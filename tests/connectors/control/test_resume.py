@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -21,8 +22,10 @@ from omni_kvlink import (
 )
 from omni_kvlink.aio import AsyncKVConsumer
 from omni_kvlink.connectors.control import lane as lane_module
+from omni_kvlink.connectors.control.kept_bytes import KeptBytes, TransferIdentity
+from omni_kvlink.connectors.control.receive_pool import ReceivePool
 from omni_kvlink.connectors.control.session import ControlSession
-from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits
+from omni_kvlink.connectors.protocol.fetch_plan import FetchLimits, FetchPlan
 from omni_kvlink.lowlevel import begin_get, can_retry
 from omni_kvlink.testing.caches import Recipe, hash_tensors, layers_of
 from omni_kvlink.testing.peer_harness import PATIENCE
@@ -32,6 +35,7 @@ from support.network.cut_relay import CutRelay
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from omni_kvlink import KVLinkError
     from omni_kvlink.payload.bundle import Payload
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
@@ -299,3 +303,37 @@ def test_a_direct_put_fails(ends: Relayed) -> None:
         putting.result()
     assert ends.resumed()["payloads"] == 0
     assert ends.relay.passed >= 1.5 * NBYTES
+
+
+class _Waiter:
+    """Takes blocks of a `ReceivePool`."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+
+    def on_allocated(self, block: object) -> None:
+        self.blocks.append(block)
+
+    def fail(self, error: KVLinkError) -> None:
+        raise error
+
+
+def test_a_block_that_is_written_to() -> None:
+    """What a lane may still write to is not the next connection's yet."""
+    loop: Any = SimpleNamespace(call=lambda do: do())
+    pool = ReceivePool(4 * MIB, loop, lambda: None)
+    first, second = _Waiter(), _Waiter()
+    pool.allocate(MIB, first)
+    until(lambda: first.blocks, "there is memory")
+    [block] = first.blocks
+    written = pool.borrow(block, 0, 1000)
+    written.view()[:4] = b"late"
+    identity = TransferIdentity("run", "k", 1, MIB)
+    kept = KeptBytes(identity, FetchPlan(MIB), 0, block, pool.post_free)
+    pool.allocate(MIB, second, kept)
+    assert not second.blocks
+    del written
+    assert second.blocks[0] is block
+    pool.free(block)
+    assert not pool.is_in_use
+    pool.close()
