@@ -324,7 +324,7 @@ def test_a_block_that_is_written_to() -> None:
     pool = ReceivePool(4 * MIB, loop, lambda: None)
     first, second = _Waiter(), _Waiter()
     pool.allocate(MIB, first)
-    until(lambda: first.blocks, "there is memory")
+    until(lambda: bool(first.blocks), "there is memory")
     [block] = first.blocks
     written = pool.borrow(block, 0, 1000)
     written.view()[:4] = b"late"

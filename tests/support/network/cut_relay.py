@@ -34,6 +34,7 @@ class CutRelay:
 
     def __init__(self, target: int):
         self.passed, self.cuts, self.is_open = 0, list[int](), True
+        self._is_closed = False
         self.before_cut: Callable[[], object] = bool
         self._sockets = list[socket.socket]()
         self._listeners = list[socket.socket]()
@@ -54,10 +55,11 @@ class CutRelay:
 
     def listen(self, target: int) -> int:
         """Forward the connections to a new port, which is returned, to that of a producer."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._listeners.append(listener)
-        self._start(self._accept, listener, target)
-        return int(listener.getsockname()[1])
+        return self._serve(socket.create_server(("127.0.0.1", 0)), target)
+
+    def listen_for_lanes(self) -> int:
+        """Forward lanes of other processes, which `send_lanes_to` sends here; return the port."""
+        return self._serve(socket.create_server(("", 0)), None)
 
     def cut(self) -> None:
         """Cut all connections that are open, at once."""
@@ -66,7 +68,7 @@ class CutRelay:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.is_open = False
+        self.is_open, self._is_closed = False, True
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -76,14 +78,19 @@ class CutRelay:
         for sock in (*self._sockets, *self._listeners):
             sock.close()
 
-    def _accept(self, listener: socket.socket, target: int) -> None:
-        while True:
+    def _serve(self, listener: socket.socket, target: int | None) -> int:
+        self._listeners.append(listener)
+        self._start(self._accept, listener, target)
+        return int(listener.getsockname()[1])
+
+    def _accept(self, listener: socket.socket, target: int | None) -> None:
+        while not self._is_closed:
             try:
                 near, _ = listener.accept()
             except OSError:
-                return  # `close`
+                continue  # the other end has gone, or `close`
             try:
-                far = socket.create_connection(("127.0.0.1", target), 5)
+                far = socket.create_connection(("127.0.0.1", target or _target_of(near)), 5)
             except OSError:
                 near.close()
                 continue
@@ -118,3 +125,28 @@ class CutRelay:
     def _start(self, function: Any, *arguments: Any) -> None:
         self._threads.append(threading.Thread(target=function, args=arguments))
         self._threads[-1].start()
+
+
+_NET = "127.1"
+"""Where lanes of other processes are sent: the rest of the address is the producer's port."""
+
+
+def send_lanes_to(port: int) -> None:
+    """Have this process open its lanes through a relay's `listen_for_lanes`, all its life."""
+    on_ticket = SessionLanes.on_ticket
+
+    def redirected(lanes: Any, ticket: LaneTicket) -> None:
+        if ticket.port:
+            lanes._host = f"{_NET}.{ticket.port >> 8}.{ticket.port & 255}"  # private: no other way
+            ticket = msgspec.structs.replace(ticket, port=port)
+        on_ticket(lanes, ticket)
+
+    SessionLanes.on_ticket = redirected  # type: ignore[assignment,method-assign]
+
+
+def _target_of(near: socket.socket) -> int:
+    """The port of the producer that a lane is for."""
+    _, second, high, low = near.getsockname()[0].split(".")
+    if second != _NET.partition(".")[2]:
+        raise ConnectionRefusedError("no lane of a campaign")
+    return int(high) << 8 | int(low)
