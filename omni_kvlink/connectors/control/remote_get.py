@@ -1,4 +1,7 @@
-"""A get over the control channel, and the transfer that brings its payload into this process."""
+"""A get over the control channel, and the transfer that brings its payload into this process.
+
+One long file: the get, the transfer and what the get keeps of it contend for one state.
+"""
 
 from __future__ import annotations
 

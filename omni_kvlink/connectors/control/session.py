@@ -1,4 +1,7 @@
-"""One connection over the control channel, by a DEALER; it fetches payloads into own memory."""
+"""One connection over the control channel, by a DEALER; it fetches payloads into own memory.
+
+One long file: the loop and a thread whose get waits take turns at one socket and one table of gets.
+"""
 
 from __future__ import annotations
 
