@@ -196,8 +196,8 @@ class KVConsumer(LinkEnd):
             except PeerLostError:
                 stream.release_unread()
                 retries += 1
-                limit = deadline.seconds_left()
-                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
+                limit = deadline.seconds_left() if retries <= MAX_RETRIES else 0.0
+                if not can_retry(self, pending, timeout=limit):
                     raise
             except BaseException:
                 stream.release_unread()
@@ -213,8 +213,8 @@ class KVConsumer(LinkEnd):
                 return pending, pending.wait(timeout=deadline.seconds_left())
             except PeerLostError:
                 retries += 1
-                limit = deadline.seconds_left()
-                if retries > MAX_RETRIES or not can_retry(self, pending, timeout=limit):
+                limit = deadline.seconds_left() if retries <= MAX_RETRIES else 0.0
+                if not can_retry(self, pending, timeout=limit):
                     raise
             [pending] = begin(self, [request], timeout=deadline.seconds_left(), verify=verify)
 

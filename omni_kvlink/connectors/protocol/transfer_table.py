@@ -245,6 +245,7 @@ class TransferTable:
         At most `MAX_EXPIRED` transfers a call: `now` is returned if more may be due, so that other
         threads get the owner's lock in between.
         """
+        self._now = max(self._now, now)
         for tombstones in (self._tombstones, self._aborted):
             while tombstones and next(iter(tombstones.values()))[0] <= now:
                 tombstones.popitem(last=False)
@@ -488,6 +489,8 @@ class TransferTable:
     def _offer_to(self, transfer: Transfer, claim: Claim, streamed: bool, start: int) -> None:
         """Lease the payload to a get that waits, if it can be, or fail the get if it never can."""
         is_leased = claim in transfer.leases  # an interrupt came before its offer was sent
+        if self._now >= transfer.expires and not is_leased:
+            return  # `tick` expires it: readers that come and go do not keep it
         if transfer.location is None or not (transfer.unclaimed or is_leased):
             return
         if (start == WHOLE) is not (transfer.window is None):

@@ -71,6 +71,7 @@ class UcxSession(ControlSession):
     """A control connection, and a UCX connection to the same producer."""
 
     max_frame_nbytes, fetch_limits = MAX_MESSAGE, FETCH_LIMITS
+    can_resume = False  # UCX may write to the memory for seconds after its end
 
     def __init__(self, resources: SessionResources, ucx_transport: UcxTransport):
         super().__init__(resources)

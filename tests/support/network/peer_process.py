@@ -32,6 +32,7 @@ from omni_kvlink import (
     TransferTimeout,
 )
 from support.connectors.zmq_addresses import start_garbage_collection
+from support.network.cut_relay import send_lanes_to
 from support.network.evidence import task_of
 from support.network.lookups import Lookups, connected
 from support.network.receivers import Receiver, is_path
@@ -68,6 +69,7 @@ class Incarnation:
         leaves: How often a reader leaves a payload unread, and a producer fails one, of all times.
         positions: Of append streams: the chunk behind the last that this reader has read.
         lookups: The URLs of the links by which caches are looked up, by the server's name.
+        lanes: The port of the relay that a reader opens its lanes through; 0 if there is none.
     """
 
     role: str
@@ -81,6 +83,7 @@ class Incarnation:
     leaves: float = 0.0
     positions: dict[str, int] = dataclasses.field(default_factory=dict)
     lookups: dict[str, str] = dataclasses.field(default_factory=dict)
+    lanes: int = 0
 
     def by_task(self) -> Iterator[tuple[list[str], float]]:
         """The keys that are got together, and their timeout."""
@@ -186,6 +189,8 @@ def wait_receipt(incarnation: Incarnation, key: str, receipt: Receipt, log: Log)
 
 def read(incarnation: Incarnation, log: Log) -> None:
     with contextlib.ExitStack() as stack:
+        if incarnation.lanes:
+            send_lanes_to(incarnation.lanes)
         link = KVLink.connect(incarnation.url, timeout=60, **incarnation.options)
         stack.enter_context(link)
         threading.Thread(target=exhaust_when_told, daemon=True).start()
