@@ -12,7 +12,7 @@ from omni_kvlink.errors import SchemaError
 if TYPE_CHECKING:
     from omni_kvlink.cli.arguments import Parser
 
-AREAS = ("memory", "sockets", "copier", "gpu", "packages", "keys", "namespaces")
+AREAS = ("memory", "sockets", "copier", "gpu", "packages", "keys", "namespaces", "configuration")
 """The areas of a report, in its order."""
 _ABOUT = """say what this machine, this container and this build can do, and what is wrong: a line
 each, and below what is wrong its cure"""
@@ -20,7 +20,7 @@ each, and below what is wrong its cure"""
 
 def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the subcommand's parser."""
-    lines = ("kvlink doctor", "kvlink doctor --quota 8GB --keys keys")
+    lines = ("kvlink doctor", "kvlink doctor --quota 8GB --config deploy.yaml")
     about = " ".join(_ABOUT.split())
     parser = commands.add_parser("doctor", help=about, description=about, epilog=examples(*lines))
     parser.set_defaults(perform=_examine)
@@ -29,6 +29,8 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     quota_help = "memory of all payloads together, as 8GB or 512MiB (default: the URL's, or 4GiB)"
     add("--quota", metavar="SIZE", type=_size, help=quota_help)
     add("--keys", metavar="DIR", default="", help="a directory of key files to examine")
+    config_help = "a deploy file, or vLLM's transfer configuration (YAML or JSON), to check"
+    add("--config", metavar="FILE", default="", help=config_help)
     only_help = "examine this area alone; may be given several times"
     add("--only", choices=AREAS, action="append", default=[], help=only_help)
     add("--json", action="store_true", help="print one JSON document instead of the text")
@@ -68,6 +70,7 @@ def _inquiry(arguments: argparse.Namespace) -> Any:
         urls=tuple(arguments.url),
         quota=Size().read(arguments.quota, "--quota") if arguments.quota else 0,
         keys=arguments.keys,
+        config=arguments.config,
         areas=tuple(arguments.only),
     )
 

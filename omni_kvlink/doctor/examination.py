@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from omni_kvlink.doctor import (
+    configuration,
     copiers,
     gpu,
     keys,
@@ -27,6 +28,7 @@ _EXAMINERS = {
     "packages": packages.examine,
     "keys": keys.examine,
     "namespaces": namespaces.examine,
+    "configuration": configuration.examine,
 }
 """The areas in the order of the report, and who examines each."""
 
