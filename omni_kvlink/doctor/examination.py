@@ -9,6 +9,7 @@ from omni_kvlink.doctor import (
     copiers,
     gpu,
     keys,
+    link_probe,
     memory,
     namespaces,
     packages,
@@ -29,6 +30,7 @@ _EXAMINERS = {
     "keys": keys.examine,
     "namespaces": namespaces.examine,
     "configuration": configuration.examine,
+    "links": link_probe.examine,
 }
 """The areas in the order of the report, and who examines each."""
 

@@ -35,7 +35,7 @@ class Inquiry:
     """The question: `quota` is in bytes, `timeout` and `seconds` in seconds.
 
     `keys` is a directory of key files, `config` a file of settings; each is "" if none is to be
-    checked. `areas` are those to examine, all if it is empty.
+    checked. `areas` are those to examine, all if it is empty. With `quiet` no progress is shown.
     """
 
     urls: tuple[str, ...] = ()
@@ -44,6 +44,7 @@ class Inquiry:
     config: str = ""
     timeout: float = 5.0
     seconds: float = 3.0
+    quiet: bool = True
     areas: tuple[str, ...] = ()
     root: Root = dataclasses.field(default_factory=Root)
 

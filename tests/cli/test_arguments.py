@@ -124,7 +124,7 @@ def test_the_free_words_are_paths_and_names() -> None:
         if option.type is None and option.choices is None
         for name in (option.option_strings or [str(option.metavar)])
     }
-    assert free == {"--config", "--json", "--keys", "DIRECTORY", "NAME", "URL"}
+    assert free == {"--config", "--json", "--keys", "--serve", "DIRECTORY", "NAME", "URL"}
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ class SessionConsumer(Consumer):
             session.fail(key, error)
 
     def stats(self) -> dict[str, Any]:
-        """Return the state of the connection."""
+        """Return the state of the connection; `incarnation` identifies the producer's run."""
         self._check_process()
         session = self._session
         return {
@@ -301,6 +301,7 @@ class SessionConsumer(Consumer):
             "closed": self._closed,
             "connected": self.is_connected,
             "sessions": self._sessions,
+            "incarnation": session.incarnation if session else "",
             "waiting": session.get_table.waiting if session else 0,
             **(session.stats() if session else {}),
         }
