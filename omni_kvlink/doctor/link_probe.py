@@ -58,8 +58,11 @@ def _probe(area: Area, inquiry: Inquiry, link: LinkAddress) -> None:
         cure = f"install one release of omni-kvlink on both sides; here it is {__version__}"
         area.failed("protocol", error, cure)
     except TransferTimeout as error:
-        is_refused = "keys=" in str(error) or "XDG_RUNTIME_DIR" in str(error)
-        area.failed("connection", error, "" if is_refused else _cure(link, inquiry))
+        text, _, own_cure = str(error).partition("; start the producer")
+        if own_cure:  # there may be more causes than the error names
+            area.wrong("connection", text, _cure(link, inquiry))
+        else:
+            area.failed("connection", error)
     except KVLinkError as error:
         area.failed("connection", error)
     else:
