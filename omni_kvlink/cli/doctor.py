@@ -45,8 +45,8 @@ def add_to(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--keys", metavar="DIR", default="", help="a directory of key files to examine")
     config_help = "a deploy file, or vLLM's transfer configuration (YAML or JSON), to check"
     add("--config", metavar="FILE", default="", help=config_help)
-    only_help = "examine this area alone; may be given several times"
-    add("--only", choices=AREAS, action="append", default=[], help=only_help)
+    only_help = f"examine one area alone ({', '.join(AREAS)}); may be given several times"
+    add("--only", metavar="AREA", choices=AREAS, action="append", default=[], help=only_help)
     serve_help = "serve this link for a doctor elsewhere, which measures it; until Ctrl-C"
     add("--serve", metavar="URL", default="", help=serve_help)
     timeout_help = "that a link may take to connect, and each payload (default: %(default)g)"
