@@ -66,8 +66,10 @@ LAYERS = (
     "integrations.vllm integrations.vllm_omni",
     "integrations",
     "testing",
-    "cli",
+    "cli.arguments cli.process",
     "bench",
+    "doctor",
+    "cli",
 )
 """The folders and modules of the package, lowest first. A file imports from its own entry and from
 lines above, never from a neighbour on its line; imports inside functions count."""

@@ -74,7 +74,7 @@ class LinkUrl(Text):
     def _read(self, value: Any, name: str) -> str:
         text = super()._read(value, name)
         try:
-            scheme = _parse(text, {})[0] if text else "shm"
+            scheme = read_url(text, {})[0] if text else "shm"
         except SchemaError as error:
             raise SchemaError(f"{name}: {error}") from None
         if not is_known(scheme):
@@ -167,7 +167,7 @@ class _Opening:
     """A URL and its options, read: the connector and the copier of an end that is to be opened."""
 
     def __init__(self, url: str, copier: str | Copier, options: dict[str, Any]):
-        self._scheme, self.address, self.options = _parse(url, options)
+        self._scheme, self.address, self.options = read_url(url, options)
         self.copier = named_copier(copier)
         self._refusal = "" if self.options.device else "no device= was given"
         if self.options.device and not self.copier.uses_device_memory:
@@ -191,8 +191,11 @@ class _Opening:
         return end.host_reason or f"{self._scheme}:// has them in the host's memory; use ucx://"
 
 
-def _parse(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
-    """Split a URL into scheme, address and options; keyword options take precedence."""
+def read_url(url: str, options: dict[str, Any]) -> tuple[str, str, Options]:
+    """Split a URL into scheme, address and options; keyword options take precedence.
+
+    SchemaError if the URL, or an option, is not valid.
+    """
     scheme, location = split_url(url)
     address, _, query = location.partition("?")
     values = Options.parse(parse_qsl(query, keep_blank_values=True)) | options

@@ -323,7 +323,7 @@ class SessionConsumer(Consumer):
             session.fail(key, error)
 
     def stats(self) -> dict[str, Any]:
-        """Return the state of the connection."""
+        """Return the state of the connection; `incarnation` identifies the producer's run."""
         self._check_process()
         session = self._session
         return {
@@ -332,6 +332,7 @@ class SessionConsumer(Consumer):
             "closed": self._closed,
             "connected": self.is_connected,
             "sessions": self._sessions,
+            "incarnation": session.incarnation if session else "",
             "waiting": session.get_table.waiting if session else 0,
             "path": session.path.to_dict() if session and session.path else None,
             **(session.stats() if session else {}),

@@ -155,14 +155,14 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
-            pid, uid = rendezvous.peer_identity(sock)
+            self._pid, uid = rendezvous.peer_identity(sock)
             if uid != os.geteuid():
                 raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
             self._wake = Wake()
             self._channel.send(own_hello(require=tuple(require)))
             hello = self._receive_hello(deadline, cancelled)
             self.incarnation, self.required = hello.incarnation, hello.require
-            self._pidfd = readable_pidfd(pid)
+            self._pidfd = readable_pidfd(self._pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
         except BaseException as error:
             self._channel.close()
@@ -225,8 +225,12 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._wake_leader()
 
     def stats(self) -> dict[str, Any]:
-        """Return how much of the producer's memory is mapped, and how often it was throttled."""
-        return {"mapped": self._arenas.stats(), "throttled": self._throttled}
+        """Return the producer's process, what is mapped of it, and how often it was throttled.
+
+        `pid` is 0 if that process is in another namespace of processes.
+        """
+        mapped = self._arenas.stats()
+        return {"pid": self._pid, "mapped": mapped, "throttled": self._throttled}
 
     def close(self) -> None:
         """Fail the gets; disconnect when the last view is freed."""
