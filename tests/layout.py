@@ -66,6 +66,7 @@ LAYERS = (
     "integrations.vllm integrations.vllm_omni",
     "integrations",
     "testing",
+    "inspection",
     "cli",
     "bench",
 )
