@@ -97,8 +97,8 @@ def _faults(file: PayloadFile, faults: list[ChunkFault], other: PayloadFile | No
         return [f"{len(tensors)} tensors, {chunks} digests: every byte is as it was committed"]
     lines = [f"WRONG: {len(faults)} of {chunks} digests"]
     for fault in faults:
-        first, *others = fault.text()
-        others += [] if other is None else [fault.text_against(other)]
-        lines.append(folded(first, others="  "))
-        lines += [folded(text, "  ", "    ") for text in others]
+        first, *notes = fault.text()
+        notes += [] if other is None else [fault.text_against(other)]
+        lines.append(folded(first, indent="  "))
+        lines += [folded(text, "  ", "    ") for text in notes]
     return lines

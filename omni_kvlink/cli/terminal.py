@@ -29,7 +29,7 @@ def width() -> int:
     return min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, MAX_WIDTH)
 
 
-def folded(text: str, first: str = "", others: str = "") -> str:
+def folded(text: str, first: str = "", indent: str = "") -> str:
     """A text, wrapped to the width; its first line and the others are indented by these texts.
 
     A path is not cut.
@@ -38,7 +38,7 @@ def folded(text: str, first: str = "", others: str = "") -> str:
         text,
         width(),
         initial_indent=first,
-        subsequent_indent=others,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFault:
-    """Bytes `start` to `stop` of a tensor, whose CRC-32C is `found` and not `committed`."""
+    """Bytes `start` to `stop` of a tensor, whose CRC-32C is `actual` and not `committed`."""
 
     file: PayloadFile
     spec: TensorSpec
     start: int
     stop: int
-    found: int
+    actual: int
     committed: int
 
     def bit(self) -> tuple[TensorByte, int] | None:
         """The byte, and the bit in it, which explain the fault if it is one bit; else None."""
-        position = flipped_bit(self.found, self.committed, self.stop - self.start)
+        position = flipped_bit(self.actual, self.committed, self.stop - self.start)
         if position is None:
             return None
         return TensorByte(self.spec, self.start + position // 8), position % 8
@@ -47,14 +47,18 @@ class ChunkFault:
         if crc32c(right) != self.committed:
             return None
         pairs = zip(self.file.bytes_of(self.spec)[self.start : self.stop], right, strict=True)
-        return [TensorByte(self.spec, self.start + at) for at, (a, b) in enumerate(pairs) if a != b]
+        return [
+            TensorByte(self.spec, self.start + number)
+            for number, (a, b) in enumerate(pairs)
+            if a != b
+        ]
 
     def text(self) -> list[str]:
         """The fault in words, a line each."""
         rows = rows_of(self.spec, self.start, self.stop)
         lines = [
             f"{self.spec.where()}: {rows}, bytes {self.start} to {self.stop - 1} of the tensor: "
-            f"CRC-32C {self.found:08x}, committed {self.committed:08x}"
+            f"CRC-32C {self.actual:08x}, committed {self.committed:08x}"
         ]
         bit = self.bit()
         if bit is None:
@@ -73,11 +77,11 @@ class ChunkFault:
         if differing is None:
             return f"{other.path} does not have the bytes that were committed here"
         first, count = differing[0], len(differing)
-        here, there = (file.bytes_of(self.spec)[first.offset] for file in (self.file, other))
+        ours, right = (file.bytes_of(self.spec)[first.offset] for file in (self.file, other))
         return (
             f"{count} byte{'s differ' if count > 1 else ' differs'} from {other.path}, the first "
             f"is byte {first.offset}: {first.element()}; byte {self.file.offset_of(first)} of the "
-            f"file: {here:#04x} here, {there:#04x} there"
+            f"file: {ours:#04x} here, {right:#04x} there"
         )
 
     def to_dict(self, other: PayloadFile | None) -> dict[str, Any]:
@@ -87,7 +91,7 @@ class ChunkFault:
             "tensor": self.spec.name,
             "start": self.start,
             "stop": self.stop,
-            "found": f"{self.found:08x}",
+            "found": f"{self.actual:08x}",
             "committed": f"{self.committed:08x}",
             "one_bit": bit
             and {
@@ -105,6 +109,6 @@ def faults_of(file: PayloadFile, spec: TensorSpec) -> Iterator[ChunkFault]:
     for number, committed in enumerate(chunks_of(spec.digest)):
         start = number * DIGEST_CHUNK
         stop = min(start + DIGEST_CHUNK, len(data))
-        found = crc32c(data[start:stop])
-        if found != committed:
-            yield ChunkFault(file, spec, start, stop, found, committed)
+        actual = crc32c(data[start:stop])
+        if actual != committed:
+            yield ChunkFault(file, spec, start, stop, actual, committed)

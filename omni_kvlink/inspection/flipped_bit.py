@@ -15,18 +15,18 @@ _STEP = 4096
 _TOP = 1 << 31
 
 
-def flipped_bit(found: int, committed: int, nbytes: int) -> int | None:
+def flipped_bit(actual: int, committed: int, nbytes: int) -> int | None:
     """The number of the bit that, flipped alone, makes one CRC of `nbytes` bytes the other.
 
     Bit 0 is the lowest one of byte 0. None if no single bit does.
     """
-    syndrome, total = found ^ committed, 8 * nbytes
-    first, back = _first_shifts(), _back_shift()
+    syndrome, total = actual ^ committed, 8 * nbytes
+    first, matrix = _first_shifts(), _back_shift()
     for shifted in range(0, total, _STEP):
-        behind = first.get(syndrome)
-        if behind is not None and shifted + behind < total:
-            return total - 1 - shifted - behind
-        syndrome = _apply(back, syndrome)
+        shifts = first.get(syndrome)
+        if shifts is not None and shifted + shifts < total:
+            return total - 1 - shifted - shifts
+        syndrome = _apply(matrix, syndrome)
     return None
 
 
@@ -42,8 +42,8 @@ def _shift_back(crc: int) -> int:
 def _first_shifts() -> dict[int, int]:
     """The number of bits behind a flipped one, by its syndrome, for the first `_STEP`."""
     shifts, crc = dict[int, int](), _POLYNOMIAL
-    for behind in range(_STEP):
-        shifts[crc] = behind
+    for count in range(_STEP):
+        shifts[crc] = count
         crc = _shift(crc)
     return shifts
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_kvlink.payload.dtypes import ITEMSIZE
 from omni_kvlink.payload.header import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _DIMENSIONS = {2: ("token", "dim"), 3: ("token", "head", "dim")}
 
@@ -22,11 +25,7 @@ class TensorByte:
     @property
     def index(self) -> tuple[int, ...]:
         """The index of its element."""
-        number, index = self.offset // ITEMSIZE[self.spec.dtype], list[int]()
-        for size in reversed(self.spec.shape):
-            number, position = divmod(number, size)
-            index.append(position)
-        return tuple(reversed(index))
+        return index_of(self.offset // ITEMSIZE[self.spec.dtype], self.spec.shape)
 
     def element(self) -> str:
         """The element in words: its token, head and dimension, or its index."""
@@ -39,6 +38,15 @@ class TensorByte:
     def to_dict(self) -> dict[str, Any]:
         """Tensor, index of the element, and offset in the tensor, as JSON values."""
         return {"tensor": self.spec.name, "index": list(self.index), "offset": self.offset}
+
+
+def index_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element of a contiguous tensor, by its number."""
+    index = list[int]()
+    for size in reversed(shape):
+        number, position = divmod(number, size)
+        index.append(position)
+    return tuple(reversed(index))
 
 
 def is_of_cache(spec: TensorSpec) -> bool:
