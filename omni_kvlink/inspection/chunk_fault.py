@@ -16,6 +16,9 @@ from omni_kvlink.payload.header import TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_MOST_LISTED = 256
+"""Bytes that a document lists of a chunk."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFault:
@@ -35,8 +38,8 @@ class ChunkFault:
             return None
         return TensorByte(self.spec, self.start + position // 8), position % 8
 
-    def against(self, other: PayloadFile) -> list[TensorByte] | None:
-        """The bytes that differ from those of the same tensor in another file.
+    def against(self, other: PayloadFile) -> list[int] | None:
+        """The offsets in the tensor of the bytes that differ from those in another file.
 
         None if it has no such tensor, or its chunk is not the one that was committed here.
         """
@@ -47,11 +50,7 @@ class ChunkFault:
         if crc32c(right) != self.committed:
             return None
         pairs = zip(self.file.bytes_of(self.spec)[self.start : self.stop], right, strict=True)
-        return [
-            TensorByte(self.spec, self.start + number)
-            for number, (a, b) in enumerate(pairs)
-            if a != b
-        ]
+        return [self.start + number for number, (a, b) in enumerate(pairs) if a != b]
 
     def text(self) -> list[str]:
         """The fault in words, a line each."""
@@ -76,7 +75,7 @@ class ChunkFault:
         differing = self.against(other)
         if differing is None:
             return f"{other.path} does not have the bytes that were committed here"
-        first, count = differing[0], len(differing)
+        first, count = TensorByte(self.spec, differing[0]), len(differing)
         ours, right = (file.bytes_of(self.spec)[first.offset] for file in (self.file, other))
         return (
             f"{count} byte{'s differ' if count > 1 else ' differs'} from {other.path}, the first "
@@ -85,7 +84,10 @@ class ChunkFault:
         )
 
     def to_dict(self, other: PayloadFile | None) -> dict[str, Any]:
-        """All of it as JSON values; `differing` is None without a file that has the right bytes."""
+        """All of it as JSON values: of the bytes that differ the first `_MOST_LISTED`, and a count.
+
+        Both are None without a file that has the right bytes.
+        """
         bit, differing = self.bit(), None if other is None else self.against(other)
         return {
             "tensor": self.spec.name,
@@ -99,7 +101,9 @@ class ChunkFault:
                 "bit": bit[1],
                 "file_offset": self.file.offset_of(bit[0]),
             },
-            "differing": differing and [byte.to_dict() for byte in differing],
+            "differing_bytes": differing and len(differing),
+            "differing": differing
+            and [TensorByte(self.spec, offset).to_dict() for offset in differing[:_MOST_LISTED]],
         }
 
 

@@ -89,6 +89,20 @@ def test_another_file_names_each_byte(tmp_path: Path, capsys: Captured) -> None:
     [fault] = json.loads(capsys.readouterr().out)["faults"]
     assert [byte["offset"] for byte in fault["differing"]] == [3, 40]
     assert fault["one_bit"] is None
+    assert fault["differing_bytes"] == 2
+
+
+def test_a_chunk_that_differs_as_a_whole_is_counted(tmp_path: Path, capsys: Captured) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for path in (good, bad):
+        manifest = saved(Recipe("r", tokens=1000).make(), path)
+    spec = manifest.tensors[1]
+    for offset in range(spec.start, spec.stop):
+        flip(bad, manifest.header_nbytes + offset, 0xFF)
+    assert run(["inspect", str(bad), "--against", str(good), "--json"]) == 1
+    [fault] = json.loads(capsys.readouterr().out)["faults"]
+    assert (fault["tensor"], fault["differing_bytes"]) == (spec.name, spec.nbytes)
+    assert len(fault["differing"]) == 256
 
 
 def test_a_file_that_is_no_better_says_so(tmp_path: Path, capsys: Captured) -> None:
