@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_kvlink.errors import IntegrityError
+from omni_kvlink.inspection.header_fault import header_fault
 from omni_kvlink.payload.header import Header
 from omni_kvlink.payload.safetensors_file import open_file
 
@@ -19,13 +21,17 @@ if TYPE_CHECKING:
 class PayloadFile:
     """A file as `save` and `record` write it.
 
-    FileError, WireError, VersionError, and IntegrityError if its header cannot be read. Digests of
-    the tensors are not checked here.
+    FileError, WireError, VersionError, and IntegrityError if its header cannot be read; the last
+    one names the bit, if one was flipped. Digests of the tensors are not checked here.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
-        self.manifest, self.region = open_file(self.path, map_it=True)
+        try:
+            self.manifest, self.region = open_file(self.path, map_it=True)
+        except IntegrityError as error:
+            texts = filter(None, (self.path, str(error), header_fault(self.path)))
+            raise IntegrityError(": ".join(texts)) from None
         self._view = self.region.view()
         self._tensors = {spec.name: spec for spec in self.manifest.tensors}
 

@@ -135,6 +135,25 @@ def test_a_hostile_file_gives_one_line(
     assert len(printed.err.splitlines()) == 1
 
 
+def test_a_flipped_bit_of_the_header_is_located(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "a"
+    header = saved(bundle("req-1"), path).header_nbytes
+    intact = path.read_bytes()
+    located = 0
+    for offset in range(8, header, 5):
+        path.write_bytes(intact)
+        flip(path, offset, 1 << offset % 8)
+        status = run(["inspect", str(path)])
+        printed = capsys.readouterr().err
+        assert status in (1, 2)
+        assert len(printed.splitlines()) == 1
+        if f"it is bit {offset % 8} of byte {offset} of the file" in printed:
+            located += 1
+        else:
+            assert status == 2 or "one bit" not in printed
+    assert located > 20
+
+
 def test_what_is_no_file_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "foreign").write_bytes(b"\x7fELF" + bytes(5000))
     for path in (tmp_path, tmp_path / "none", tmp_path / "foreign", "/dev/null"):

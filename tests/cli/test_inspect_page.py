@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_the_commands_print_what_the_page_says(
     monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(manifest, "__version__", "0.2.0")
-    monkeypatch.setattr(manifest.platform, "node", lambda: "prefill-0")
+    monkeypatch.setattr(platform, "node", lambda: "prefill-0")
     namespace: dict[str, Any] = {}
     with directory(tmp_path):
         for block in blocks(PAGE):
