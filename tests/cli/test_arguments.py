@@ -107,13 +107,8 @@ def is_what_it_says(option: argparse.Action, word: str, found: object) -> bool:
     if isinstance(option.type, NumberArgument):
         value = option.type.kind(word)
         return found == value and option.type.least <= value <= option.type.most
-    is_taken = found == (word if option.nargs is None and not is_repeated(option) else [word])
-    return is_taken and (option.choices is None or word in option.choices)
-
-
-def is_repeated(option: argparse.Action) -> bool:
-    """Whether each word of it is added to a list."""
-    return isinstance(option, argparse._AppendAction)
+    taken = found[-1] if isinstance(found, list) else found  # of one that may be repeated
+    return taken == word and (option.choices is None or word in option.choices)
 
 
 def test_the_free_words_are_paths_and_names() -> None:
@@ -124,7 +119,20 @@ def test_the_free_words_are_paths_and_names() -> None:
         if option.type is None and option.choices is None
         for name in (option.option_strings or [str(option.metavar)])
     }
-    assert free == {"--config", "--json", "--keys", "--serve", "DIRECTORY", "NAME", "URL"}
+    files = {
+        "--against",
+        "--config",
+        "--digests",
+        "--json",
+        "--keys",
+        "--keys-from",
+        "A",
+        "B",
+        "DIR",
+        "DIRECTORY",
+        "FILE",
+    }
+    assert free == {*files, "--key", "--serve", "NAME", "URL"}
 
 
 @pytest.mark.parametrize(
