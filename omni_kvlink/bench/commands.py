@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from omni_kvlink.bench import report
 from omni_kvlink.bench.setups import (
     COMMANDS,
+    PEERS,
     PRESETS,
     LatencySetup,
     LinkSetup,
@@ -104,6 +105,8 @@ def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
                 f"{shape} is {shape.nbytes / 1e9:.1f} GB, and {_COPIES} copies of it must fit into "
                 f"the {memory / 1e9:.1f} GB of this machine: give fewer --layers or --tokens"
             )
+    if "python" in values:
+        values["python"] = dict(values["python"])
     if "url" in values:
         values["connector"] = values["url"].partition("://")[0]
     fields = [field.name for field in dataclasses.fields(kind)]
@@ -147,6 +150,8 @@ def add_options(parser: Parser, setup: type[Any]) -> None:
             _add_link(parser)
             if issubclass(setup, SmallSetup):
                 _add_inline(parser)
+    if "environments" in by_name:
+        _add_systems(parser)
     if "corrupt" in by_name:
         number = NumberArgument("a whole number", -1)
         parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
@@ -205,6 +210,28 @@ def _add_inline(parser: Parser) -> None:
     add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=size)
     no_digests = "compute no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
+
+
+def _add_systems(parser: Parser) -> None:
+    about = (
+        "Each runs in an interpreter of its own. What it requires is installed there when it is "
+        "first measured; a system that cannot be installed or run is a line with the reason."
+    )
+    add = parser.group("systems", about).add_argument
+    systems = f"measure this one, repeated for several: {', '.join(PEERS)} (default: all)"
+    add("--peer", action="append", default=[], choices=PEERS, metavar="NAME", help=systems)
+    interpreter = "an interpreter that has what the system NAME requires; nothing is installed"
+    form = "NAME=PATH"
+    add("--python", action="append", default=[], type=_interpreter, metavar=form, help=interpreter)
+    folder = "where the environments lie (default: omni_kvlink/peers in the user's cache)"
+    add("--environments", default="", metavar="DIR", help=folder)
+
+
+def _interpreter(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if name not in PEERS or not path:
+        raise argparse.ArgumentTypeError(f"wanted NAME=PATH of {', '.join(PEERS)}, got {text!r}")
+    return name, path
 
 
 @functools.cache

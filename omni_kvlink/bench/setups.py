@@ -23,6 +23,16 @@ BLOCK = 16
 """Tokens of a block of paged sources."""
 READERS = ("streams", "callbacks", "asyncio", "steps")
 """The ways in which the one thread of `append-stream`'s reader waits for all streams."""
+PEERS = (
+    "omni_kvlink",
+    "omni_kvlink_into",
+    "nixl",
+    "vllm_omni",
+    "torch_multiprocessing",
+    "pyzmq",
+    "raw_tcp",
+)
+"""The systems of `peers`, files of `omni_kvlink/bench/peers`."""
 FEATURES = ("avx512+clmul", "avx512", "avx2", "neon", "portable")
 """The instruction sets of the native copier."""
 
@@ -292,6 +302,25 @@ class VerifySetup(LinkSetup):
     corrupt: int = -1
 
 
+@dataclasses.dataclass(frozen=True)
+class PeersSetup:
+    """The setup of `peers`; `python` are interpreters, by the name of their system."""
+
+    about: ClassVar = "other systems on the same blocks in the same run, in turn, beside a copy"
+    example: ClassVar = "--paged --peer omni_kvlink --peer pyzmq --rounds 30"
+    module: ClassVar = "peer_run"
+    presets: ClassVar = tuple(PRESETS)
+
+    shape: Shape = dataclasses.field(kw_only=True)
+    paged: bool = option(False, "payload", _BLOCKS, None)
+    seed: int = option(0, "payload", "of the bytes, and of the order of the blocks", COUNT)
+    rounds: int = option(10, "measurement", "rounds that are counted")
+    warmup: int = option(2, "measurement", "rounds before", COUNT)
+    peer: tuple[str, ...] = ()
+    python: dict[str, str] = dataclasses.field(default_factory=dict)
+    environments: str = ""
+
+
 COMMANDS: dict[str, type[Any]] = {
     "latency": LatencySetup,
     "stream": StreamSetup,
@@ -299,5 +328,6 @@ COMMANDS: dict[str, type[Any]] = {
     "many": ManySetup,
     "copy": CopySetup,
     "verify": VerifySetup,
+    "peers": PeersSetup,
 }
 """The setup of each subcommand; its `module` has the function `measure`."""
