@@ -115,23 +115,27 @@ def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
 
 def make_parser() -> Parser:
     """The parser of all subcommands."""
-    about = "how fast a link is on this machine, beside a plain copy of the same bytes"
+    title = "how fast a link is on this machine, beside a plain copy of the same bytes"
     usual = examples(
         "kvlink-bench latency", "kvlink-bench latency --help", "kvlink-bench verify --quick"
     )
-    parser = Parser(prog="kvlink-bench", description=about, epilog=usual)
+    parser = Parser(prog="kvlink-bench", description=title, epilog=usual)
     parser.add_version()
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", title="commands", dest="command"
     )
     for name, setup in COMMANDS.items():
+        operands = getattr(setup, "operands", {})
+        plain = " ".join(("kvlink-bench", name, *(f"{operand}.json" for operand in operands)))
         subparser = commands.add_parser(
             name,
             help=setup.about,
             description=setup.about,
-            epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {setup.example}"),
-            usage=f"kvlink-bench {name} [OPTION ...]",
+            epilog=examples(plain, f"{plain} {setup.example}"),
+            usage=" ".join(("kvlink-bench", name, *map(str.upper, operands), "[OPTION ...]")),
         )
+        for operand, about in operands.items():
+            subparser.add_argument(operand, metavar=operand.upper(), help=about)
         add_options(subparser, setup)
     return parser
 
@@ -150,6 +154,9 @@ def add_options(parser: Parser, setup: type[Any]) -> None:
             _add_link(parser)
             if issubclass(setup, SmallSetup):
                 _add_inline(parser)
+    if "row" in by_name:
+        selection = "compare the rows alone whose name has WORD in it (default: all)"
+        parser.group("rows").add_argument("--row", default="", metavar="WORD", help=selection)
     if "environments" in by_name:
         _add_systems(parser)
     if "corrupt" in by_name:
@@ -168,7 +175,7 @@ def _add_option(parser: Parser, name: str, option: Option, default: Any) -> None
     else:
         details |= {"type": option.kind, "metavar": option.kind.metavar}
         details["help"] += f" (default: {default:g})" if default else ""
-    parser.group(option.group).add_argument(f"--{name}", **details)
+    parser.group(option.group).add_argument(f"--{name.replace('_', '-')}", **details)
 
 
 def _add_payload(parser: Parser, presets: Sequence[str]) -> None:

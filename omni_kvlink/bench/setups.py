@@ -10,6 +10,7 @@ from omni_kvlink.cli.arguments import (
     COUNT,
     EVEN,
     PER_SECOND,
+    PERCENT,
     POSITIVE,
     SECONDS,
     THREADS,
@@ -321,6 +322,26 @@ class PeersSetup:
     environments: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class CompareSetup:
+    """The setup of `compare`: the paths of two documents."""
+
+    about: ClassVar = "whether the rows of a document are slower than those of an earlier one"
+    example: ClassVar = "--fail-over 15% --row ratio"
+    module: ClassVar = "compare"
+    operands: ClassVar = {
+        "before": "the document of a command's --json, A",
+        "after": "a later one of the same command, B",
+    }
+
+    before: str
+    after: str
+    fail_over: float = option(
+        15.0, "rows", "exit with 1 if a row of B is slower by more than so much", PERCENT
+    )
+    row: str = ""
+
+
 COMMANDS: dict[str, type[Any]] = {
     "latency": LatencySetup,
     "stream": StreamSetup,
@@ -329,5 +350,6 @@ COMMANDS: dict[str, type[Any]] = {
     "copy": CopySetup,
     "verify": VerifySetup,
     "peers": PeersSetup,
+    "compare": CompareSetup,
 }
 """The setup of each subcommand; its `module` has the function `measure`."""

@@ -118,7 +118,8 @@ def test_the_free_words_are_paths_and_names() -> None:
         if option.type is None and option.choices is None
         for name in (option.option_strings or [str(option.metavar)])
     }
-    assert free == {"--json", "--environments", "DIRECTORY", "NAME"}
+    paths = {"--json", "--environments", "DIRECTORY", "BEFORE", "AFTER"}
+    assert free == paths | {"--row", "NAME"}
 
 
 @pytest.mark.parametrize(
