@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from omni_kvlink.bench import report
+from omni_kvlink.bench.remote_address import connected_url, served_url
 from omni_kvlink.bench.setups import (
     COMMANDS,
     PEERS,
@@ -107,7 +108,7 @@ def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
             )
     if "python" in values:
         values["python"] = dict(values["python"])
-    if "url" in values:
+    if issubclass(kind, LinkSetup) and "url" in values:
         values["connector"] = values["url"].partition("://")[0]
     fields = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: values[name] for name in fields if name in values})
@@ -126,7 +127,7 @@ def make_parser() -> Parser:
     )
     for name, setup in COMMANDS.items():
         operands = getattr(setup, "operands", {})
-        plain = " ".join(("kvlink-bench", name, *(f"{operand}.json" for operand in operands)))
+        plain = " ".join(("kvlink-bench", name, *getattr(setup, "operand_examples", ())))
         subparser = commands.add_parser(
             name,
             help=setup.about,
@@ -135,7 +136,9 @@ def make_parser() -> Parser:
             usage=" ".join(("kvlink-bench", name, *map(str.upper, operands), "[OPTION ...]")),
         )
         for operand, about in operands.items():
-            subparser.add_argument(operand, metavar=operand.upper(), help=about)
+            action = subparser.add_argument(operand, metavar=operand.upper(), help=about)
+            if operand == "url":
+                action.type = served_url
         add_options(subparser, setup)
     return parser
 
@@ -151,7 +154,7 @@ def add_options(parser: Parser, setup: type[Any]) -> None:
             if option and is_payload is (option.group not in ("link", "measurement")):
                 _add_option(parser, name, option, field.default)
         if is_payload and issubclass(setup, LinkSetup):
-            _add_link(parser)
+            _add_link(parser, across=setup.across)
             if issubclass(setup, SmallSetup):
                 _add_inline(parser)
     if "row" in by_name:
@@ -192,7 +195,7 @@ def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
     add("--dtype", choices=tuple(KV_DTYPES), metavar="NAME", help=types)
 
 
-def _add_link(parser: Parser) -> None:
+def _add_link(parser: Parser, *, across: bool) -> None:
     add = parser.group("link").add_argument
     connectors = (
         f"how the two processes are connected: {', '.join(_schemes())} (default: shm); "
@@ -201,6 +204,12 @@ def _add_link(parser: Parser) -> None:
     add("--connector", default="shm", choices=_schemes(), metavar="NAME", help=connectors)
     url = "the link's whole URL, with address and options, instead of --connector"
     add("--url", default=argparse.SUPPRESS, type=_link_url, help=url)
+    if across:
+        served = (
+            "the reader is on another host: the address that kvlink-bench serve has printed there; "
+            "for --connector zmq+tcp or ucx"
+        )
+        add("--connect", default=argparse.SUPPRESS, type=connected_url, metavar="URL", help=served)
     modes = "memory of the payloads: pooled arenas (default), or a sealed file for each"
     add("--mode", default="pooled", choices=("pooled", "sealed"), help=modes)
     copiers = f"what copies the bytes: {', '.join(COPIERS)} (default: auto, the fastest)"

@@ -129,12 +129,18 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class LinkSetup:
-    """The link that a command measures."""
+    """The link that a command measures.
+
+    Where there is no pipe beside the link, its reader may be `kvlink-bench serve`, at `connect`.
+    """
+
+    across: ClassVar = True
 
     connector: str
     url: str = ""
     copier: str = "auto"
     mode: str = "pooled"
+    connect: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +223,7 @@ class AppendStreamSetup(SmallSetup):
     )
     example: ClassVar = "--together --reader asyncio"
     module: ClassVar = "append_stream"
+    across: ClassVar = False
 
     streams: int = option(64, "chunks", "append streams at the same time")
     rate: float = option(50.0, "chunks", "chunks a second of each stream", PER_SECOND)
@@ -259,6 +266,7 @@ class ManySetup(SmallSetup):
     )
     example: ClassVar = "--inline 0 --batch 8"
     module: ClassVar = "many"
+    across: ClassVar = False
 
     bytes: int = option(4096, "payloads", "bytes of a payload, an even number", EVEN)
     transfers: int = option(2000, "payloads", "payloads of a run")
@@ -323,6 +331,22 @@ class PeersSetup:
 
 
 @dataclasses.dataclass(frozen=True)
+class ServeSetup:
+    """The setup of `serve`: where the readers' commands come from."""
+
+    about: ClassVar = "readers for the commands that another host runs with --connect"
+    example: ClassVar = "--connections 1"
+    module: ClassVar = "remote"
+    operands: ClassVar = {
+        "url": "tcp://HOST:PORT to listen at, an address of this host; port 0: a free one"
+    }
+    operand_examples: ClassVar = ("tcp://192.0.2.1:7300",)
+
+    url: str
+    connections: int = option(0, "readers", "end when so many readers have ended; 0: never", COUNT)
+
+
+@dataclasses.dataclass(frozen=True)
 class CompareSetup:
     """The setup of `compare`: the paths of two documents."""
 
@@ -333,6 +357,7 @@ class CompareSetup:
         "before": "the document of a command's --json, A",
         "after": "a later one of the same command, B",
     }
+    operand_examples: ClassVar = ("before.json", "after.json")
 
     before: str
     after: str
@@ -350,6 +375,7 @@ COMMANDS: dict[str, type[Any]] = {
     "copy": CopySetup,
     "verify": VerifySetup,
     "peers": PeersSetup,
+    "serve": ServeSetup,
     "compare": CompareSetup,
 }
 """The setup of each subcommand; its `module` has the function `measure`."""
