@@ -28,6 +28,8 @@ PEERS = (
     "omni_kvlink",
     "omni_kvlink_into",
     "nixl",
+    "mooncake",
+    "ray",
     "vllm_omni",
     "torch_multiprocessing",
     "pyzmq",
