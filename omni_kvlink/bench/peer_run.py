@@ -157,7 +157,7 @@ def measure(setup: PeersSetup, progress: Progress = progress) -> Result:
         with progress("systems opened", len(rows)) as step:
             for row in rows:
                 folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvl-")))
-                with _reasons(row):
+                with _reasons(row, is_opening=True):
                     pairs[row.system.name] = _open(setup, row.system, folder, geometry)
                     opened.callback(pairs[row.system.name].close)
                 step()
@@ -167,8 +167,9 @@ def measure(setup: PeersSetup, progress: Progress = progress) -> Result:
                 turn = number % len(rows)
                 for row in (*rows[turn:], *rows[:turn]):
                     if not row.reason:
-                        with _reasons(row), pairs[row.system.name].running():
-                            _measure_turn(row, pairs[row.system.name], number, setup, copied)
+                        pair = pairs[row.system.name]
+                        with _reasons(row, is_opening=False), pair.running():
+                            _measure_turn(row, pair, number, setup, copied)
                 if number >= setup.warmup:
                     copies.append(1e3 * copied)
                 step()
@@ -198,13 +199,13 @@ def _measure_turn(row: Row, pair: PeerPair, number: int, setup: PeersSetup, copi
 
 
 @contextlib.contextmanager
-def _reasons(row: Row) -> Iterator[None]:
+def _reasons(row: Row, *, is_opening: bool) -> Iterator[None]:
     """Have an error of a system be the reason of its row."""
     try:
         yield
     except (BenchError, PeerError, PeerExited, OSError, futures.TimeoutError) as error:
         text = str(error) or "an end did not answer in time"
-        hint = row.system.fact("HINT") if not row.wrong else ""
+        hint = row.system.fact("HINT") if is_opening else ""
         row.reason = f"{text}; {hint}" if hint else text
 
 

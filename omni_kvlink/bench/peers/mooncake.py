@@ -18,6 +18,8 @@ VERIFIES = "nothing"
 WAITS = "wakes, by a pipe"
 REQUIRES = (("mooncake-transfer-engine-non-cuda", "numpy"),)
 HINT = "it needs Debian's libibverbs1 and librdmacm1, also where there is no RDMA"
+_BATCH = 256
+"""Blocks of one call; thousands of them fail."""
 
 
 @contextlib.contextmanager
@@ -29,8 +31,10 @@ def sender(end: Any) -> Iterator[Callable[[], None]]:
     targets, lengths = ([extent[part] for extent in extents] for part in (0, 1))
 
     def send() -> None:
-        if engine.batch_transfer_sync_write(host, sources, targets, lengths):
-            raise RuntimeError("Mooncake's transfer failed")
+        for first in range(0, len(sources), _BATCH):
+            parts = (part[first : first + _BATCH] for part in (sources, targets, lengths))
+            if engine.batch_transfer_sync_write(host, *parts):
+                raise RuntimeError("Mooncake's transfer failed")
         end.notify()
 
     yield send
