@@ -49,6 +49,9 @@ COMMANDS = {
     "many": "kvlink-bench many --rounds 8",
     "many-live": "kvlink-bench many --live 50000",
     "copy": "kvlink-bench copy",
+    "peers": "kvlink-bench peers",
+    "peers-paged": "kvlink-bench peers --paged",
+    "peers-tiny": "kvlink-bench peers --preset tiny --rounds 100",
     "first-transfer": "benchmarks/first_transfer.py",
 }
 """The command of each document."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SMALL = 64 << 10
 """Bytes of a payload up to which waking counts, not moving."""
+LOOPBACK = "127.0.0.1"
 TIMEOUT = 60.0
 ASLEEP = 0.004
 """Seconds that a reader sleeps before it is woken."""
@@ -115,16 +116,23 @@ class BufferTransfer:
 class TcpSend(BufferTransfer):
     """One TCP connection, with the kernel's own buffers or with larger ones."""
 
-    def __init__(self, buffer: np.ndarray[Any, Any], is_sender: bool, socket_buffer: int = 0):
+    def __init__(
+        self,
+        buffer: np.ndarray[Any, Any],
+        is_sender: bool,
+        socket_buffer: int = 0,
+        host: str = LOOPBACK,
+    ):
         self._buffer, self._socket_buffer = buffer.data, socket_buffer
         if is_sender:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            self.address = str(self._listener.getsockname()[1])
+            self._listener = socket.create_server((host, 0))
+            self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def connect(self, address: str) -> None:
         """Connect to the other end."""
         if address:
-            self._socket = socket.create_connection(("127.0.0.1", int(address)), TIMEOUT)
+            host, _, port = address.rpartition(":")
+            self._socket = socket.create_connection((host, int(port)), TIMEOUT)
         else:
             with self._listener:
                 self._socket, _ = self._listener.accept()
@@ -150,16 +158,16 @@ class TcpSend(BufferTransfer):
 class _ZmqEcho(BufferTransfer):
     """One message over ZMQ, which the receiver echoes; `send` waits for the echo."""
 
-    def __init__(self, nbytes: int, is_sender: bool):
+    def __init__(self, nbytes: int, is_sender: bool, host: str):
         self._message = bytes(nbytes)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if is_sender else zmq.DEALER)
         if is_sender:
-            self.address = str(self._socket.bind_to_random_port("tcp://127.0.0.1"))
+            self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
 
     def connect(self, address: str) -> None:
         if address:
-            self._socket.connect(f"tcp://127.0.0.1:{address}")
+            self._socket.connect(address)
             self._socket.send(b"here")
         else:
             self._reader, _ = self._socket.recv_multipart()
@@ -181,13 +189,13 @@ class _ZmqParts(BufferTransfer):
 
     _about: ClassVar = {"request_id": "bench", "kv_lens": [1], "ropes": [1], "num_layers": 1}
 
-    def __init__(self, nbytes: int, is_sender: bool, *, tcp: bool):
+    def __init__(self, nbytes: int, is_sender: bool, host: str, *, tcp: bool):
         self._tensors = torch.ones(nbytes, dtype=torch.uint8).tensor_split(2)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH if is_sender else zmq.PULL)
         self._directory = None
         if is_sender and tcp:
-            self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+            self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         elif is_sender:
             self._directory = tempfile.TemporaryDirectory(prefix="kvlink-bench-")
             self.address = f"ipc://{self._directory.name}/zmq"
@@ -316,12 +324,15 @@ class _OmniTransfer(BufferTransfer):
         return f"{self._prefix}-{next(self._numbers)}_0_0"
 
 
-def make_end(name: str, nbytes: int, *, is_sender: bool) -> BufferTransfer:
-    """One end of the baseline of a name, with a warm buffer of `nbytes` bytes."""
+def make_end(name: str, nbytes: int, *, is_sender: bool, host: str = LOOPBACK) -> BufferTransfer:
+    """One end of the baseline of a name, with a warm buffer of `nbytes` bytes.
+
+    `host` is the address at which a sender listens for its receiver.
+    """
     if name == ROUND_TRIP.name:
-        return _ZmqEcho(nbytes, is_sender)
+        return _ZmqEcho(nbytes, is_sender, host)
     if name in (ZMQ_IPC.name, ZMQ_TCP.name):
-        return _ZmqParts(nbytes, is_sender, tcp=name == ZMQ_TCP.name)
+        return _ZmqParts(nbytes, is_sender, host, tcp=name == ZMQ_TCP.name)
     if name == OMNI_SHM.name:
         return _OmniTransfer(nbytes, is_sender)
     if name != RAW_TCP.name:
@@ -329,17 +340,17 @@ def make_end(name: str, nbytes: int, *, is_sender: bool) -> BufferTransfer:
         return TagSend(np.ones(nbytes, np.uint8), options)
     buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     buffer.fill(1)
-    return TcpSend(buffer, is_sender)
+    return TcpSend(buffer, is_sender, host=host)
 
 
 class BaselineSender:
     """A connected baseline for `nbytes` bytes; `peer` is the reader, and has the other end."""
 
-    def __init__(self, baseline: Baseline, peer: Peer, nbytes: int):
+    def __init__(self, baseline: Baseline, peer: Peer, nbytes: int, host: str = LOOPBACK):
         self._peer, self._name = peer, baseline.name
         self._is_round_trip = baseline is ROUND_TRIP
         self._reader_sleeps = baseline in _READER_SLEEPS
-        self._end = make_end(self._name, nbytes, is_sender=True)
+        self._end = make_end(self._name, nbytes, is_sender=True, host=host)
         address = self._end.address
         opening = peer.submit("open_baseline", name=self._name, address=address, nbytes=nbytes)
         self._end.connect(opening.result(TIMEOUT))

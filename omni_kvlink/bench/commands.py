@@ -13,8 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from omni_kvlink.bench import report
+from omni_kvlink.bench.remote_address import connected_url, served_url
 from omni_kvlink.bench.setups import (
     COMMANDS,
+    PEERS,
     PRESETS,
     LatencySetup,
     LinkSetup,
@@ -104,7 +106,9 @@ def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
                 f"{shape} is {shape.nbytes / 1e9:.1f} GB, and {_COPIES} copies of it must fit into "
                 f"the {memory / 1e9:.1f} GB of this machine: give fewer --layers or --tokens"
             )
-    if "url" in values:
+    if "python" in values:
+        values["python"] = dict(values["python"])
+    if issubclass(kind, LinkSetup) and "url" in values:
         values["connector"] = values["url"].partition("://")[0]
     fields = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: values[name] for name in fields if name in values})
@@ -112,23 +116,29 @@ def _setup(kind: type[Any], values: dict[str, Any]) -> Any:
 
 def make_parser() -> Parser:
     """The parser of all subcommands."""
-    about = "how fast a link is on this machine, beside a plain copy of the same bytes"
+    title = "how fast a link is on this machine, beside a plain copy of the same bytes"
     usual = examples(
         "kvlink-bench latency", "kvlink-bench latency --help", "kvlink-bench verify --quick"
     )
-    parser = Parser(prog="kvlink-bench", description=about, epilog=usual)
+    parser = Parser(prog="kvlink-bench", description=title, epilog=usual)
     parser.add_version()
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", title="commands", dest="command"
     )
     for name, setup in COMMANDS.items():
+        operands = getattr(setup, "operands", {})
+        plain = " ".join(("kvlink-bench", name, *getattr(setup, "operand_examples", ())))
         subparser = commands.add_parser(
             name,
             help=setup.about,
             description=setup.about,
-            epilog=examples(f"kvlink-bench {name}", f"kvlink-bench {name} {setup.example}"),
-            usage=f"kvlink-bench {name} [OPTION ...]",
+            epilog=examples(plain, f"{plain} {setup.example}"),
+            usage=" ".join(("kvlink-bench", name, *map(str.upper, operands), "[OPTION ...]")),
         )
+        for operand, about in operands.items():
+            action = subparser.add_argument(operand, metavar=operand.upper(), help=about)
+            if operand == "url":
+                action.type = served_url
         add_options(subparser, setup)
     return parser
 
@@ -144,9 +154,14 @@ def add_options(parser: Parser, setup: type[Any]) -> None:
             if option and is_payload is (option.group not in ("link", "measurement")):
                 _add_option(parser, name, option, field.default)
         if is_payload and issubclass(setup, LinkSetup):
-            _add_link(parser)
+            _add_link(parser, across=setup.across)
             if issubclass(setup, SmallSetup):
                 _add_inline(parser)
+    if "row" in by_name:
+        selection = "compare the rows alone whose name has WORD in it (default: all)"
+        parser.group("rows").add_argument("--row", default="", metavar="WORD", help=selection)
+    if "environments" in by_name:
+        _add_systems(parser)
     if "corrupt" in by_name:
         number = NumberArgument("a whole number", -1)
         parser.add_argument("--corrupt", type=number, default=-1, help=argparse.SUPPRESS)
@@ -163,7 +178,7 @@ def _add_option(parser: Parser, name: str, option: Option, default: Any) -> None
     else:
         details |= {"type": option.kind, "metavar": option.kind.metavar}
         details["help"] += f" (default: {default:g})" if default else ""
-    parser.group(option.group).add_argument(f"--{name}", **details)
+    parser.group(option.group).add_argument(f"--{name.replace('_', '-')}", **details)
 
 
 def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
@@ -180,7 +195,7 @@ def _add_payload(parser: Parser, presets: Sequence[str]) -> None:
     add("--dtype", choices=tuple(KV_DTYPES), metavar="NAME", help=types)
 
 
-def _add_link(parser: Parser) -> None:
+def _add_link(parser: Parser, *, across: bool) -> None:
     add = parser.group("link").add_argument
     connectors = (
         f"how the two processes are connected: {', '.join(_schemes())} (default: shm); "
@@ -189,6 +204,12 @@ def _add_link(parser: Parser) -> None:
     add("--connector", default="shm", choices=_schemes(), metavar="NAME", help=connectors)
     url = "the link's whole URL, with address and options, instead of --connector"
     add("--url", default=argparse.SUPPRESS, type=_link_url, help=url)
+    if across:
+        served = (
+            "the reader is on another host: the address that kvlink-bench serve has printed there; "
+            "for --connector zmq+tcp or ucx"
+        )
+        add("--connect", default=argparse.SUPPRESS, type=connected_url, metavar="URL", help=served)
     modes = "memory of the payloads: pooled arenas (default), or a sealed file for each"
     add("--mode", default="pooled", choices=("pooled", "sealed"), help=modes)
     copiers = f"what copies the bytes: {', '.join(COPIERS)} (default: auto, the fastest)"
@@ -205,6 +226,28 @@ def _add_inline(parser: Parser) -> None:
     add("--inline", type=limit, nargs="?", const=INLINE, default=usual, metavar="BYTES", help=size)
     no_digests = "compute no CRC-32C while copying"
     add("--no-digests", action="store_false", dest="digests", help=no_digests)
+
+
+def _add_systems(parser: Parser) -> None:
+    about = (
+        "Each runs in an interpreter of its own. What it requires is installed there when it is "
+        "first measured; a system that cannot be installed or run is a line with the reason."
+    )
+    add = parser.group("systems", about).add_argument
+    systems = f"measure this one, repeated for several: {', '.join(PEERS)} (default: all)"
+    add("--peer", action="append", default=[], choices=PEERS, metavar="NAME", help=systems)
+    interpreter = "an interpreter that has what the system NAME requires; nothing is installed"
+    form = "NAME=PATH"
+    add("--python", action="append", default=[], type=_interpreter, metavar=form, help=interpreter)
+    folder = "where the environments lie (default: omni_kvlink/peers in the user's cache)"
+    add("--environments", default="", metavar="DIR", help=folder)
+
+
+def _interpreter(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if name not in PEERS or not path:
+        raise argparse.ArgumentTypeError(f"wanted NAME=PATH of {', '.join(PEERS)}, got {text!r}")
+    return name, path
 
 
 @functools.cache

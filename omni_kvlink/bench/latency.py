@@ -12,7 +12,10 @@ import numpy as np
 from omni_kvlink.bench.baselines import (
     ASLEEP,
     BASELINES,
+    RAW_TCP,
+    ROUND_TRIP,
     SMALL,
+    ZMQ_TCP,
     Baseline,
     BaselineSender,
     baselines_of,
@@ -74,8 +77,8 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
     plain = PlainCopy(nbytes)
     quota = max(4 << 30, 2 * nbytes)
     if setup.keys:
-        if setup.connector != "zmq+tcp" or setup.url:
-            raise BenchError("--keys is for --connector zmq+tcp, without --url")
+        if setup.connector != "zmq+tcp" or setup.url or setup.connect:
+            raise BenchError("--keys is for --connector zmq+tcp, without --url and --connect")
         setup = dataclasses.replace(setup, url="zmq+tcp://127.0.0.1:0")
     with (
         torch_threads(setup.threads),
@@ -83,8 +86,8 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
         progress("rounds", setup.warmup + setup.rounds) as step,
     ):
         senders = {
-            baseline.name: BaselineSender(baseline, pair.peer, nbytes)
-            for baseline in baselines_of(setup.connector, nbytes)
+            baseline.name: BaselineSender(baseline, pair.peer, nbytes, pair.host)
+            for baseline in _baselines(setup)
         }
         rounds = []
         for _ in range(setup.warmup + setup.rounds):
@@ -93,13 +96,17 @@ def measure(setup: LatencySetup, progress: Progress = progress) -> Result:
         idle = _idle(pair, setup.idle) if setup.idle else None
         for sender in senders.values():
             sender.close()
-    return _result(setup, rounds, plain.text, idle)
+    return _result(setup, rounds, plain.text, idle, pair.clock)
 
 
 def _result(
-    setup: LatencySetup, rounds: Sequence[_Round], plain: str, idle: dict[str, float] | None
+    setup: LatencySetup,
+    rounds: Sequence[_Round],
+    plain: str,
+    idle: dict[str, float] | None,
+    clock: str,
 ) -> Result:
-    nbytes, baselines = setup.shape.nbytes, baselines_of(setup.connector, setup.shape.nbytes)
+    nbytes, baselines = setup.shape.nbytes, _baselines(setup)
     cold = rounds[0][0]["total"] if setup.warmup else None
     seconds, pages, ledgers, used = zip(*rounds[setup.warmup :], strict=True)
     times, ledger = Timings.of_rounds(seconds), ledgers[-1]
@@ -107,7 +114,7 @@ def _result(
     faults = {side: Summary.of([counts[side] for counts in pages]) for side in pages[0]}
     pairs = zip(times["total"], times["copy"], strict=True)
     beyond = Summary.of([1e3 * (total - copy) for total, copy in pairs])
-    notes = _notes(setup)
+    notes = [*_notes(setup), *([f"the reader is kvlink-bench serve's; {clock}"] if clock else [])]
     figures = {
         "payload_bytes": nbytes,
         "sent_bytes": ledger.nbytes,
@@ -136,6 +143,14 @@ def _result(
     head = [*_head(setup, ledger), *(("note", note) for note in notes)]
     bars = _bars(setup, times, figures, baselines)
     return Result(figures, head, times.table(shown), _lines(setup, times, figures, baselines), bars)
+
+
+def _baselines(setup: LatencySetup) -> tuple[Baseline, ...]:
+    """The baselines of a setup; beside a reader of another host those over TCP alone."""
+    baselines = baselines_of(setup.connector, setup.shape.nbytes)
+    if setup.connect:
+        baselines = tuple(one for one in baselines if one in (RAW_TCP, ROUND_TRIP, ZMQ_TCP))
+    return baselines
 
 
 def _compared(times: Timings, baselines: Sequence[Baseline]) -> dict[str, Any]:
@@ -259,9 +274,7 @@ def _round(
     """One transfer after as many bytes by every baseline."""
     seconds = {"plain_copy": plain.seconds(), "pipe_wake": _pipe_wake(pair)}
     seconds |= {name: sender.seconds() for name, sender in senders.items()}
-    if any(
-        baseline.phase == "fresh" for baseline in baselines_of(setup.connector, setup.shape.nbytes)
-    ):
+    if any(baseline.phase == "fresh" for baseline in _baselines(setup)):
         seconds["fresh"] = _fresh(pair, data, setup)
     getting = pair.begin("get", key=KEY, verify=setup.verify)
     if setup.busy:

@@ -12,8 +12,10 @@ import time
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from omni_kvlink.bench.baselines import LOOPBACK
 from omni_kvlink.bench.chunks import Pipe
 from omni_kvlink.bench.reader import ReaderCommands
+from omni_kvlink.bench.remote import open_remote
 from omni_kvlink.bench.report import BenchError
 from omni_kvlink.connectors.registry import schemes
 from omni_kvlink.errors import KVLinkError, UnavailableError
@@ -33,11 +35,22 @@ TIMEOUT = 60.0
 class Pair:
     """A producer's link and its reader, a peer that has the commands of `ReaderCommands`.
 
-    With `own_thread` the reader is a thread of this process.
+    With `own_thread` the reader is a thread of this process. `host` is an address of this host at
+    which the reader reaches it; `clock` says by what clock the reader's moments are, if it is
+    another host's.
     """
 
-    def __init__(self, link: KVProducer, peer: Peer, *, own_thread: bool):
+    def __init__(
+        self,
+        link: KVProducer,
+        peer: Peer,
+        *,
+        own_thread: bool,
+        host: str = LOOPBACK,
+        clock: str = "",
+    ):
         self.link, self.peer, self.own_thread = link, peer, own_thread
+        self.host, self.clock = host, clock
 
     def begin(self, command: str, **arguments: Any) -> Future[Any]:
         """Begin a command of the reader that gets a payload; returns when the reader sleeps."""
@@ -64,6 +77,7 @@ def open_pair(
     connector: str,
     *,
     url: str = "",
+    connect: str = "",
     threads: int = 1,
     connecting: Mapping[str, Any] | None = None,
     **serving: Any,
@@ -72,23 +86,34 @@ def open_pair(
 
     `connecting` are the reader's options of `KVLink.connect`.
 
-    The URL has a fresh address unless it is given; `threads` are torch's in the reader. It raises
+    The URL has a fresh address unless it is given; with `connect`, the URL of `kvlink-bench serve`,
+    the reader is that of another host. `threads` are torch's in the reader. It raises
     `BenchError` if the link cannot be made, or if the reader ended, does not answer or raised an
     error that is not the library's own.
     """
     if not url and connector not in schemes():
         raise UnavailableError(f"no connector {connector!r}; there are {', '.join(schemes())}")
-    url = url or f"{connector}://{_fresh_address(connector)}"
-    own_thread = url.startswith("inproc://")
-    try:
-        link = KVLink.serve(url, **serving)
-    except ValueError as error:
-        raise BenchError(str(error)) from None
-    with link, _as_bench_errors(), contextlib.closing(_start_reader(own_thread)) as peer:
+    own_thread = (url or f"{connector}:").partition(":")[0] == "inproc"
+    if connect and own_thread:
+        raise BenchError("--connect: inproc has no reader in another process; give a --connector")
+    with _as_bench_errors(), contextlib.ExitStack() as opened:
+        host, clock = LOOPBACK, ""
+        if connect:
+            peer, host, clock = open_remote(connect)
+        else:
+            peer = _start_reader(own_thread)
+        opened.callback(peer.close)
+        try:
+            link = KVLink.serve(
+                url or f"{connector}://{_fresh_address(connector, host)}", **serving
+            )
+        except ValueError as error:
+            raise BenchError(str(error)) from None
+        opened.enter_context(link)
         try:
             reader_options = {"threads": threads, "options": dict(connecting or {})}
             peer.submit("connect", url=link.url, timeout=20.0, **reader_options).result(60.0)
-            yield Pair(link, peer, own_thread=own_thread)
+            yield Pair(link, peer, own_thread=own_thread, host=host, clock=clock)
             peer.call("close")
         except BaseException:
             link.close()  # wakes a reader that waits, so that it can end
@@ -99,7 +124,8 @@ def open_setup(setup: Any, **options: Any) -> AbstractContextManager[Pair]:
     """Open the pair of a command's setup; `options` are further ones of `open_pair`, or others."""
     names = ("copier", "digests", "mode", "inline")
     serving = {name: getattr(setup, name) for name in names if hasattr(setup, name)}
-    return open_pair(setup.connector, url=setup.url, **{**serving, **options})
+    reader = {"url": setup.url, "connect": setup.connect}
+    return open_pair(setup.connector, **reader, **{**serving, **options})
 
 
 @contextlib.contextmanager
@@ -135,11 +161,11 @@ def _as_bench_errors() -> Iterator[None]:
         raise BenchError("the reader did not answer in time") from None
 
 
-def _fresh_address(connector: str) -> str:
-    """An address that no other process serves."""
+def _fresh_address(connector: str, host: str) -> str:
+    """An address that no other process serves, of this host's interface for those over TCP."""
     name = f"bench-{os.getpid()}-{os.urandom(3).hex()}"
     return {
-        "zmq+tcp": "127.0.0.1:0?insecure=1",  # ZMQ alone, without encryption
-        "ucx": "127.0.0.1:0?trusted_network=1",  # meanwhile this machine's users are trusted
+        "zmq+tcp": f"{host}:0?insecure=1",  # ZMQ alone, without encryption
+        "ucx": f"{host}:0?trusted_network=1",  # meanwhile this machine's users are trusted
         "zmq+ipc": f"{tempfile.gettempdir()}/kvlink-{os.geteuid()}/{name}.sock",
     }.get(connector, name)

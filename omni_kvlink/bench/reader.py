@@ -19,6 +19,7 @@ from omni_kvlink.bench.chunks import ChunkBytes, ChunkRecorder, Pipe, TimedRecor
 from omni_kvlink.bench.pace import RECEIVE, ChunkReader, sent_positions
 from omni_kvlink.bench.payloads import Sources, bytes_of, found_in, make_sample
 from omni_kvlink.bench.pipelined import get_batches, get_singly
+from omni_kvlink.bench.remote import boot
 from omni_kvlink.bench.setups import Paced, Shape
 from omni_kvlink.errors import IntegrityError
 from omni_kvlink.link import ChunkStream, KVLink, ReceivedChunk, begin_get
@@ -46,6 +47,7 @@ class ReaderCommands(CommandSet):
     def __init__(self, *, own_thread: bool):
         super().__init__()
         self._own_thread = own_thread
+        self._clock = 0
         self._link: Any = None
         self._baselines: dict[str, BufferTransfer] = {}
         self._target_layers: list[list[TensorView]] = []
@@ -57,6 +59,21 @@ class ReaderCommands(CommandSet):
         if not self._own_thread:
             torch.set_num_threads(threads)
         self._link = KVLink.connect(url, timeout=timeout, **options)
+
+    def boot(self) -> str:
+        """See `remote.boot`."""
+        return boot()
+
+    def set_clock(self, offset: int) -> None:
+        """Add nanoseconds to every moment: the producer's clock is another host's."""
+        self._clock = offset
+
+    def ping(self) -> int:
+        """The moment at which the reader runs this command."""
+        return self._now()
+
+    def _now(self) -> int:
+        return time.monotonic_ns() + self._clock
 
     def stats(self) -> dict[str, Any]:
         """The link's state and counters."""
@@ -72,14 +89,14 @@ class ReaderCommands(CommandSet):
         """
         faults_before, used = page_faults(own_thread=self._own_thread), -time.process_time_ns()
         received = self._link.get(key, timeout=timeout, verify=verify)
-        returned = time.monotonic_ns()
+        returned = self._now()
         with received as data:
             for part in parts_of(data).values():
                 for tensor in part.tensors():
                     bytes_of(dense(tensor))[::PAGE].sum()
             faults = page_faults(own_thread=self._own_thread) - faults_before
             part = tensor = data = None  # type: ignore[assignment]
-        dropped = time.monotonic_ns()
+        dropped = self._now()
         seconds = received.ledger.seconds
         return {
             "returned": returned,
@@ -94,10 +111,10 @@ class ReaderCommands(CommandSet):
         """Wait for a payload, and copy it out after `moment`; when it was copied."""
         layers = self._targets(**targets)
         received = self._link.get(key, timeout=timeout)
-        while time.monotonic_ns() < moment:
+        while self._now() < moment:
             pass
         received.scatter([part for layer in layers for part in layer])
-        last = time.monotonic_ns()
+        last = self._now()
         received.release()
         return last
 
@@ -105,7 +122,7 @@ class ReaderCommands(CommandSet):
         """Get a payload into the targets; when it was copied."""
         into = [part for layer in self._targets(**targets) for part in layer]
         received = self._link.get(key, timeout=timeout, into=into)
-        last = time.monotonic_ns()
+        last = self._now()
         received.release()
         return last
 
@@ -115,7 +132,7 @@ class ReaderCommands(CommandSet):
         with self._link.stream_get(key, timeout=timeout) as stream:
             for layer in stream:
                 layer.scatter(*layers[layer.index])
-                last = time.monotonic_ns()
+                last = self._now()
                 first = first or last
         return {"first": first, "last": last}
 
@@ -195,7 +212,7 @@ class ReaderCommands(CommandSet):
         baseline = self._baselines[name]
         baseline.receive()
         baseline.wait()
-        arrived = time.monotonic_ns()
+        arrived = self._now()
         baseline.check()
         return arrived
 

@@ -10,6 +10,7 @@ from omni_kvlink.cli.arguments import (
     COUNT,
     EVEN,
     PER_SECOND,
+    PERCENT,
     POSITIVE,
     SECONDS,
     THREADS,
@@ -23,6 +24,18 @@ BLOCK = 16
 """Tokens of a block of paged sources."""
 READERS = ("streams", "callbacks", "asyncio", "steps")
 """The ways in which the one thread of `append-stream`'s reader waits for all streams."""
+PEERS = (
+    "omni_kvlink",
+    "omni_kvlink_into",
+    "nixl",
+    "mooncake",
+    "ray",
+    "vllm_omni",
+    "torch_multiprocessing",
+    "pyzmq",
+    "raw_tcp",
+)
+"""The systems of `peers`, files of `omni_kvlink/bench/peers`."""
 FEATURES = ("avx512+clmul", "avx512", "avx2", "neon", "portable")
 """The instruction sets of the native copier."""
 
@@ -118,12 +131,18 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class LinkSetup:
-    """The link that a command measures."""
+    """The link that a command measures.
+
+    Where there is no pipe beside the link, its reader may be `kvlink-bench serve`, at `connect`.
+    """
+
+    across: ClassVar = True
 
     connector: str
     url: str = ""
     copier: str = "auto"
     mode: str = "pooled"
+    connect: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +225,7 @@ class AppendStreamSetup(SmallSetup):
     )
     example: ClassVar = "--together --reader asyncio"
     module: ClassVar = "append_stream"
+    across: ClassVar = False
 
     streams: int = option(64, "chunks", "append streams at the same time")
     rate: float = option(50.0, "chunks", "chunks a second of each stream", PER_SECOND)
@@ -248,6 +268,7 @@ class ManySetup(SmallSetup):
     )
     example: ClassVar = "--inline 0 --batch 8"
     module: ClassVar = "many"
+    across: ClassVar = False
 
     bytes: int = option(4096, "payloads", "bytes of a payload, an even number", EVEN)
     transfers: int = option(2000, "payloads", "payloads of a run")
@@ -292,6 +313,62 @@ class VerifySetup(LinkSetup):
     corrupt: int = -1
 
 
+@dataclasses.dataclass(frozen=True)
+class PeersSetup:
+    """The setup of `peers`; `python` are interpreters, by the name of their system."""
+
+    about: ClassVar = "other systems on the same blocks in the same run, in turn, beside a copy"
+    example: ClassVar = "--paged --peer omni_kvlink --peer pyzmq --rounds 30"
+    module: ClassVar = "peer_run"
+    presets: ClassVar = tuple(PRESETS)
+
+    shape: Shape = dataclasses.field(kw_only=True)
+    paged: bool = option(False, "payload", _BLOCKS, None)
+    seed: int = option(0, "payload", "of the bytes, and of the order of the blocks", COUNT)
+    rounds: int = option(10, "measurement", "rounds that are counted")
+    warmup: int = option(2, "measurement", "rounds before", COUNT)
+    peer: tuple[str, ...] = ()
+    python: dict[str, str] = dataclasses.field(default_factory=dict)
+    environments: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeSetup:
+    """The setup of `serve`: where the readers' commands come from."""
+
+    about: ClassVar = "readers for the commands that another host runs with --connect"
+    example: ClassVar = "--connections 1"
+    module: ClassVar = "remote"
+    operands: ClassVar = {
+        "url": "tcp://HOST:PORT to listen at, an address of this host; port 0: a free one"
+    }
+    operand_examples: ClassVar = ("tcp://192.0.2.1:7300",)
+
+    url: str
+    connections: int = option(0, "readers", "end when so many readers have ended; 0: never", COUNT)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareSetup:
+    """The setup of `compare`: the paths of two documents."""
+
+    about: ClassVar = "whether the rows of a document are slower than those of an earlier one"
+    example: ClassVar = "--fail-over 15% --row ratio"
+    module: ClassVar = "compare"
+    operands: ClassVar = {
+        "before": "the document of a command's --json, A",
+        "after": "a later one of the same command, B",
+    }
+    operand_examples: ClassVar = ("before.json", "after.json")
+
+    before: str
+    after: str
+    fail_over: float = option(
+        15.0, "rows", "exit with 1 if a row of B is slower by more than so much", PERCENT
+    )
+    row: str = ""
+
+
 COMMANDS: dict[str, type[Any]] = {
     "latency": LatencySetup,
     "stream": StreamSetup,
@@ -299,5 +376,8 @@ COMMANDS: dict[str, type[Any]] = {
     "many": ManySetup,
     "copy": CopySetup,
     "verify": VerifySetup,
+    "peers": PeersSetup,
+    "serve": ServeSetup,
+    "compare": CompareSetup,
 }
 """The setup of each subcommand; its `module` has the function `measure`."""

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import textwrap
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -89,7 +90,7 @@ class NumberArgument:
     noun: str
     least: float
     most: float = 1_000_000_000
-    kind: type[int] | type[float] = int
+    kind: Callable[[str], float] = int
     step: float = 0
     """It must be a multiple of this, unless it is 0."""
     metavar: str = "N"
@@ -116,6 +117,9 @@ POSITIVE, COUNT = NumberArgument("a whole number", 1), NumberArgument("a whole n
 EVEN = NumberArgument("an even number", 2, step=2, metavar="BYTES")
 THREADS = NumberArgument("a number of threads", 1, 1024)
 SECONDS = NumberArgument("a number of seconds", 0, 86_400, float, metavar="SECONDS")
+PERCENT = NumberArgument(
+    "a percentage", 0, 100_000, lambda text: float(text.removesuffix("%")), metavar="PERCENT"
+)
 PER_SECOND = NumberArgument("a number a second", 0.001, 1_000_000, float)
 
 

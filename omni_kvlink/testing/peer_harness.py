@@ -142,7 +142,8 @@ class ThreadPeer(Peer):
 class ProcessPeer(Peer):
     """A peer in a process of its own, whose imports are done when the constructor returns.
 
-    A test may stop or kill `process`. It runs `module`, which calls `serve`; a `prefix` such as
+    A test may stop or kill `process`. It runs `module`, which calls `serve`, or a `program`, which
+    answers as `serve` does and need not have this library; a `prefix` such as
     `("ip", "netns", "exec", "other")` makes it another host's. If `concurrent`, a thread of this
     process receives the replies; if not, only `result` reads them, in its caller's thread, and
     nothing else of this process runs while a command is timed.
@@ -154,6 +155,7 @@ class ProcessPeer(Peer):
         prefix: Sequence[str] = (),
         *,
         module: str = "omni_kvlink.testing",
+        program: Sequence[str] = (),
         arguments: Sequence[str] = (),
         concurrent: bool = True,
     ):
@@ -161,10 +163,10 @@ class ProcessPeer(Peer):
         root = str(Path(omni_kvlink.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, *arguments],
+            [*prefix, *(program or (sys.executable, "-m", module)), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**env, "PYTHONPATH": path},
+            env=env if program else {**env, "PYTHONPATH": path},
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -58,8 +58,11 @@ def options(command: str) -> list[argparse.Action]:
 def line(command: str, option: argparse.Action, word: str, there: Path) -> list[str]:
     """A command line in which all is right but for one word."""
     argv = command.split()[1:]
+    right = {"URL": "tcp://127.0.0.1:7300"}
     positional = [
-        word if one is option else str(there) for one in options(command) if not one.option_strings
+        word if one is option else right.get(str(one.metavar), str(there))
+        for one in options(command)
+        if not one.option_strings
     ]
     if option.option_strings:
         argv.append(f"{option.option_strings[0]}={word}")
@@ -123,16 +126,19 @@ def test_the_free_words_are_paths_and_names() -> None:
         "--against",
         "--config",
         "--digests",
+        "--environments",
         "--json",
         "--keys",
         "--keys-from",
         "A",
+        "AFTER",
         "B",
+        "BEFORE",
         "DIR",
         "DIRECTORY",
         "FILE",
     }
-    assert free == {*files, "--key", "--serve", "NAME", "URL"}
+    assert free == {*files, "--key", "--row", "--serve", "NAME", "URL"}
 
 
 @pytest.mark.parametrize(
