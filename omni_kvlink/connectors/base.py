@@ -142,9 +142,11 @@ class Connector(ABC):
         host_reason: why that is the host's although `Options.device` names a device, with the cure;
             "" if the connector always uses the host's.
         layouts: those of the payloads that went over this end.
+        scheme: of the URL that it was opened with, once a `LinkEnd` has it; for observers.
     """
 
     device: str = ""
+    scheme: str = ""
     host_reason: str = ""
 
     def __init__(self, label: str):

@@ -222,7 +222,7 @@ class AppendStream:
         with self._lock:
             lease, self._lease = self._lease, None
             if lease is not None:
-                self._head.operation.producer.abort(lease, reason)
+                self._head.fail(lease, reason)
 
     def _check_process(self) -> None:
         self._process.check(f"stream {self.request_id!r}")

@@ -33,6 +33,7 @@ from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_memory import open_copy, payload_views
 from omni_kvlink.settings import Choice, Integer
 from omni_kvlink.system.waits import Deadline, check_timeout
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from omni_kvlink.connectors.protocol.delivery import Delivery
@@ -334,7 +335,12 @@ class Received(ReceivedPayload):
                 self._verify(on_arrival=delivery.is_verified)
         except BaseException as error:
             delivery.end_after(error)
+            observers.get_failed(delivery.scheme, delivery.key, error, arrived - started)
             raise
+        if observers.registered and opened is None:
+            seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
+            parts = delivery.scheme, delivery.key, region.nbytes
+            observers.received(*parts, seconds, self._data)
 
     @classmethod
     def of_stream(
@@ -405,10 +411,12 @@ class Received(ReceivedPayload):
 
         IntegrityError if one is wrong, here and in the receipt; or if the payload has no digests.
         """
+        started = time.perf_counter()
         try:
             self._verify(on_arrival=False)
         except WireError as error:
             self._delivery.reject(str(error))
+            observers.copied(self._delivery, "verify", started, error)
             raise
 
     def _verify(self, *, on_arrival: bool) -> None:
@@ -422,6 +430,8 @@ class Received(ReceivedPayload):
             started = time.perf_counter()
             self._copier.verify(manifest, region)
             self.ledger.seconds["verify"] = time.perf_counter() - started
+            if observers.registered:
+                observers.copied(self._delivery, "verify", started)
 
     def scatter(self, into: Targets) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.

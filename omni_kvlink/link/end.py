@@ -32,6 +32,7 @@ class LinkEnd:
         self.url = url
         self._host_reason = host_reason
         self._end = end
+        end.scheme = url.partition("://")[0]
         self._copier, self._layouts = copier, end.layouts
         self._closed, self._process = False, process.current
         process.close_in_children(self)

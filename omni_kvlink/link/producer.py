@@ -19,7 +19,6 @@ from omni_kvlink.link.direct_put import DirectPut
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.put_operation import PayloadPut, PutOperation
 from omni_kvlink.link.put_stream import PutStream
-from omni_kvlink.memory.region import Lease
 from omni_kvlink.payload.append_stream import StreamPosition, StreamSpec
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES, check_payload, payload_list
 from omni_kvlink.payload.kv_checks import check_reason
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import Producer
     from omni_kvlink.copier import Copier
+    from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.bundle import Payload
 
 PAYLOADS_PER_TURN = 8
@@ -209,9 +209,8 @@ class KVProducer(LinkEnd):
         allocation = self._allocation(plan.request_id)
         if is_planned and allocation is not None:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
-        put, leases = operation.prepare_stream(plan, allocation), list[Lease]()
-        operation.reserve([put], leases)
-        return PutStream(put, leases[0])
+        put = operation.prepare_stream(plan, allocation)
+        return PutStream(put, operation.reserve_alone(put))
 
     def open_stream(
         self,
@@ -250,12 +249,11 @@ class KVProducer(LinkEnd):
             TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the spec cannot be sent, or has no dimension `dim`.
         """
-        operation, leases = self._begin(readers, ttl, timeout, digests), list[Lease]()
+        operation = self._begin(readers, ttl, timeout, digests)
         _COUNT.read(window, "window")
         stream = StreamSpec(request_id, spec, Integer().read(dim, "dim"), metadata)
         head = operation.prepare_stream(stream.head(StreamPosition().encode()))
-        operation.reserve([head], leases)
-        return AppendStream(stream, head, leases[0], window=window)
+        return AppendStream(stream, head, operation.reserve_alone(head), window=window)
 
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""

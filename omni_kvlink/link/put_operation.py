@@ -10,11 +10,12 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
 from omni_kvlink.copier.base import MAX_PACKED
-from omni_kvlink.errors import CapacityError, TransferTimeout
+from omni_kvlink.errors import CapacityError, TransferFailed, TransferTimeout
 from omni_kvlink.link.in_place import gather_into
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.system.threads import start_detached
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -145,7 +146,20 @@ class CopiedPut(PayloadPut):
     def publish(self, lease: Lease, digests: Sequence[str], extra: bytes = b"") -> Receipt:
         """Write the header and commit a payload whose tensors were copied one by one."""
         self.write_header(lease, digests)
-        return self.operation.publish([self], [lease], extra)[0]
+        try:
+            return self.operation.publish([self], [lease], extra)[0]
+        except BaseException as error:
+            self.report(error)
+            raise
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        """Fail a payload that was announced and will not be whole."""
+        self.operation.producer.abort(lease, reason)
+        self.report(TransferFailed(f"payload {self.key!r} failed: {reason}", key=self.key))
+
+    def report(self, error: BaseException) -> None:
+        """Tell the observers that nothing was published."""
+        observers.put_failed(self.operation.producer.scheme, [self], error)
 
     def _gather(self, lease: Lease) -> tuple[list[str], bool]:
         """Copy the tensors that are not in place; return digests, and whether there were any."""
@@ -263,23 +277,36 @@ class PutOperation:
                 put.fill(lease)
             fault_points.point("put.copied")
             return self.publish(puts, leases)
-        except BaseException:
+        except BaseException as error:
             for lease in leases:
                 lease.release()
+            observers.put_failed(self.producer.scheme, puts, error)
             raise
 
     def run_in_thread(self, put: CopiedPut) -> Receipt:
         """Do the same in a thread; the receipt reports a failure."""
-        leases: list[Lease] = []
-        self.reserve([put], leases)
-        receipt = self.producer.receipt(leases[0], put.ledger)
-        run = partial(CurrentStreams().call, partial(self._run_or_fail, put, leases[0]))
+        lease = self.reserve_alone(put)
+        receipt = self.producer.receipt(lease, put.ledger)
+        run = partial(CurrentStreams().call, partial(self._run_or_fail, put, lease))
         try:
             start_detached(run)
-        except CapacityError:
-            leases[0].release()  # not after an interrupt: the thread may write to its memory
+        except CapacityError as error:
+            lease.release()  # not after an interrupt: the thread may write to its memory
+            observers.put_failed(self.producer.scheme, [put], error)
             raise
         return receipt
+
+    def reserve_alone(self, put: PayloadPut) -> Lease:
+        """Return the lease of one payload that is not written at once."""
+        leases: list[Lease] = []
+        try:
+            self.reserve([put], leases)
+        except BaseException as error:
+            for lease in leases:
+                lease.release()
+            observers.put_failed(self.producer.scheme, [put], error)
+            raise
+        return leases[0]
 
     def reserve(self, puts: Sequence[PayloadPut], leases: list[Lease]) -> None:
         """Append the lease of each payload; after an error the caller releases them."""
@@ -314,6 +341,8 @@ class PutOperation:
         seconds = time.perf_counter() - started
         for ledger in ledgers:
             ledger.seconds["publish"] = seconds
+        if observers.registered:
+            observers.committed(self.producer.scheme, receipts)
         return receipts
 
     def _run_or_fail(self, put: CopiedPut, lease: Lease) -> None:
@@ -324,6 +353,7 @@ class PutOperation:
                 self.publish([put], [lease])
             except Exception as error:
                 self.producer.abort(lease, f"it could not be committed: {error!r}")
+                observers.put_failed(self.producer.scheme, [put], error)
 
     def ledger(self, data: Payload | Manifest, plan_seconds: float) -> Ledger:
         """Return a new ledger with what is known of a put before it begins."""

@@ -137,7 +137,7 @@ class PutStream:
             lease = self._lease
             if lease is not None:
                 self._close()
-                self._put.operation.producer.abort(lease, reason)
+                self._put.fail(lease, reason)
 
     def __enter__(self) -> PutStream:
         return self

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from omni_kvlink.errors import WireError, without_frames
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,9 +65,12 @@ def scatter_delivery(
         result = copy(delivery.open_region())
     except WireError as error:
         delivery.reject(str(error))
+        observers.copied(delivery, "scatter", started, error)
         raise without_frames(error) from None
     ledger.copies = delivery.copies + 1
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
+    if observers.registered:
+        observers.copied(delivery, "scatter", started)
     return result

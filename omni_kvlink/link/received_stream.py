@@ -22,6 +22,7 @@ from omni_kvlink.payload.schema import KVMetadata
 from omni_kvlink.payload.tensor_memory import payload_views
 from omni_kvlink.payload.views import TensorView
 from omni_kvlink.system.waits import Answer, check_timeout
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,7 @@ class ReceivedStream(ReadBlock):
         self.delivery, self.ledger = delivery, Ledger()
         self._copier, self.timeout = copier, check_timeout(timeout)
         self._awaited: dict[Future[None], Answer[None]] = {}
+        self._is_reported = False  # to the observers, as received or failed
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             self.manifest = delivery.open_manifest(delivery.open_region(), layouts)
@@ -123,6 +125,7 @@ class ReceivedStream(ReadBlock):
             self._untaken: set[LayerKey] | None = set(self._layers)  # None: it was taken to its end
         except BaseException as error:
             delivery.end_after(error)
+            self._report(error)
             raise
 
     @property
@@ -231,6 +234,19 @@ class ReceivedStream(ReadBlock):
     def _mark_taken(self) -> None:
         self._untaken = None
         self.delivery.mark_read()
+        if observers.registered:
+            self._report()
+
+    def _report(self, error: BaseException | None = None) -> None:
+        """Tell the observers, once, that all has arrived, or that it will not."""
+        if self._is_reported:
+            return
+        self._is_reported, end, seconds = True, self.delivery, self.ledger.seconds
+        if error is not None:
+            observers.get_failed(end.scheme, end.key, error, seconds["wait"])
+        else:
+            nbytes = self.manifest.nbytes
+            observers.received(end.scheme, end.key, nbytes, seconds, self.manifest)
 
     # For event loops: find a layer, wait for its future, check the future, open the layer.
 
@@ -310,6 +326,7 @@ class ReceivedStream(ReadBlock):
                 phase=f"announced; the producer is still writing {subject}",
             )
         if isinstance(error, KVLinkError):
+            self._report(error)
             raise self._copy_of(error, subject)
 
     def _cancel_wait(self, answer: Answer[None]) -> None:

@@ -62,8 +62,9 @@ class RemoteGet(SessionGet):
                     raise self.timeout_error()
                 self.done.wait(MAX_TIMEOUT)  # it is being set
             self.done.result()
-        except KVLinkError:
+        except KVLinkError as error:
             self.settle()
+            self.report(self.session.get_table.scheme, error)
             raise
         except BaseException:
             self.cancel()

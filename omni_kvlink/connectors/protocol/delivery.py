@@ -35,6 +35,10 @@ def send_separately(act: Callable[[], T]) -> T:
 class DeliveryLease(Protocol):
     """The lease of an offered payload, which its `Delivery` ends."""
 
+    @property
+    def scheme(self) -> str:
+        """The scheme of the connection that it came over; for observers."""
+
     def release(self, outcome: Outcome, reason: str) -> None:
         """End it; called once, in any thread. It must neither block nor take a lock."""
 
@@ -122,6 +126,11 @@ class Delivery:
 
     def __repr__(self) -> str:
         return f"<Delivery of {self.key!r}{', released' if self.region is None else ''}>"
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the connection that it came over; for observers."""
+        return self._span.lease.scheme
 
     @property
     def extra(self) -> bytes:

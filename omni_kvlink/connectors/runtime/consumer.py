@@ -186,6 +186,7 @@ class MappedGet(SessionGet):
                 self.settle()
             else:
                 get_table.drop(self)  # now: the error's traceback may keep the get
+            self.report(get_table.scheme, error)
             raise
         delivery = Delivery(
             self.key,
@@ -339,6 +340,7 @@ class SessionConsumer(Consumer):
             if self._session is None or self._session.is_closed:
                 with translate_errors(self._url):
                     self._session = self._open(deadline - time.monotonic(), no_wait=no_wait)
+                self._session.get_table.scheme = self._url.partition("://")[0]
                 self._sessions += 1
             return self._session
         finally:
