@@ -29,6 +29,7 @@ LAYERS = (
     "settings",
     "system",
     "telemetry.observers",
+    "telemetry.timeline",
     "memory",
     "_native",
     "payload",
@@ -96,6 +97,7 @@ ONLY = {
         "system",
         "settings",
         "telemetry.observers",
+        "telemetry.timeline",
         "memory",
         "payload",
         "copier",
@@ -139,7 +141,6 @@ FORBIDDEN = {
     r"(?<![.\w])(eval|exec)\(": "text must not become code",
     r"\brecv_pyobj\b|\bsend_pyobj\b": "these are pickle",
     r"tcp://\*|\b0\.0\.0\.0\b|INADDR_ANY": "a listener binds to a named interface",
-    r"\btime\.time(_ns)?\b|\bfrom time import\b|CLOCK_REALTIME": "only the monotonic clock counts",
     r"\bshared_memory\b": "an attaching process unlinks the owner's segment",
 }
 """Patterns that no file of the package may contain."""
@@ -149,6 +150,10 @@ FORBIDDEN_EXCEPT = {
     r"\btime\.sleep\(": (
         "a waiting thread is woken, it does not poll",
         {"connectors.runtime.fault_points", "testing", "bench"},
+    ),
+    r"\btime\.time(_ns)?\b|\bfrom time import\b|CLOCK_REALTIME": (
+        "only the monotonic clock counts, but where machines are compared",
+        {"telemetry.timeline", "telemetry.tracing"},
     ),
     r"@(functools\.)?cached_property\b": (
         "before Python 3.12 all objects share its lock, which a fork may leave locked",

@@ -51,8 +51,9 @@ class AppendStream:
         try:
             producer, readers = head.operation.producer, head.operation.readers
             producer.begin(lease, head.plan.encode(), readers=readers, window=window)
-        except BaseException:
+        except BaseException as error:
             lease.release()
+            head.report(error)
             raise
         self._lease = lease
 

@@ -332,15 +332,16 @@ class Received(ReceivedPayload):
                 self._header, self._data = self._open(region, layouts)
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
-                self._verify(on_arrival=delivery.is_verified)
+                self._verify(on_arrival=delivery.is_verified, is_of_get=True)
         except BaseException as error:
             delivery.end_after(error)
-            observers.get_failed(delivery.scheme, delivery.key, error, arrived - started)
+            parts = delivery.scheme, delivery.key, error, arrived - started
+            observers.get_failed(*parts, vars(self).get("_header"))
             raise
         if observers.registered and opened is None:
             seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
-            parts = delivery.scheme, delivery.key, region.nbytes
-            observers.received(*parts, seconds, self._data)
+            seconds |= {} if self._ledger is None else self._ledger.seconds
+            observers.received(delivery, region.nbytes, seconds, self._data, self._header)
 
     @classmethod
     def of_stream(
@@ -419,7 +420,7 @@ class Received(ReceivedPayload):
             observers.copied(self._delivery, "verify", started, error)
             raise
 
-    def _verify(self, *, on_arrival: bool) -> None:
+    def _verify(self, *, on_arrival: bool, is_of_get: bool = False) -> None:
         region, manifest = self._delivery.open_region(), self._whole_manifest()
         if not manifest.is_covered:
             raise IntegrityError(
@@ -430,7 +431,7 @@ class Received(ReceivedPayload):
             started = time.perf_counter()
             self._copier.verify(manifest, region)
             self.ledger.seconds["verify"] = time.perf_counter() - started
-            if observers.registered:
+            if observers.registered and not is_of_get:  # else `on_get` has the phase
                 observers.copied(self._delivery, "verify", started)
 
     def scatter(self, into: Targets) -> None:

@@ -26,6 +26,7 @@ from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.settings import Flag, Integer, Seconds
 from omni_kvlink.system.waits import Deadline
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -137,13 +138,17 @@ class KVProducer(LinkEnd):
             TransferFailed: one of them was aborted while it was being copied.
         """
         operation, puts = self._begin(readers, ttl, timeout, digests), dict[str, PayloadPut]()
-        for number, data in enumerate(payload_list(payloads, "put_many")):
-            if number % PAYLOADS_PER_TURN == 0:
-                operation.deadline.check(data.request_id)
-                self._end.give_way()
-            if data.request_id in puts:
-                raise DuplicateKeyError("two of the payloads have the same request id")
-            puts[data.request_id] = self._prepare(operation, data)
+        try:
+            for number, data in enumerate(payload_list(payloads, "put_many")):
+                if number % PAYLOADS_PER_TURN == 0:
+                    operation.deadline.check(data.request_id)
+                    self._end.give_way()
+                if data.request_id in puts:
+                    raise DuplicateKeyError("two of the payloads have the same request id")
+                puts[data.request_id] = self._prepare(operation, data)
+        except BaseException as error:
+            observers.put_failed(self._end.scheme, puts.values(), error)
+            raise
         return operation.run([*puts.values()])
 
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
@@ -303,8 +308,14 @@ class KVProducer(LinkEnd):
     def _put_direct(self, operation: PutOperation, data: Payload) -> Receipt:
         started, key = time.perf_counter(), data.request_id
         plan = data.cached_plan(self._layouts, digests=operation.digests)
-        ledger = operation.ledger(data, time.perf_counter() - started)
-        put = DirectPut(operation, plan, data.tensors(), ledger)
+        views = data.tensors()
+        plan, trace = operation.begin(plan)
+        ledger = operation.ledger(data, time.perf_counter() - started, trace)
+        try:
+            put = DirectPut(operation, plan, views, ledger)
+        except BaseException as error:
+            observers.put_refused(self._end.scheme, key, error, trace)
+            raise
         try:
             return operation.run([put])[0]
         except ClosedError as error:  # as while it waits for its readers

@@ -207,16 +207,23 @@ class PutOperation:
         started, producer, key = time.perf_counter(), self.producer, data.request_id
         layout = data.find_layout(producer.layouts, digests=self.digests)
         limit, views = producer.inline_limit, data.tensors()
+        trace = observers.begin(producer.scheme, key) if observers.registered else {}
+        if trace:
+            layout = layout.with_trace(trace)
         planned, packed = time.perf_counter(), None
-        if layout.data_nbytes < limit:
-            packed = self.copier.pack_known(views, layout, key)
-        if packed is None or len(packed) > limit:
-            plan = layout.plan(key)
-            planned = time.perf_counter()
-            if plan.nbytes > limit or any(map(is_on_device, views)):
-                return self._copied(data, plan, views, planned - started, stream=stream)
-            packed = self.copier.pack(views, plan)
-        ledger = self.ledger(data, planned - started)
+        try:
+            if layout.data_nbytes < limit:
+                packed = self.copier.pack_known(views, layout, key)
+            if packed is None or len(packed) > limit:
+                plan = layout.plan(key)
+                planned = time.perf_counter()
+                if plan.nbytes > limit or any(map(is_on_device, views)):
+                    return self._copied(data, plan, views, planned - started, trace, stream=stream)
+                packed = self.copier.pack(views, plan)
+        except BaseException as error:
+            observers.put_refused(producer.scheme, key, error, trace)
+            raise
+        ledger = self.ledger(data, planned - started, trace)
         ledger.nbytes, ledger.copies = len(packed), int(layout.data_nbytes > 0)
         ledger.seconds["copy"] = time.perf_counter() - planned
         header = b"" if stream is None else packed[: len(packed) - layout.data_nbytes]
@@ -226,8 +233,19 @@ class PutOperation:
         """Plan the copy of what does not lie in the allocated memory yet."""
         started = time.perf_counter()
         plan, views = data.plan(digests=self.digests, capacity=allocation.capacity), data.tensors()
+        plan, trace = self.begin(plan, grows=False)
         seconds = time.perf_counter() - started
-        return self._copied(data, plan, views, seconds, allocation=allocation)
+        return self._copied(data, plan, views, seconds, trace, allocation=allocation)
+
+    def begin(self, plan: Manifest, *, grows: bool = True) -> tuple[Manifest, dict[str, str]]:
+        """Tell the observers that a put begins; return its plan, with the trace context of theirs.
+
+        The header has it if it may grow, or has room for it.
+        """
+        if not observers.registered:
+            return plan, {}
+        trace = observers.begin(self.producer.scheme, plan.request_id)
+        return plan.with_trace(trace, grows=grows), trace
 
     def prepare_stream(
         self, data: Payload | Manifest, allocation: Allocation | None = None
@@ -240,7 +258,8 @@ class PutOperation:
             plan = data.cached_plan(self.producer.layouts, digests=self.digests)
         else:
             plan = data.plan(digests=self.digests, capacity=allocation.capacity)
-        ledger = self.ledger(data, time.perf_counter() - started)
+        plan, trace = self.begin(plan, grows=allocation is None)
+        ledger = self.ledger(data, time.perf_counter() - started, trace)
         ledger.digests = "crc32c" if plan.has_digests else "off"
         put = CopiedPut(self, plan, (), ledger, allocation=allocation)
         put.draft = plan.header_nbytes
@@ -252,6 +271,7 @@ class PutOperation:
         plan: Manifest,
         views: Sequence[TensorView],
         plan_seconds: float,
+        trace: dict[str, str],
         *,
         allocation: Allocation | None = None,
         stream: Lease | None = None,
@@ -260,7 +280,7 @@ class PutOperation:
 
         A reader that waits can fetch, or copy, the first tensors while the last are being copied.
         """
-        ledger, producer = self.ledger(data, plan_seconds), self.producer
+        ledger, producer = self.ledger(data, plan_seconds, trace), self.producer
         put = CopiedPut(self, plan, views, ledger, allocation=allocation, stream=stream)
         is_long = plan.nbytes > 2 * FIRST_STEP_NBYTES and put.can_announce
         if is_long and producer.has_waiting_reader(put.key):
@@ -355,12 +375,14 @@ class PutOperation:
                 self.producer.abort(lease, f"it could not be committed: {error!r}")
                 observers.put_failed(self.producer.scheme, [put], error)
 
-    def ledger(self, data: Payload | Manifest, plan_seconds: float) -> Ledger:
+    def ledger(
+        self, data: Payload | Manifest, plan_seconds: float, trace: dict[str, str]
+    ) -> Ledger:
         """Return a new ledger with what is known of a put before it begins."""
         copier, digests = self.copier, "crc32c" if self.digests else "off"
         reused_nbytes = 0 if isinstance(data, Manifest) else data.reused_nbytes
         seconds = {"plan": plan_seconds, "reserve": 0.0}
-        return Ledger(0, 0, reused_nbytes, copier.name, copier.features, digests, seconds)
+        return Ledger(0, 0, reused_nbytes, copier.name, copier.features, digests, seconds, trace)
 
 
 def announcement_steps(plan: Manifest) -> Iterator[range]:

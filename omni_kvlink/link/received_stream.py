@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
+    ClosedError,
     KVLinkError,
     SchemaError,
     TransferFailed,
@@ -127,6 +128,8 @@ class ReceivedStream(ReadBlock):
             delivery.end_after(error)
             self._report(error)
             raise
+        if observers.registered:
+            observers.opened(delivery.scheme, self.ledger.seconds, self.manifest)
 
     @property
     def metadata(self) -> Mapping[str, KVMetadata | Mapping[str, Any]]:
@@ -183,8 +186,10 @@ class ReceivedStream(ReadBlock):
             WireError: what was announced is not what the plan says.
             SchemaError: there is no such layer.
         """
-        key = self.find(layer, branch)
+        key, started = self.find(layer, branch), time.perf_counter()
         self._wait(self._answer(key), self.name(key), timeout)
+        if observers.registered:
+            observers.layer(self.delivery, "arrived", started, key, self.manifest)
         return self.open_layer(key)
 
     def wait(self, *, timeout: float | None = None) -> Payload:
@@ -209,10 +214,14 @@ class ReceivedStream(ReadBlock):
 
         A reader that needs some of the layers only calls this when it has them.
         """
+        if observers.registered:
+            self._report()
         self.delivery.release()
 
     def release_unread(self) -> None:
         """Release the payload so that another reader receives it."""
+        if observers.registered:
+            self._report(ClosedError(f"payload {self.delivery.key!r} was left unread"))
         self.delivery.release_unread()
 
     def interrupt(self, error: KVLinkError) -> None:
@@ -243,10 +252,11 @@ class ReceivedStream(ReadBlock):
             return
         self._is_reported, end, seconds = True, self.delivery, self.ledger.seconds
         if error is not None:
-            observers.get_failed(end.scheme, end.key, error, seconds["wait"])
+            parts = end.scheme, end.key, error, seconds["wait"]
+            observers.get_failed(*parts, vars(self).get("manifest"))
         else:
-            nbytes = self.manifest.nbytes
-            observers.received(end.scheme, end.key, nbytes, seconds, self.manifest)
+            manifest = self.manifest
+            observers.received(end, manifest.nbytes, seconds, manifest, manifest)
 
     # For event loops: find a layer, wait for its future, check the future, open the layer.
 
@@ -341,6 +351,7 @@ class ReceivedStream(ReadBlock):
             self.delivery,
             self.ledger,
             lambda region: copier.scatter(manifest, region, targets),
+            manifest.tensors[0].name,
         )
 
     def begin_scatter(
@@ -360,7 +371,8 @@ class ReceivedStream(ReadBlock):
                 part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
             return copier.begin_scatter(part, region, targets, after=after)
 
-        return scatter_delivery(copier, self.delivery, self.ledger, begin)
+        layer = manifest.tensors[0].name
+        return scatter_delivery(copier, self.delivery, self.ledger, begin, layer)
 
     def _copy_of(self, error: KVLinkError, subject: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""

@@ -57,7 +57,7 @@ _MAX_PLANNED = 256
 _MAX_RECEIVED = 16
 
 _TRACE = {"traceparent", "tracestate"}
-"""What `producer` has of a trace context: https://www.w3.org/TR/trace-context/."""
+"""Names in `producer` of a trace context: https://www.w3.org/TR/trace-context/."""
 _CRC = 8
 _HEAD = b'{"__metadata__":{"kvlink":"{\\"version\\":[%d,%d],\\"header_crc32c\\":\\"'
 _AFTER_CRC = b'\\",\\"request_id\\":'
@@ -181,15 +181,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def with_trace(self, trace: Mapping[str, str], *, grows: bool = True) -> Manifest:
         """The same plan, whose header carries a trace context: see `Layout.with_trace`.
 
-        Without it, if its header would be too long, or would grow and must not.
+        Without it, if its header would grow and must not.
         """
-        layout = None if self.layout is None or not trace else self.layout.with_trace(trace)
-        if layout is None:
+        if not trace or self.layout is None:
             return self
+        layout = self.layout.with_trace(trace)
         header_nbytes = layout.header_nbytes(len(quote_id(self.request_id)))
         if header_nbytes > self.header_nbytes and not grows:
-            return self
-        if not layout.is_small and excess(layout.render(self.request_id, self.digests)):
             return self
         header_nbytes = max(header_nbytes, self.header_nbytes)
         sizes = {"header_nbytes": header_nbytes, "nbytes": header_nbytes + self.data_nbytes}
@@ -332,13 +330,18 @@ class Layout:
     def with_trace(self, trace: Mapping[str, str]) -> Layout:
         """The same layout with this trace context as part of `producer`, or with none.
 
-        It is of one payload, and no cache keeps it.
+        It is of one payload, and no cache keeps it. This one, if headers would be too long.
         """
         layout = copy.copy(self)
         layout.producer = {**_untraced(self.producer), **trace}
         layout._packed = False
         layout._write_tail()
-        return layout
+        return layout if layout.is_small or layout._fits() else self
+
+    def _fits(self) -> bool:
+        """Whether a header with any request id is within the limits."""
+        header = self.render("x" * _MAX_ID_TEXT, [spec.digest for spec in self.tensors])
+        return len(header) <= 8 + MAX_HEADER and not excess(header)
 
     @property  # a `cached_property` has a lock, which a fork may leave locked
     def packed(self) -> host.PackedLayout | None:
@@ -466,6 +469,11 @@ class KnownHeader(msgspec.Struct, frozen=True, gc=False):
     tensors: tuple[TensorSpec, ...]
     """The tensors, the digits of their digests zero."""
 
+    @property
+    def producer(self) -> dict[str, str]:
+        """About the producer; not to be modified."""
+        return self.layout.producer
+
     def manifest(self) -> Manifest:
         """The manifest of this header."""
         return self.layout.manifest(self.request_id, self.text)
@@ -563,7 +571,9 @@ class LayoutCache:
                 self._add_received(layout)
                 return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
         traced = _TRACED.search(text)
-        for kept in self._received if traced is not None else ():
+        if traced is None:
+            return None
+        for kept in self._received:
             layout = kept.with_trace({"traceparent": traced[1].decode()})
             request_id = layout.match(text, total)
             if request_id:

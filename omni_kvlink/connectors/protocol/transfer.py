@@ -173,6 +173,7 @@ class Ledger(msgspec.Struct, gc=False):
         instructions: the instruction set it used, where it chooses one.
         digests: "crc32c" or "off".
         seconds: of each phase, in the order they ran.
+        trace: W3C's trace context that the payload carries; empty if its put was not traced.
     """
 
     nbytes: int = 0
@@ -182,6 +183,7 @@ class Ledger(msgspec.Struct, gc=False):
     instructions: str = ""
     digests: str = "off"
     seconds: dict[str, float] = {}
+    trace: dict[str, str] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by their names, as JSON values."""
