@@ -309,7 +309,7 @@ class KVProducer(LinkEnd):
         started, key = time.perf_counter(), data.request_id
         plan = data.cached_plan(self._layouts, digests=operation.digests)
         views = data.tensors()
-        plan, trace = operation.begin(plan)
+        plan, trace = operation.begin(plan, started)
         ledger = operation.ledger(data, time.perf_counter() - started, trace)
         try:
             put = DirectPut(operation, plan, views, ledger)

@@ -207,7 +207,7 @@ class PutOperation:
         started, producer, key = time.perf_counter(), self.producer, data.request_id
         layout = data.find_layout(producer.layouts, digests=self.digests)
         limit, views = producer.inline_limit, data.tensors()
-        trace = observers.begin(producer.scheme, key) if observers.registered else {}
+        trace = observers.begin(producer.scheme, key, started) if observers.registered else {}
         if trace:
             layout = layout.with_trace(trace)
         planned, packed = time.perf_counter(), None
@@ -233,18 +233,20 @@ class PutOperation:
         """Plan the copy of what does not lie in the allocated memory yet."""
         started = time.perf_counter()
         plan, views = data.plan(digests=self.digests, capacity=allocation.capacity), data.tensors()
-        plan, trace = self.begin(plan, grows=False)
+        plan, trace = self.begin(plan, started, grows=False)
         seconds = time.perf_counter() - started
         return self._copied(data, plan, views, seconds, trace, allocation=allocation)
 
-    def begin(self, plan: Manifest, *, grows: bool = True) -> tuple[Manifest, dict[str, str]]:
-        """Tell the observers that a put begins; return its plan, with the trace context of theirs.
+    def begin(
+        self, plan: Manifest, started: float, *, grows: bool = True
+    ) -> tuple[Manifest, dict[str, str]]:
+        """Tell the observers that a put has begun; return its plan, with their trace context.
 
         The header has it if it may grow, or has room for it.
         """
         if not observers.registered:
             return plan, {}
-        trace = observers.begin(self.producer.scheme, plan.request_id)
+        trace = observers.begin(self.producer.scheme, plan.request_id, started)
         return plan.with_trace(trace, grows=grows), trace
 
     def prepare_stream(
@@ -258,7 +260,7 @@ class PutOperation:
             plan = data.cached_plan(self.producer.layouts, digests=self.digests)
         else:
             plan = data.plan(digests=self.digests, capacity=allocation.capacity)
-        plan, trace = self.begin(plan, grows=allocation is None)
+        plan, trace = self.begin(plan, started, grows=allocation is None)
         ledger = self.ledger(data, time.perf_counter() - started, trace)
         ledger.digests = "crc32c" if plan.has_digests else "off"
         put = CopiedPut(self, plan, (), ledger, allocation=allocation)

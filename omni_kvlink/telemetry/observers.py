@@ -67,8 +67,11 @@ class Observer:
     link: do not keep it.
     """
 
-    def on_begin(self, scheme: str, key: str) -> Mapping[str, str]:
-        """A put begins; in its thread. Return the trace context that its payload is to carry."""
+    def on_begin(self, scheme: str, key: str, started: float) -> Mapping[str, str]:
+        """A put has begun, at this time of `time.perf_counter`; in its thread.
+
+        Return the trace context that its payload is to carry.
+        """
         return {}
 
     def on_open(self, event: TransferEvent) -> None:
@@ -154,12 +157,12 @@ def remove_observer(observer: Observer) -> None:
         _broken[:] = [each for each in _broken if each is not observer]
 
 
-def begin(scheme: str, key: str) -> dict[str, str]:
-    """Report that a put begins; return the trace context that its payload is to carry."""
+def begin(scheme: str, key: str, started: float) -> dict[str, str]:
+    """Report that a put has begun; return the trace context that its payload is to carry."""
     trace = dict[str, str]()
     for observer in registered:
         try:
-            trace |= observer.on_begin(scheme, key)
+            trace |= observer.on_begin(scheme, key, started)
         except Exception:  # noqa: PERF203 (as in `_call`)
             _log_once(observer, "on_begin")
     return trace
