@@ -178,8 +178,6 @@ class TimelineRecorder(observers.Observer):
     def _write(self, events: list[TraceEvent]) -> None:
         if self._pid != os.getpid():
             self._open()
-        if self._file.closed or not events:
-            return
         tid = threading.get_native_id()
         if tid not in self._threads:
             self._threads.add(tid)
@@ -187,7 +185,11 @@ class TimelineRecorder(observers.Observer):
             events.insert(0, {"ph": "M", "name": "thread_name", "args": name})
         common = {"cat": "kvlink", "pid": self._pid, "tid": tid}
         lines = [msgspec.json.encode({**event, **common}) for event in events]
-        self._file.write(b"\n".join([*lines, b""]))
+        try:
+            self._file.write(b"\n".join([*lines, b""]))
+        except (OSError, ValueError):
+            if not self._file.closed:  # else another thread has closed it now
+                raise
 
 
 def _now() -> float:

@@ -208,8 +208,7 @@ class TransferTracer(observers.Observer):
 
 
 def _about(scheme: str, key: str) -> dict[str, str]:
-    system = {"messaging.system": "omni_kvlink", "messaging.message.id": key}
-    return {"kvlink.key": key, "kvlink.scheme": scheme, **system}
+    return {"kvlink.key": key, "kvlink.scheme": scheme}
 
 
 def _layer(event: TransferEvent) -> dict[str, Any]:

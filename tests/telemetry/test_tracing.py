@@ -69,8 +69,7 @@ def cache(key: str) -> KVCacheTransferData:
 
 def attributes(span: dict[str, Any]) -> dict[str, Any]:
     """Those of this library, without their prefix."""
-    about = span["attributes"].items()
-    return {name.removeprefix("kvlink."): v for name, v in about if not name.startswith("mess")}
+    return {name.removeprefix("kvlink."): v for name, v in span["attributes"].items()}
 
 
 def by_key(spans: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
