@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from omni_kvlink.aio import AsyncKVConsumer, AsyncKVProducer
     from support.link.aio_ends import Test
 
-# Reaches into _pending, for what waits to be counted: no scrape shows it, for each counts it.
+# Reaches into _pending: no scrape shows what waits to be counted, because each scrape counts it.
 
 pytestmark = pytest.mark.usefixtures("zmq_started", "leaves_nothing")
 SMALL, LARGE = 16, 1 << 18
