@@ -105,6 +105,12 @@ class LinkEnd:
             raise ClosedError(f"link {self.url} is closed")
 
 
+def open_ends() -> list[LinkEnd]:
+    """Return the links of this process that are open."""
+    ends = (end for end in list(_open_ends) if end._process.is_current)
+    return [end for end in ends if not end._closed]
+
+
 def _close_dropped(url: str, end: Connector, owner: process.OwnerProcess) -> None:
     """Close a link that nobody has any more, in the process that opened it."""
     if owner.is_current:

@@ -250,7 +250,7 @@ class ReceivedStream(ReadBlock):
         """Tell the observers, once, that all has arrived, or that it will not."""
         if self._is_reported:
             return
-        self._is_reported, end, seconds = True, self.delivery, self.ledger.seconds
+        self._is_reported, end, seconds = True, self.delivery, dict(self.ledger.seconds)
         if error is not None:
             parts = end.scheme, end.key, error, seconds["wait"]
             observers.get_failed(*parts, vars(self).get("manifest"))

@@ -31,7 +31,8 @@ class TransferEvent(NamedTuple):
         outcome: of a put "committed" or "failed"; of a receipt "released", "failed" or "expired";
             of a get "received" or "failed"; of a copy "copied" or "rejected".
         nbytes: of the payload, header included; 0 if it is not known.
-        seconds: of the phases that have ended, by name, in their order, as in the `Ledger`.
+        seconds: of the phases that have ended, by name, in their order, as in the `Ledger`; of a
+            receipt also "delivery", from the commit to its end.
         error: what was raised; of a receipt, what its `wait` raises.
         data: the payload as it arrived, or the manifest of a stream; None on the producer's side,
             and if there is none. To be looked at during the call, not to be kept: its views hold
@@ -252,13 +253,14 @@ def copied(
 
 def _settled(scheme: str, receipt: Any, committed: float) -> None:
     error: TransferFailed | None = None
-    try:
-        receipt.check(waited=0.0)
-    except TransferFailed as failure:
-        error = without_frames(failure)
-    seconds, nbytes = {"delivery": time.perf_counter() - committed}, receipt.ledger.nbytes
-    event = TransferEvent(scheme, receipt.key, receipt.state, nbytes, seconds, error)
-    _call("on_receipt", event)
+    ledger, state = receipt.ledger, receipt.state
+    seconds = {**ledger.seconds, "delivery": time.perf_counter() - committed}
+    if state != "released":
+        try:
+            receipt.check(waited=seconds["delivery"])
+        except TransferFailed as failure:
+            error = without_frames(failure)
+    _call("on_receipt", TransferEvent(scheme, receipt.key, state, ledger.nbytes, seconds, error))
 
 
 def _call(method: str, event: TransferEvent) -> None:
