@@ -341,7 +341,8 @@ class Received(ReceivedPayload):
         if observers.registered and opened is None:
             seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
             seconds |= {} if self._ledger is None else self._ledger.seconds
-            observers.received(delivery, region.nbytes, seconds, self._data, self._header)
+            about = delivery.scheme, delivery.key, region.nbytes, seconds
+            observers.received(*about, self._data, self._header, delivery.copies)
 
     @classmethod
     def of_stream(

@@ -256,7 +256,8 @@ class ReceivedStream(ReadBlock):
             observers.get_failed(*parts, vars(self).get("manifest"))
         else:
             manifest = self.manifest
-            observers.received(end, manifest.nbytes, seconds, manifest, manifest)
+            done = end.scheme, end.key, manifest.nbytes, seconds
+            observers.received(*done, manifest, manifest, end.copies)
 
     # For event loops: find a layer, wait for its future, check the future, open the layer.
 

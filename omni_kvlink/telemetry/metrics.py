@@ -184,7 +184,7 @@ class LinkMetrics(Observer):
 
     def _add(self, role: str, event: TransferEvent, outcome: str) -> None:
         # An error would keep frames, and is named. The cyclic collector tracks no dict of floats.
-        scheme, _, _, nbytes, seconds, error, _ = event
+        scheme, _, _, nbytes, seconds, error, *_ = event
         failure = "" if error is None else error_name(error)
         self._pending.append((role, scheme, outcome, nbytes, seconds, failure))
 

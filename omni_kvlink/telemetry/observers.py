@@ -219,12 +219,17 @@ def put_failed(scheme: str, puts: Iterable[Any], error: BaseException) -> None:
 
 
 def received(
-    delivery: Any, nbytes: int, seconds: Mapping[str, float], data: object, header: Any
+    scheme: str,
+    key: str,
+    nbytes: int,
+    seconds: Mapping[str, float],
+    data: object,
+    header: Any = None,
+    copies: int = 0,
 ) -> None:
     """Report a payload that has arrived."""
-    scheme, key = delivery.scheme, delivery.key
     event = TransferEvent(scheme, key, "received", nbytes, seconds, None, data)
-    _call("on_get", event._replace(trace=trace_of(header), copies=delivery.copies))
+    _call("on_get", event._replace(trace=trace_of(header), copies=copies))
 
 
 def get_failed(
