@@ -98,7 +98,7 @@ fuzz: .venv-fuzz/.ready
 
 # The licences of all that the package requires; one that is not permissive is an error.
 licences: $(VENV)/.ready
-	$(BIN)/python .ci/licences.py bagel bench engine
+	$(BIN)/python .ci/licences.py bagel bench engine metrics
 
 # The documentation site, in docs/_build/html; a warning is an error, and so is a dead link.
 docs: .venv-docs/.ready

@@ -333,14 +333,14 @@ class Received(ReceivedPayload):
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified)
+            if observers.registered and opened is None:
+                seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
+                parts = delivery.scheme, delivery.key, region.nbytes
+                observers.received(*parts, seconds, self._data)
         except BaseException as error:
             delivery.end_after(error)
             observers.get_failed(delivery.scheme, delivery.key, error, arrived - started)
             raise
-        if observers.registered and opened is None:
-            seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
-            parts = delivery.scheme, delivery.key, region.nbytes
-            observers.received(*parts, seconds, self._data)
 
     @classmethod
     def of_stream(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,7 +154,9 @@ def _call(method: str, event: TransferEvent) -> None:
         except Exception:  # noqa: PERF203 (one that fails must not keep the others from it)
             if not _has(_broken, observer):
                 _broken.append(observer)
-                _log.exception("an observer failed in %s; this is logged once", method)
+                # As text: a record may be kept, and frames hold memory of the link.
+                text = "an observer failed in %s; this is logged once\n%s"
+                _log.error(text, method, traceback.format_exc())
 
 
 def _has(observers: Iterable[Observer], observer: Observer) -> bool:

@@ -117,7 +117,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    "expression", sorted({*of_dashboard(), *of_page()} if PAGE.exists() else ())
+    "expression",
+    sorted({*of_dashboard(), *of_page()} if PAGE.exists() and DASHBOARD.exists() else ()),
 )
 def test_an_expression_has_data(expression: str, server: Server) -> None:
     until(lambda: server.has_data(expression), expression)
