@@ -7,7 +7,8 @@ A producer and two readers of each connector are killed and restarted, stopped f
 left without a free descriptor for a moment (not over zmq+ipc and ucx: libzmq and UCX end a process
 that has none), or, by root, with so little memory that the kernel ends most, in random order. They
 use every feature of the library, and leave on their own, too: a reader by an exception, a timeout,
-`break`, `release_unread` or its death at any chunk, a producer by an exception in its block.
+`break`, `release_unread` or its death at any chunk, a producer by an exception in its block. Every
+second process has an observer of its transfers, which raises.
 
 Every reader compares the SHA-256 of the bytes that it got with that of the bytes that were put, and
 writes down what it has seen before it leaves. The judge, `tests/support/network/evidence.py`, reads

@@ -333,16 +333,16 @@ class Received(ReceivedPayload):
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
                 self._verify(on_arrival=delivery.is_verified, is_of_get=True)
+            if observers.registered and opened is None:
+                seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
+                seconds |= {} if self._ledger is None else self._ledger.seconds
+                about = delivery.scheme, delivery.key, region.nbytes, seconds
+                observers.received(*about, self._data, self._header, delivery.copies)
         except BaseException as error:
             delivery.end_after(error)
             parts = delivery.scheme, delivery.key, error, arrived - started
             observers.get_failed(*parts, vars(self).get("_header"))
             raise
-        if observers.registered and opened is None:
-            seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
-            seconds |= {} if self._ledger is None else self._ledger.seconds
-            about = delivery.scheme, delivery.key, region.nbytes, seconds
-            observers.received(*about, self._data, self._header, delivery.copies)
 
     @classmethod
     def of_stream(

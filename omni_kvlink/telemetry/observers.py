@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -279,7 +280,9 @@ def _call(method: str, event: TransferEvent) -> None:
 def _log_once(observer: Observer, method: str) -> None:
     if not _has(_broken, observer):
         _broken.append(observer)
-        _log.exception("an observer failed in %s; this is logged once", method)
+        # As text: a record may be kept, and frames hold memory of the link.
+        text = "an observer failed in %s; this is logged once\n%s"
+        _log.error(text, method, traceback.format_exc())
 
 
 def _has(observers: Iterable[Observer], observer: Observer) -> bool:

@@ -26,7 +26,7 @@ from omni_kvlink.telemetry.observers import (
 )
 from omni_kvlink.testing.rig import until
 from omni_kvlink.testing.tampering import TamperingCopier, flip_bit
-from support.telemetry.recorder import Recorder, observing
+from support.telemetry.recorder import Raising, Recorder, observing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,15 +135,6 @@ def test_a_payload_that_is_wrong_when_it_is_copied(sockets: str, recorder: Recor
     assert list(recorder.copies[0].seconds) == ["scatter"]
 
 
-class Raising(Observer):
-    """Raises whatever it sees."""
-
-    def on_put(self, event: TransferEvent) -> None:
-        raise RuntimeError("of the observer's put")
-
-    on_receipt = on_get = on_copy = on_put
-
-
 def test_an_observer_that_raises_harms_nothing(
     sockets: str, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +161,28 @@ def test_an_observer_that_raises_harms_nothing(
     each = [["committed"], ["released"], ["received"], ["copied"]]
     assert recorder.outcomes() == [outcomes * 2 for outcomes in each]
     assert len(caplog.records) == 1
+
+
+def test_a_log_record_keeps_no_payload(sockets: str, caplog: pytest.LogCaptureFixture) -> None:
+    class RaisingGet(Observer):
+        def on_get(self, event: TransferEvent) -> None:
+            raise RuntimeError("of the observer's get")
+
+    observer = RaisingGet()
+    add_observer(observer)
+    try:
+        with (
+            KVLink.serve("shm://logged", directory=sockets) as producer,
+            KVLink.connect(producer.url, timeout=60, directory=sockets) as consumer,
+        ):
+            receipt = producer.put(payload("a", LARGE))
+            consumer.get("a", timeout=60).release()
+            until(lambda: receipt.done, "the payload is released", timeout=20)
+    finally:
+        remove_observer(observer)
+    [record] = caplog.records
+    assert "of the observer's get" in record.getMessage()
+    assert record.exc_info is None
 
 
 def test_nothing_is_seen_after_it_was_removed(sockets: str, recorder: Recorder) -> None:

@@ -35,10 +35,6 @@ def send_separately(act: Callable[[], T]) -> T:
 class DeliveryLease(Protocol):
     """The lease of an offered payload, which its `Delivery` ends."""
 
-    @property
-    def scheme(self) -> str:
-        """The scheme of the connection that it came over; for observers."""
-
     def release(self, outcome: Outcome, reason: str) -> None:
         """End it; called once, in any thread. It must neither block nor take a lock."""
 
@@ -129,8 +125,8 @@ class Delivery:
 
     @property
     def scheme(self) -> str:
-        """The scheme of the connection that it came over; for observers."""
-        return self._span.lease.scheme
+        """The scheme of the connection that it came over, for observers; "" if it has none."""
+        return getattr(self._span.lease, "scheme", "")
 
     @property
     def extra(self) -> bytes:

@@ -432,7 +432,7 @@ class GetLease(NamedTuple):
 
     @property
     def scheme(self) -> str:
-        """See `DeliveryLease.scheme`."""
+        """The scheme of the connection; see `Delivery.scheme`."""
         return self.get_table.scheme
 
     def release(self, outcome: Outcome, reason: str) -> None:

@@ -42,6 +42,15 @@ class Recorder(Observer):
         return [[event.outcome for event in events] for events in kinds]
 
 
+class Raising(Observer):
+    """Raises whatever it sees."""
+
+    def on_put(self, event: TransferEvent) -> None:
+        raise RuntimeError(f"of the observer, at {event.key}")
+
+    on_receipt = on_get = on_copy = on_put
+
+
 @contextlib.contextmanager
 def observing(recorder: Recorder) -> Iterator[Recorder]:
     """Register an observer while a block runs."""
