@@ -384,7 +384,8 @@ class PutOperation:
         copier, digests = self.copier, "crc32c" if self.digests else "off"
         reused_nbytes = 0 if isinstance(data, Manifest) else data.reused_nbytes
         seconds = {"plan": plan_seconds, "reserve": 0.0}
-        return Ledger(0, 0, reused_nbytes, copier.name, copier.features, digests, seconds, trace)
+        about = copier.name, copier.features, digests, seconds
+        return Ledger(0, 0, reused_nbytes, *about, trace=trace)
 
 
 def announcement_steps(plan: Manifest) -> Iterator[range]:
