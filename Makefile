@@ -14,7 +14,7 @@ export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
+.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
@@ -31,6 +31,7 @@ make format         what lint would change
 make docs           the documentation site, in docs/_build/html
 make test-all       what test leaves out: the slow ones
 make test-hf test-vllm test-vllm-omni test-diffusers test-ray test-ucx test-torchao  one suite for each host
+make test-prometheus  the metrics, by a Prometheus that scrapes a run
 make asan tsan asan-tensors fuzz mutants  sanitizers, random bytes, broken code
 make wheel wheel-test pythons licences    what is published
 make gpu            on a machine with a GPU: builds, tests and measures the CUDA part
@@ -97,7 +98,7 @@ fuzz: .venv-fuzz/.ready
 
 # The licences of all that the package requires; one that is not permissive is an error.
 licences: $(VENV)/.ready
-	$(BIN)/python .ci/licences.py bagel bench engine
+	$(BIN)/python .ci/licences.py bagel bench engine metrics
 
 # The documentation site, in docs/_build/html; a warning is an error, and so is a dead link.
 docs: .venv-docs/.ready
@@ -115,6 +116,11 @@ test-ucx: $(VENV)/.native
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ucx]"
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/connectors tests/network tests/lookup tests/bench \
 		tests/e2e/test_bagel_connectors.py -k "ucx or chooses" $(ARGS)
+
+# Not in `test`: a Prometheus that scrapes a run; needs Debian's prometheus, which .ci/run installs.
+test-prometheus: $(VENV)/.native
+	command -v prometheus > /dev/null || { echo "prometheus is missing: apt-get install prometheus"; exit 1; }
+	$(BIN)/python -m pytest tests/telemetry/test_prometheus.py $(ARGS)
 
 # An environment which sees the torch of $(VENV), and all else that is there.
 define sharing_torch

@@ -37,7 +37,7 @@ SLOW = "test-all"
 SOURCES = ("lint", "mutants-check", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
-TESTS = ("test", SLOW, "asan-tensors", "test-ucx")
+TESTS = ("test", SLOW, "asan-tensors", "test-ucx", "test-prometheus")
 VLLM = ("test-vllm", "asan-vllm")
 HOSTS = (
     "test-hf-5.24.0",
@@ -67,8 +67,11 @@ GRACE, NO_END = 10, 124
 ENDING = 60
 """Lines of a failed suite's output that are printed again at the end."""
 _printing = threading.Lock()
-SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
-"""Programs that the suites of the second architecture need, and Debian's packages of them."""
+SYSTEM = {
+    "aarch64": {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"},
+    "prometheus": {"prometheus": "prometheus"},
+}
+"""Programs that suites need which have these words in their names, and Debian's packages."""
 
 
 @dataclass
@@ -191,9 +194,11 @@ def never_run(outcomes: list[Outcome]) -> dict[str, str]:
     }
 
 
-def install_system_packages() -> None:
+def install_system_packages(suites: Sequence[str]) -> None:
     """Install what is missing, as root on Debian; elsewhere the suites that need it fail."""
-    missing = [package for program, package in SYSTEM.items() if not shutil.which(program)]
+    needed = [SYSTEM[word] for word in SYSTEM if any(word in suite for suite in suites)]
+    programs = {program: package for one in needed for program, package in one.items()}
+    missing = [package for program, package in programs.items() if not shutil.which(program)]
     if missing and shutil.which("apt-get"):
         subprocess.run(["apt-get", "update", "-qq"], check=False)
         install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends"]
@@ -204,8 +209,7 @@ def main() -> int:
     """Run the suites that are named, or all; print the table; return the exit status."""
     suites = sys.argv[1:] or list(SUITES)
     is_all = set(suites) == set(SUITES)
-    if any("aarch64" in suite for suite in suites):
-        install_system_packages()
+    install_system_packages(suites)
     RESULTS.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     outcomes = run_all(suites)

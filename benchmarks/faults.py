@@ -8,7 +8,8 @@ left without a free descriptor for a moment (not over zmq+ipc and ucx: libzmq an
 that has none), or, by root, with so little memory that the kernel ends most, in random order. Over
 zmq+tcp, all connections of both readers, lanes too, are cut. The processes use every feature of the
 library, and leave on their own, too: a reader by an exception, a timeout, `break`, `release_unread`
-or its death at any chunk, a producer by an exception in its block.
+or its death at any chunk, a producer by an exception in its block. Every
+second process has an observer of its transfers, which raises.
 
 Every reader compares the SHA-256 of the bytes that it got with that of the bytes that were put, and
 the path of its ledger with the configured one, which both ends require, and so do receipts; it

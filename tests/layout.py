@@ -28,6 +28,8 @@ LAYERS = (
     "errors _version",
     "settings",
     "system",
+    "telemetry.observers",
+    "telemetry.timeline",
     "memory",
     "_native",
     "payload",
@@ -43,6 +45,7 @@ LAYERS = (
     "link",
     "__init__",
     "lowlevel",
+    "telemetry",
     "aio lookup models",
     "engine.lora.request",
     "engine.tokens",
@@ -84,6 +87,7 @@ ONLY = {
         "system",
         "settings",
         "_version",
+        "telemetry.observers",
         "memory",
         "_native",
         "payload.digests",
@@ -91,7 +95,18 @@ ONLY = {
         "payload.manifest",
         "connectors",
     },
-    "link": {"errors", "system", "settings", "memory", "payload", "copier", "connectors", "link"},
+    "link": {
+        "errors",
+        "system",
+        "settings",
+        "telemetry.observers",
+        "telemetry.timeline",
+        "memory",
+        "payload",
+        "copier",
+        "connectors",
+        "link",
+    },
     "models": {"errors", "models"},
     "engine": PUBLIC | {"models", "engine"},
     "integrations": PUBLIC | {"integrations"},
@@ -129,7 +144,6 @@ FORBIDDEN = {
     r"(?<![.\w])(eval|exec)\(": "text must not become code",
     r"\brecv_pyobj\b|\bsend_pyobj\b": "these are pickle",
     r"tcp://\*|\b0\.0\.0\.0\b|INADDR_ANY": "a listener binds to a named interface",
-    r"\btime\.time(_ns)?\b|\bfrom time import\b|CLOCK_REALTIME": "only the monotonic clock counts",
     r"\bshared_memory\b": "an attaching process unlinks the owner's segment",
 }
 """Patterns that no file of the package may contain."""
@@ -139,6 +153,10 @@ FORBIDDEN_EXCEPT = {
     r"\btime\.sleep\(": (
         "a waiting thread is woken, it does not poll",
         {"connectors.runtime.fault_points", "testing", "bench"},
+    ),
+    r"\btime\.time(_ns)?\b|\bfrom time import\b|CLOCK_REALTIME": (
+        "only the monotonic clock counts, but where machines are compared",
+        {"telemetry.timeline", "telemetry.tracing"},
     ),
     r"@(functools\.)?cached_property\b": (
         "before Python 3.12 all objects share its lock, which a fork may leave locked",

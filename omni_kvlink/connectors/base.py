@@ -148,10 +148,12 @@ class Connector(ABC):
             "" if the connector always uses the host's.
         tells_path: whether it keeps to `Options.require`, and `stats()` has the `path`.
         layouts: those of the payloads that went over this end.
+        scheme: of the URL that it was opened with, once a `LinkEnd` has it; for observers.
     """
 
     tells_path = False
     device: str = ""
+    scheme: str = ""
     host_reason: str = ""
 
     def __init__(self, label: str):

@@ -51,8 +51,9 @@ class AppendStream:
         try:
             producer, readers = head.operation.producer, head.operation.readers
             producer.begin(lease, head.plan.encode(), readers=readers, window=window)
-        except BaseException:
+        except BaseException as error:
             lease.release()
+            head.report(error)
             raise
         self._lease = lease
 
@@ -222,7 +223,7 @@ class AppendStream:
         with self._lock:
             lease, self._lease = self._lease, None
             if lease is not None:
-                self._head.operation.producer.abort(lease, reason)
+                self._head.fail(lease, reason)
 
     def _check_process(self) -> None:
         self._process.check(f"stream {self.request_id!r}")

@@ -22,6 +22,7 @@ from omni_kvlink.link.consumer import begin, can_retry, get_requests, open_strea
 from omni_kvlink.link.copy_into import CopyInto
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.system.waits import Deadline, check_timeout
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -330,8 +331,10 @@ def verify_first(received: Received) -> None:
 
     What was checked on arrival is not checked again. A bad payload is rejected at once.
     """
+    started = time.perf_counter()
     try:
         received._verify(on_arrival=received._delivery.is_verified)
     except WireError as error:
         received._delivery.reject(str(error), at_once=True)
+        observers.copied(received._delivery, "verify", started, error)
         raise

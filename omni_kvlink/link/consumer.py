@@ -34,6 +34,7 @@ from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.payload.tensor_memory import open_copy, payload_views
 from omni_kvlink.settings import Choice, Integer
 from omni_kvlink.system.waits import Deadline, check_timeout
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     import os
@@ -334,9 +335,16 @@ class Received(ReceivedPayload):
                 self._header, self._data = self._open(region, layouts)
             self._times = started, arrived, time.perf_counter()
             if verify == "full":
-                self._verify(on_arrival=delivery.is_verified)
+                self._verify(on_arrival=delivery.is_verified, is_of_get=True)
+            if observers.registered and opened is None:
+                seconds = {"wait": arrived - started, "view": self._times[2] - arrived}
+                seconds |= {} if self._ledger is None else self._ledger.seconds
+                about = delivery.scheme, delivery.key, region.nbytes, seconds
+                observers.received(*about, self._data, self._header, delivery.copies)
         except BaseException as error:
             delivery.end_after(error)
+            parts = delivery.scheme, delivery.key, error, arrived - started
+            observers.get_failed(*parts, vars(self).get("_header"))
             raise
 
     @classmethod
@@ -409,13 +417,15 @@ class Received(ReceivedPayload):
 
         IntegrityError if one is wrong, here and in the receipt; or if the payload has no digests.
         """
+        started = time.perf_counter()
         try:
             self._verify(on_arrival=False)
         except WireError as error:
             self._delivery.reject(str(error))
+            observers.copied(self._delivery, "verify", started, error)
             raise
 
-    def _verify(self, *, on_arrival: bool) -> None:
+    def _verify(self, *, on_arrival: bool, is_of_get: bool = False) -> None:
         region, manifest = self._delivery.open_region(), self._whole_manifest()
         if not manifest.is_covered:
             raise IntegrityError(
@@ -426,6 +436,8 @@ class Received(ReceivedPayload):
             started = time.perf_counter()
             self._copier.verify(manifest, region)
             self.ledger.seconds["verify"] = time.perf_counter() - started
+            if observers.registered and not is_of_get:  # else `on_get` has the phase
+                observers.copied(self._delivery, "verify", started)
 
     def scatter(self, into: Targets) -> None:
         """Copy all tensors out, each byte checked against its digest in the same pass.

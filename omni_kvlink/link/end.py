@@ -32,6 +32,7 @@ class LinkEnd:
         self.url = url
         self._host_reason = host_reason
         self._end = end
+        end.scheme = url.partition("://")[0]
         self._copier, self._layouts = copier, end.layouts
         self._closed, self._process = False, process.current
         process.close_in_children(self)
@@ -102,6 +103,12 @@ class LinkEnd:
         self._check_process()
         if self._closed:
             raise ClosedError(f"link {self.url} is closed")
+
+
+def open_ends() -> list[LinkEnd]:
+    """Return the links of this process that are open."""
+    ends = (end for end in list(_open_ends) if end._process.is_current)
+    return [end for end in ends if not end._closed]
 
 
 def _close_dropped(url: str, end: Connector, owner: process.OwnerProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
@@ -22,7 +23,6 @@ from omni_kvlink.system.threads import uninterrupted
 from omni_kvlink.system.waits import check_timeout
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from typing_extensions import Unpack
@@ -167,6 +167,10 @@ class _Opening:
     """A URL and its options, read: the connector and the copier of an end that is to be opened."""
 
     def __init__(self, url: str, copier: str | Copier, options: dict[str, Any]):
+        if os.environ.get("KVLINK_TRACE"):
+            from omni_kvlink.telemetry.timeline import record_if_asked
+
+            record_if_asked()
         self._scheme, self.address, self.options = read_url(url, options)
         self.copier = named_copier(copier)
         self._refusal = "" if self.options.device else "no device= was given"

@@ -19,7 +19,6 @@ from omni_kvlink.link.direct_put import DirectPut
 from omni_kvlink.link.end import LinkEnd
 from omni_kvlink.link.put_operation import PayloadPut, PutOperation
 from omni_kvlink.link.put_stream import PutStream
-from omni_kvlink.memory.region import Lease
 from omni_kvlink.payload.append_stream import StreamPosition, StreamSpec
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES, check_payload, payload_list
 from omni_kvlink.payload.kv_checks import check_reason
@@ -27,6 +26,7 @@ from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.schema import check_request_id
 from omni_kvlink.settings import Flag, Integer, Seconds
 from omni_kvlink.system.waits import Deadline
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from omni_kvlink.connectors.base import Producer
     from omni_kvlink.copier import Copier
+    from omni_kvlink.memory.region import Lease
     from omni_kvlink.payload.bundle import Payload
 
 PAYLOADS_PER_TURN = 8
@@ -137,13 +138,17 @@ class KVProducer(LinkEnd):
             TransferFailed: one of them was aborted while it was being copied.
         """
         operation, puts = self._begin(readers, ttl, timeout, digests), dict[str, PayloadPut]()
-        for number, data in enumerate(payload_list(payloads, "put_many")):
-            if number % PAYLOADS_PER_TURN == 0:
-                operation.deadline.check(data.request_id)
-                self._end.give_way()
-            if data.request_id in puts:
-                raise DuplicateKeyError("two of the payloads have the same request id")
-            puts[data.request_id] = self._prepare(operation, data)
+        try:
+            for number, data in enumerate(payload_list(payloads, "put_many")):
+                if number % PAYLOADS_PER_TURN == 0:
+                    operation.deadline.check(data.request_id)
+                    self._end.give_way()
+                if data.request_id in puts:
+                    raise DuplicateKeyError("two of the payloads have the same request id")
+                puts[data.request_id] = self._prepare(operation, data)
+        except BaseException as error:
+            observers.put_failed(self._end.scheme, puts.values(), error)
+            raise
         return operation.run([*puts.values()])
 
     def allocate(self, plan: Payload, *, timeout: float = 10.0) -> Allocation:
@@ -209,9 +214,8 @@ class KVProducer(LinkEnd):
         allocation = self._allocation(plan.request_id)
         if is_planned and allocation is not None:
             raise SchemaError("for allocated memory, plan with the cache or bundle itself")
-        put, leases = operation.prepare_stream(plan, allocation), list[Lease]()
-        operation.reserve([put], leases)
-        return PutStream(put, leases[0])
+        put = operation.prepare_stream(plan, allocation)
+        return PutStream(put, operation.reserve_alone(put))
 
     def open_stream(
         self,
@@ -250,12 +254,11 @@ class KVProducer(LinkEnd):
             TransferTimeout: mapping it took longer than the timeout.
             SchemaError: the spec cannot be sent, or has no dimension `dim`.
         """
-        operation, leases = self._begin(readers, ttl, timeout, digests), list[Lease]()
+        operation = self._begin(readers, ttl, timeout, digests)
         _COUNT.read(window, "window")
         stream = StreamSpec(request_id, spec, Integer().read(dim, "dim"), metadata)
         head = operation.prepare_stream(stream.head(StreamPosition().encode()))
-        operation.reserve([head], leases)
-        return AppendStream(stream, head, leases[0], window=window)
+        return AppendStream(stream, head, operation.reserve_alone(head), window=window)
 
     def fail(self, request_id: str, reason: str) -> None:
         """Make every `get` of `request_id`, now or later, raise TransferFailed with this reason."""
@@ -305,8 +308,14 @@ class KVProducer(LinkEnd):
     def _put_direct(self, operation: PutOperation, data: Payload) -> Receipt:
         started, key = time.perf_counter(), data.request_id
         plan = data.cached_plan(self._layouts, digests=operation.digests)
-        ledger = operation.ledger(data, time.perf_counter() - started)
-        put = DirectPut(operation, plan, data.tensors(), ledger)
+        views = data.tensors()
+        plan, trace = operation.begin(plan, started)
+        ledger = operation.ledger(data, time.perf_counter() - started, trace)
+        try:
+            put = DirectPut(operation, plan, views, ledger)
+        except BaseException as error:
+            observers.put_refused(self._end.scheme, key, error, trace)
+            raise
         try:
             return operation.run([put])[0]
         except ClosedError as error:  # as while it waits for its readers

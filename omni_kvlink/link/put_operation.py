@@ -10,11 +10,12 @@ from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.connectors.runtime import fault_points
 from omni_kvlink.copier import CurrentStreams
 from omni_kvlink.copier.base import MAX_PACKED
-from omni_kvlink.errors import CapacityError, TransferTimeout
+from omni_kvlink.errors import CapacityError, TransferFailed, TransferTimeout
 from omni_kvlink.link.in_place import gather_into
 from omni_kvlink.payload.manifest import Manifest
 from omni_kvlink.payload.paged import PagedTensor
 from omni_kvlink.system.threads import start_detached
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -145,7 +146,20 @@ class CopiedPut(PayloadPut):
     def publish(self, lease: Lease, digests: Sequence[str], extra: bytes = b"") -> Receipt:
         """Write the header and commit a payload whose tensors were copied one by one."""
         self.write_header(lease, digests)
-        return self.operation.publish([self], [lease], extra)[0]
+        try:
+            return self.operation.publish([self], [lease], extra)[0]
+        except BaseException as error:
+            self.report(error)
+            raise
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        """Fail a payload that was announced and will not be whole."""
+        self.operation.producer.abort(lease, reason)
+        self.report(TransferFailed(f"payload {self.key!r} failed: {reason}", key=self.key))
+
+    def report(self, error: BaseException) -> None:
+        """Tell the observers that nothing was published."""
+        observers.put_failed(self.operation.producer.scheme, [self], error)
 
     def _gather(self, lease: Lease) -> tuple[list[str], bool]:
         """Copy the tensors that are not in place; return digests, and whether there were any."""
@@ -193,16 +207,23 @@ class PutOperation:
         started, producer, key = time.perf_counter(), self.producer, data.request_id
         layout = data.find_layout(producer.layouts, digests=self.digests)
         limit, views = producer.inline_limit, data.tensors()
+        trace = observers.begin(producer.scheme, key, started) if observers.registered else {}
+        if trace:
+            layout = layout.with_trace(trace)
         planned, packed = time.perf_counter(), None
-        if layout.data_nbytes < limit:
-            packed = self.copier.pack_known(views, layout, key)
-        if packed is None or len(packed) > limit:
-            plan = layout.plan(key)
-            planned = time.perf_counter()
-            if plan.nbytes > limit or any(map(is_on_device, views)):
-                return self._copied(data, plan, views, planned - started, stream=stream)
-            packed = self.copier.pack(views, plan)
-        ledger = self.ledger(data, planned - started)
+        try:
+            if layout.data_nbytes < limit:
+                packed = self.copier.pack_known(views, layout, key)
+            if packed is None or len(packed) > limit:
+                plan = layout.plan(key)
+                planned = time.perf_counter()
+                if plan.nbytes > limit or any(map(is_on_device, views)):
+                    return self._copied(data, plan, views, planned - started, trace, stream=stream)
+                packed = self.copier.pack(views, plan)
+        except BaseException as error:
+            observers.put_refused(producer.scheme, key, error, trace)
+            raise
+        ledger = self.ledger(data, planned - started, trace)
         ledger.nbytes, ledger.copies = len(packed), int(layout.data_nbytes > 0)
         ledger.seconds["copy"] = time.perf_counter() - planned
         header = b"" if stream is None else packed[: len(packed) - layout.data_nbytes]
@@ -212,8 +233,21 @@ class PutOperation:
         """Plan the copy of what does not lie in the allocated memory yet."""
         started = time.perf_counter()
         plan, views = data.plan(digests=self.digests, capacity=allocation.capacity), data.tensors()
+        plan, trace = self.begin(plan, started, grows=False)
         seconds = time.perf_counter() - started
-        return self._copied(data, plan, views, seconds, allocation=allocation)
+        return self._copied(data, plan, views, seconds, trace, allocation=allocation)
+
+    def begin(
+        self, plan: Manifest, started: float, *, grows: bool = True
+    ) -> tuple[Manifest, dict[str, str]]:
+        """Tell the observers that a put has begun; return its plan, with their trace context.
+
+        The header has it if it may grow, or has room for it.
+        """
+        if not observers.registered:
+            return plan, {}
+        trace = observers.begin(self.producer.scheme, plan.request_id, started)
+        return plan.with_trace(trace, grows=grows), trace
 
     def prepare_stream(
         self, data: Payload | Manifest, allocation: Allocation | None = None
@@ -226,7 +260,8 @@ class PutOperation:
             plan = data.cached_plan(self.producer.layouts, digests=self.digests)
         else:
             plan = data.plan(digests=self.digests, capacity=allocation.capacity)
-        ledger = self.ledger(data, time.perf_counter() - started)
+        plan, trace = self.begin(plan, started, grows=allocation is None)
+        ledger = self.ledger(data, time.perf_counter() - started, trace)
         ledger.digests = "crc32c" if plan.has_digests else "off"
         put = CopiedPut(self, plan, (), ledger, allocation=allocation)
         put.draft = plan.header_nbytes
@@ -238,6 +273,7 @@ class PutOperation:
         plan: Manifest,
         views: Sequence[TensorView],
         plan_seconds: float,
+        trace: dict[str, str],
         *,
         allocation: Allocation | None = None,
         stream: Lease | None = None,
@@ -246,7 +282,7 @@ class PutOperation:
 
         A reader that waits can fetch, or copy, the first tensors while the last are being copied.
         """
-        ledger, producer = self.ledger(data, plan_seconds), self.producer
+        ledger, producer = self.ledger(data, plan_seconds, trace), self.producer
         put = CopiedPut(self, plan, views, ledger, allocation=allocation, stream=stream)
         is_long = plan.nbytes > 2 * FIRST_STEP_NBYTES and put.can_announce
         if is_long and producer.has_waiting_reader(put.key):
@@ -263,23 +299,36 @@ class PutOperation:
                 put.fill(lease)
             fault_points.point("put.copied")
             return self.publish(puts, leases)
-        except BaseException:
+        except BaseException as error:
             for lease in leases:
                 lease.release()
+            observers.put_failed(self.producer.scheme, puts, error)
             raise
 
     def run_in_thread(self, put: CopiedPut) -> Receipt:
         """Do the same in a thread; the receipt reports a failure."""
-        leases: list[Lease] = []
-        self.reserve([put], leases)
-        receipt = self.producer.receipt(leases[0], put.ledger)
-        run = partial(CurrentStreams().call, partial(self._run_or_fail, put, leases[0]))
+        lease = self.reserve_alone(put)
+        receipt = self.producer.receipt(lease, put.ledger)
+        run = partial(CurrentStreams().call, partial(self._run_or_fail, put, lease))
         try:
             start_detached(run)
-        except CapacityError:
-            leases[0].release()  # not after an interrupt: the thread may write to its memory
+        except CapacityError as error:
+            lease.release()  # not after an interrupt: the thread may write to its memory
+            observers.put_failed(self.producer.scheme, [put], error)
             raise
         return receipt
+
+    def reserve_alone(self, put: PayloadPut) -> Lease:
+        """Return the lease of one payload that is not written at once."""
+        leases: list[Lease] = []
+        try:
+            self.reserve([put], leases)
+        except BaseException as error:
+            for lease in leases:
+                lease.release()
+            observers.put_failed(self.producer.scheme, [put], error)
+            raise
+        return leases[0]
 
     def reserve(self, puts: Sequence[PayloadPut], leases: list[Lease]) -> None:
         """Append the lease of each payload; after an error the caller releases them."""
@@ -314,6 +363,8 @@ class PutOperation:
         seconds = time.perf_counter() - started
         for ledger in ledgers:
             ledger.seconds["publish"] = seconds
+        if observers.registered:
+            observers.committed(self.producer.scheme, receipts)
         return receipts
 
     def _run_or_fail(self, put: CopiedPut, lease: Lease) -> None:
@@ -324,13 +375,17 @@ class PutOperation:
                 self.publish([put], [lease])
             except Exception as error:
                 self.producer.abort(lease, f"it could not be committed: {error!r}")
+                observers.put_failed(self.producer.scheme, [put], error)
 
-    def ledger(self, data: Payload | Manifest, plan_seconds: float) -> Ledger:
+    def ledger(
+        self, data: Payload | Manifest, plan_seconds: float, trace: dict[str, str]
+    ) -> Ledger:
         """Return a new ledger with what is known of a put before it begins."""
         copier, digests = self.copier, "crc32c" if self.digests else "off"
         reused_nbytes = 0 if isinstance(data, Manifest) else data.reused_nbytes
         seconds = {"plan": plan_seconds, "reserve": 0.0}
-        return Ledger(0, 0, reused_nbytes, copier.name, copier.features, digests, seconds)
+        about = copier.name, copier.features, digests, seconds
+        return Ledger(0, 0, reused_nbytes, *about, trace=trace)
 
 
 def announcement_steps(plan: Manifest) -> Iterator[range]:

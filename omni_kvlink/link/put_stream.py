@@ -14,6 +14,7 @@ from omni_kvlink.link.end_metadata import encode_extra
 from omni_kvlink.link.gather_queue import GatherQueue
 from omni_kvlink.payload.views import check_view
 from omni_kvlink.system import process
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,8 +56,9 @@ class PutStream:
             if not put.can_announce:
                 raise SchemaError("a tensor of more than 10,000 MiB cannot be streamed: put it")
             put.begin(lease)
-        except BaseException:
+        except BaseException as error:
             lease.release()
+            put.report(error)
             raise
         self._lease = lease
 
@@ -96,6 +98,9 @@ class PutStream:
             spent = self.ledger.seconds.get("copy", 0.0)
             self.ledger.seconds["copy"] = spent + time.perf_counter() - started
             del self._missing[layer_key]
+            if observers.registered:
+                producer = self._put.operation.producer
+                observers.layer(producer, "written", started, layer_key, self.manifest)
 
     def commit(self) -> Receipt:
         """`finish` without metadata, unless that was called. The end of the block calls this."""
@@ -137,7 +142,7 @@ class PutStream:
             lease = self._lease
             if lease is not None:
                 self._close()
-                self._put.operation.producer.abort(lease, reason)
+                self._put.fail(lease, reason)
 
     def __enter__(self) -> PutStream:
         return self

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from omni_kvlink.errors import WireError, without_frames
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,17 +57,27 @@ class ReceivedPayload(ReadBlock):
 
 
 def scatter_delivery(
-    copier: Copier, delivery: Delivery, ledger: Ledger, copy: Callable[[Region], T]
+    copier: Copier,
+    delivery: Delivery,
+    ledger: Ledger,
+    copy: Callable[[Region], T],
+    first: str = "",
 ) -> T:
-    """Copy tensors of a delivery out; a wrong byte is reported to the producer, too."""
+    """Copy tensors of a delivery out; a wrong byte is reported to the producer, too.
+
+    `first` names the first tensor, if they are one layer; for observers.
+    """
     started = time.perf_counter()
     try:
         result = copy(delivery.open_region())
     except WireError as error:
         delivery.reject(str(error))
+        observers.copied(delivery, "scatter", started, error, first)
         raise without_frames(error) from None
     ledger.copies = delivery.copies + 1
     ledger.copier, ledger.instructions = copier.name, copier.features
     spent = ledger.seconds.get("scatter", 0.0)
     ledger.seconds["scatter"] = spent + time.perf_counter() - started
+    if observers.registered:
+        observers.copied(delivery, "scatter", started, None, first)
     return result

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from omni_kvlink.connectors.protocol.transfer import Ledger
 from omni_kvlink.errors import (
+    ClosedError,
     KVLinkError,
     SchemaError,
     TransferFailed,
@@ -22,6 +23,7 @@ from omni_kvlink.payload.schema import KVMetadata
 from omni_kvlink.payload.tensor_memory import payload_views
 from omni_kvlink.payload.views import TensorView
 from omni_kvlink.system.waits import Answer, check_timeout
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +115,7 @@ class ReceivedStream(ReadBlock):
         self.delivery, self.ledger = delivery, Ledger()
         self._copier, self.timeout = copier, check_timeout(timeout)
         self._awaited: dict[Future[None], Answer[None]] = {}
+        self._is_reported = False  # to the observers, as received or failed
         self.ledger.seconds["wait"] = time.perf_counter() - started
         try:
             self.manifest = delivery.open_manifest(delivery.open_region(), layouts)
@@ -124,7 +127,10 @@ class ReceivedStream(ReadBlock):
             self._untaken: set[LayerKey] | None = set(self._layers)  # None: it was taken to its end
         except BaseException as error:
             delivery.end_after(error)
+            self._report(error)
             raise
+        if observers.registered:
+            observers.opened(delivery.scheme, self.ledger.seconds, self.manifest)
 
     @property
     def metadata(self) -> Mapping[str, KVMetadata | Mapping[str, Any]]:
@@ -181,8 +187,10 @@ class ReceivedStream(ReadBlock):
             WireError: what was announced is not what the plan says.
             SchemaError: there is no such layer.
         """
-        key = self.find(layer, branch)
+        key, started = self.find(layer, branch), time.perf_counter()
         self._wait(self._answer(key), self.name(key), timeout)
+        if observers.registered:
+            observers.layer(self.delivery, "arrived", started, key, self.manifest)
         return self.open_layer(key)
 
     def wait(self, *, timeout: float | None = None) -> Payload:
@@ -207,10 +215,14 @@ class ReceivedStream(ReadBlock):
 
         A reader that needs some of the layers only calls this when it has them.
         """
+        if observers.registered:
+            self._report()
         self.delivery.release()
 
     def release_unread(self) -> None:
         """Release the payload so that another reader receives it."""
+        if observers.registered:
+            self._report(ClosedError(f"payload {self.delivery.key!r} was left unread"))
         self.delivery.release_unread()
 
     def interrupt(self, error: KVLinkError) -> None:
@@ -232,6 +244,21 @@ class ReceivedStream(ReadBlock):
     def _mark_taken(self) -> None:
         self._untaken = None
         self.delivery.mark_read()
+        if observers.registered:
+            self._report()
+
+    def _report(self, error: BaseException | None = None) -> None:
+        """Tell the observers, once, that all has arrived, or that it will not."""
+        if self._is_reported:
+            return
+        self._is_reported, end, seconds = True, self.delivery, dict(self.ledger.seconds)
+        if error is not None:
+            parts = end.scheme, end.key, error, seconds["wait"]
+            observers.get_failed(*parts, vars(self).get("manifest"))
+        else:
+            manifest = self.manifest
+            done = end.scheme, end.key, manifest.nbytes, seconds
+            observers.received(*done, manifest, manifest, end.copies)
 
     # For event loops: find a layer, wait for its future, check the future, open the layer.
 
@@ -311,6 +338,7 @@ class ReceivedStream(ReadBlock):
                 phase=f"announced; the producer is still writing {subject}",
             )
         if isinstance(error, KVLinkError):
+            self._report(error)
             raise self._copy_of(error, subject)
 
     def _cancel_wait(self, answer: Answer[None]) -> None:
@@ -325,6 +353,7 @@ class ReceivedStream(ReadBlock):
             self.delivery,
             self.ledger,
             lambda region: copier.scatter(manifest, region, targets),
+            manifest.tensors[0].name,
         )
 
     def begin_scatter(
@@ -344,7 +373,8 @@ class ReceivedStream(ReadBlock):
                 part = manifest.only(spec.rows(rows) for spec in manifest.tensors)
             return copier.begin_scatter(part, region, targets, after=after)
 
-        return scatter_delivery(copier, self.delivery, self.ledger, begin)
+        layer = manifest.tensors[0].name
+        return scatter_delivery(copier, self.delivery, self.ledger, begin, layer)
 
     def _copy_of(self, error: KVLinkError, subject: str) -> KVLinkError:
         """A new error of the same type: the future's own keeps this stream by its traceback."""

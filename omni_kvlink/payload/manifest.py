@@ -12,6 +12,7 @@ other, so that one file has both, and is longer than 500 lines.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import platform
@@ -55,12 +56,15 @@ _SCARCE = {mark: most for mark, most in MAX_MARKS.items() if most < MAX_SMALL}
 _MAX_PLANNED = 256
 _MAX_RECEIVED = 16
 
+_TRACE = {"traceparent", "tracestate"}
+"""Names in `producer` of a trace context: https://www.w3.org/TR/trace-context/."""
 _CRC = 8
 _HEAD = b'{"__metadata__":{"kvlink":"{\\"version\\":[%d,%d],\\"header_crc32c\\":\\"'
 _AFTER_CRC = b'\\",\\"request_id\\":'
 _SIMPLE_ID = "[A-Za-z0-9_.:/@+=,-]{1,1024}"
 """Request ids that JSON writes as they are."""
 _IS_SIMPLE = re.compile(_SIMPLE_ID)
+_TRACED = re.compile(rb'\\"traceparent\\":\\"([0-9a-f-]{55})\\"')
 _WITH_ID = re.compile(re.escape(_AFTER_CRC) + rb'\\"(%b)\\"' % _SIMPLE_ID.encode())
 _OPEN = b'\\"'
 SIMPLE_QUOTES = 2 * len(_OPEN)
@@ -174,6 +178,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         nbytes = header + self.data_nbytes
         return msgspec.structs.replace(self, header_nbytes=header, nbytes=nbytes)
 
+    def with_trace(self, trace: Mapping[str, str], *, grows: bool = True) -> Manifest:
+        """The same plan, whose header carries a trace context: see `Layout.with_trace`.
+
+        Without it, if its header would grow and must not.
+        """
+        if not trace or self.layout is None:
+            return self
+        layout = self.layout.with_trace(trace)
+        header_nbytes = layout.header_nbytes(len(quote_id(self.request_id)))
+        if header_nbytes > self.header_nbytes and not grows:
+            return self
+        header_nbytes = max(header_nbytes, self.header_nbytes)
+        sizes = {"header_nbytes": header_nbytes, "nbytes": header_nbytes + self.data_nbytes}
+        producer = layout.producer.copy()
+        return msgspec.structs.replace(self, **sizes, layout=layout, producer=producer)
+
     def with_digests(self, digests: Sequence[str]) -> Manifest:
         """The same layout with the digests that the copier computed, one string a tensor."""
         pairs = zip(self.tensors, digests, strict=True)
@@ -265,13 +285,14 @@ class Layout:
         kind: the class whose `of_header` opens the payloads; "" where a manifest is needed: for
             a bundle, for nested tensors, and for metadata of a `TensorTransferData`.
         names: the first level of the tree of a `TensorTransferData`; empty for a cache or bundle.
+        producer: about the producer; not to be modified.
     """
 
     _packed: host.PackedLayout | bool | None = False
 
     def __init__(self, manifest: Manifest):
         branches, tensors = manifest.branches, manifest.tensors
-        self._bundle, self._producer = manifest.bundle, manifest.producer.copy()
+        self._bundle, self.producer = manifest.bundle, manifest.producer.copy()
         self._encoded = msgspec.json.encode(branches)
         self._flat: Branch | None = None
         self.kind, self.names = "", tuple[str, ...]()
@@ -294,13 +315,33 @@ class Layout:
         fields = msgspec.json.encode(self._bundle), self._encoded, algorithm
         self._middle = _quoted(b',"bundle":%b,"branches":%b,"digest":"%b","digests":[' % fields)
         listed = b"," + msgspec.json.encode(list_tensors(tensors))[1:] if tensors else b"}"
-        self._tail = _quoted(b'],"producer":%b}' % msgspec.json.encode(self._producer))
-        self._tail += b'"}' + listed
+        self._listed = b'"}' + listed
         self._head_crc = host.crc32c(self._head + b"0" * _CRC)
         self._at_id = len(self._head) + _CRC + len(_AFTER_CRC)
-        self._fixed = 8 + self._at_id + sum(map(len, (self._middle, blank, self._tail)))
+        self._write_tail()
         self.tensors = tuple(map(TensorSpec, *self._columns, _split_digests(blank)))
         self.is_covered = manifest.is_covered
+
+    def _write_tail(self) -> None:
+        producer = _quoted(b'],"producer":%b}' % msgspec.json.encode(self.producer))
+        self._tail = producer + self._listed
+        self._fixed = 8 + self._at_id + sum(map(len, (self._middle, self._blank, self._tail)))
+
+    def with_trace(self, trace: Mapping[str, str]) -> Layout:
+        """The same layout with this trace context as part of `producer`, or with none.
+
+        It is of one payload, and no cache keeps it. This one, if headers would be too long.
+        """
+        layout = copy.copy(self)
+        layout.producer = {**_untraced(self.producer), **trace}
+        layout._packed = False
+        layout._write_tail()
+        return layout if layout.is_small or layout._fits() else self
+
+    def _fits(self) -> bool:
+        """Whether a header with any request id is within the limits."""
+        header = self.render("x" * _MAX_ID_TEXT, [spec.digest for spec in self.tensors])
+        return len(header) <= 8 + MAX_HEADER and not excess(header)
 
     @property  # a `cached_property` has a lock, which a fork may leave locked
     def packed(self) -> host.PackedLayout | None:
@@ -412,7 +453,7 @@ class Layout:
             tensors=tensors,
             header_nbytes=header_nbytes,
             nbytes=header_nbytes + self.data_nbytes,
-            producer=self._producer.copy(),
+            producer=self.producer.copy(),
             layout=self,
             is_plan=is_plan,
         )
@@ -427,6 +468,11 @@ class KnownHeader(msgspec.Struct, frozen=True, gc=False):
     header_nbytes: int
     tensors: tuple[TensorSpec, ...]
     """The tensors, the digits of their digests zero."""
+
+    @property
+    def producer(self) -> dict[str, str]:
+        """About the producer; not to be modified."""
+        return self.layout.producer
 
     def manifest(self) -> Manifest:
         """The manifest of this header."""
@@ -484,15 +530,14 @@ class LayoutCache:
         total = len(buffer) if nbytes is None else nbytes
         text = _header_text(buffer, total)
         if len(text) <= MAX_SMALL:
-            for layout in self._received:
-                request_id = layout.match(text, total)
-                if request_id:
-                    self._add_received(layout)
-                    return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
+            known = self._find_received(text, total)
+            if known is not None:
+                return known
         manifest = decode_header(text, total)
-        kept = manifest.layout
-        if kept is not None and kept.is_small and is_simple(manifest.request_id):
-            self._add_received(kept)
+        new = manifest.layout
+        if new is not None and new.is_small and is_simple(manifest.request_id):
+            untraced = new.with_trace({}) if _TRACE & new.producer.keys() else new
+            self._add_received(untraced, is_traced=untraced is not new)
         return manifest
 
     def open_copy(
@@ -518,11 +563,29 @@ class LayoutCache:
                 return KnownHeader(request_id, layout, text, header_nbytes, tensors), views
         return None
 
-    def _add_received(self, layout: Layout) -> None:
+    def _find_received(self, text: bytes, total: int) -> KnownHeader | None:
+        """Compare a header with the kept ones; one with a trace context, with theirs and that."""
+        for layout in self._received:
+            request_id = layout.match(text, total)
+            if request_id:
+                self._add_received(layout)
+                return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
+        traced = _TRACED.search(text)
+        if traced is None:
+            return None
+        for kept in self._received:
+            layout = kept.with_trace({"traceparent": traced[1].decode()})
+            request_id = layout.match(text, total)
+            if request_id:
+                self._add_received(kept, is_traced=True)
+                return KnownHeader(request_id, layout, text, 8 + len(text), layout.tensors)
+        return None
+
+    def _add_received(self, layout: Layout, *, is_traced: bool = False) -> None:
         """Make a layout the first that `read_header` compares."""
         received = self._received
         is_repeated = bool(received) and received[0] is layout
-        self._repeated = layout if is_repeated else None
+        self._repeated = layout if is_repeated and not is_traced else None
         if not is_repeated:
             older = [other for other in received if other is not layout]
             self._received = (layout, *older[: _MAX_RECEIVED - 1])
@@ -588,6 +651,10 @@ def _header_text(buffer: bytes | memoryview, total: int) -> bytes:
     if text[:1] != b"{":  # the safetensors format wants it there
         raise WireError("the header does not begin with '{'")
     return text
+
+
+def _untraced(producer: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in producer.items() if name not in _TRACE}
 
 
 def _allocated_start(allocated: Mapping[str, TensorSpec], name: str, nbytes: int, end: int) -> int:

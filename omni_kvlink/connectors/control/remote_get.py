@@ -87,6 +87,7 @@ class RemoteGet(SessionGet):
             self.settle()
             if not isinstance(error, PeerLostError):
                 self.drop_kept()
+            self.report(self.session.get_table.scheme, error)
             raise
         except BaseException:
             self.cancel()

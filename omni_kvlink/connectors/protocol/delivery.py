@@ -127,6 +127,11 @@ class Delivery:
         return f"<Delivery of {self.key!r}{', released' if self.region is None else ''}>"
 
     @property
+    def scheme(self) -> str:
+        """The scheme of the connection that it came over, for observers; "" if it has none."""
+        return getattr(self._span.lease, "scheme", "")
+
+    @property
     def path(self) -> str:
         """The path that its bytes have come by, as `Ledger.path` says it."""
         return self._span.lease.path_name(is_copy=self.copies > 0)

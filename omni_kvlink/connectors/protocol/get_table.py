@@ -34,6 +34,7 @@ from omni_kvlink.errors import (
 from omni_kvlink.memory.region import Finalizer
 from omni_kvlink.system import process
 from omni_kvlink.system.waits import MAX_TIMEOUT, Answer
+from omni_kvlink.telemetry import observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,6 +149,11 @@ class GetState:
         if self.done is not self.answer:
             self.done.set_error(error)
 
+    def report(self, scheme: str, error: BaseException) -> None:
+        """Tell the observers that the get has failed; the end of a stream is no failure."""
+        if not isinstance(error, StreamEnded):
+            observers.get_failed(scheme, self.key, error, time.monotonic() - self.started)
+
     def timeout_error(self) -> TransferTimeout:
         """Return the error of a get whose time is over."""
         waited = time.monotonic() - self.started
@@ -170,7 +176,10 @@ class GetTable(Generic[GetT]):
     Release from a finalizer and must not even take a lock. `coalesce` calls a function, and sends
     the messages that it causes in as few as possible. With `fetches` the connector brings the bytes
     here: they may be sent while a payload is being written, although it is taken whole.
+    `scheme` is of the URL of the connection, for observers.
     """
+
+    scheme = ""
 
     def __init__(
         self,
@@ -242,8 +251,9 @@ class GetTable(Generic[GetT]):
                     raise get_state.timeout_error()
                 answer.wait(MAX_TIMEOUT)  # it is being set
             return answer.result()
-        except BaseException:
+        except BaseException as error:
             self.drop(get_state)
+            get_state.report(self.scheme, error)
             raise
 
     def drop(self, get_state: GetState) -> None:
@@ -420,6 +430,11 @@ class GetLease(NamedTuple):
     get_table: GetTable[Any]
     get_id: int
     epoch: int
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the connection; see `Delivery.scheme`."""
+        return self.get_table.scheme
 
     def path_name(self, *, is_copy: bool) -> str:
         """See `DeliveryLease.path_name`."""

@@ -177,6 +177,7 @@ class Ledger(msgspec.Struct, gc=False):
         path: the way of the bytes, such as "shm", "shm+inline" (inside the message that offers
             them), "zmq+tcp+curve" or "zmq+tcp+lanes" (a connection with lanes, for long ranges). Of
             a receipt those of its readers, "shm, zmq+tcp"; "" before the first.
+        trace: W3C's trace context that the payload carries; empty if its put was not traced.
     """
 
     nbytes: int = 0
@@ -187,6 +188,7 @@ class Ledger(msgspec.Struct, gc=False):
     digests: str = "off"
     seconds: dict[str, float] = {}
     path: str = ""
+    trace: dict[str, str] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by their names, as JSON values."""

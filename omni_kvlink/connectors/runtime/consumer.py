@@ -214,6 +214,7 @@ class MappedGet(SessionGet):
                 self.settle()
             else:
                 get_table.drop(self)  # now: the error's traceback may keep the get
+            self.report(get_table.scheme, error)
             raise
         delivery = Delivery(
             self.key,
@@ -372,6 +373,7 @@ class SessionConsumer(Consumer):
             if self._session is None or self._session.is_closed:
                 with translate_errors(self._url):
                     session = self._open(deadline - time.monotonic(), no_wait=no_wait)
+                session.get_table.scheme = self._url.partition("://")[0]
                 self._session = self._checked(session)
                 self._sessions += 1
             return self._session

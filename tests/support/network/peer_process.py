@@ -31,12 +31,14 @@ from omni_kvlink import (
     TransferFailed,
     TransferTimeout,
 )
+from omni_kvlink.telemetry.observers import add_observer
 from support.connectors.zmq_addresses import start_garbage_collection
 from support.network.cut_relay import send_lanes_to
 from support.network.evidence import task_of
 from support.network.lookups import Lookups, connected
 from support.network.receivers import Receiver, is_path
 from support.network.senders import TTL, Sender
+from support.telemetry.recorder import Raising
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,6 +228,8 @@ def run_incarnation(incarnation: Incarnation) -> None:
     log = Log(incarnation.log)
     gc.disable()  # as servers do: nothing may wait for the cyclic collector
     start_garbage_collection()
+    if incarnation.number % 2:
+        add_observer(Raising())
     before = resources()
     try:
         (produce if incarnation.role == "producer" else read)(incarnation, log)

@@ -1,0 +1,334 @@
+"""A file of when this process's transfers did what; and one timeline of several processes.
+
+`record` has each process write a file of its own into a directory; `merge` makes one document of
+them, in the Trace Event Format that https://ui.perfetto.dev and Chrome's about:tracing open.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+import zlib
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from omni_kvlink.errors import FileError, MissingFileError
+from omni_kvlink.telemetry import observers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import NoReturn
+
+    from omni_kvlink.telemetry.observers import TransferEvent
+
+VARIABLE = "KVLINK_TRACE"
+"""The environment variable with the directory: the first link of a process that opens records."""
+SUFFIX = ".kvlink-trace.jsonl"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_VERSION = 1
+_LANE = 1 << 32
+"""Added to a thread's number for slices that overlap others of it, as those of asyncio's tasks."""
+_changing = threading.Lock()
+_recorder: TimelineRecorder | None = None
+
+TraceEvent: TypeAlias = "dict[str, Any]"
+
+
+def record(directory: str | os.PathLike[str]) -> str:
+    """Write what this process's transfers do to a new file of this directory; return its path.
+
+    The directory is made if there is none. Each transfer is one write, so that the file of a
+    process that is killed is complete but for the transfer in progress. A second call goes on in
+    another file. A forked child writes to a file of its own. FileError if it cannot be written.
+    """
+    global _recorder
+    new = TimelineRecorder(Path(directory))
+    with _changing:
+        previous, _recorder = _recorder, new
+        _stop(previous)
+        observers.add_observer(new)
+    return str(new.path)
+
+
+def record_if_asked() -> None:
+    """`record` to the directory that `KVLINK_TRACE` names, unless this process records already."""
+    if _recorder is None and (directory := os.environ.get(VARIABLE)):
+        record(directory)
+
+
+def stop() -> None:
+    """End the record of this process, and close its file. Idempotent."""
+    global _recorder
+    with _changing:
+        previous, _recorder = _recorder, None
+        _stop(previous)
+
+
+def _stop(recorder: TimelineRecorder | None) -> None:
+    if recorder is not None:
+        observers.remove_observer(recorder)
+        recorder.close()
+
+
+class FileHead(msgspec.Struct):
+    """The first line of a process's file.
+
+    Attributes:
+        kvlink_trace: the version of the file.
+        pid: of the process.
+        process: its name: the program and its arguments.
+        host: the machine's name.
+        boot: names this run of the machine, whose processes have one CLOCK_MONOTONIC.
+        wall: microseconds since 1970 at 0 of that clock.
+    """
+
+    kvlink_trace: int
+    pid: int
+    process: str
+    host: str
+    boot: str
+    wall: float
+
+
+class TimelineRecorder(observers.Observer):
+    """Writes the file of one process, a line for each event; `ts` is µs of CLOCK_MONOTONIC."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._began = observers.Recent()  # µs of puts, by scheme and key
+        self._streams = observers.Recent()  # µs of streams that arrive
+        self._layered = observers.Recent()  # the puts that have layers
+        self._open()
+
+    def _open(self) -> None:
+        self._pid, self._threads = os.getpid(), set[int]()
+        name = f"{platform.node() or 'host'}-{self._pid}-{time.monotonic_ns()}{SUFFIX}"
+        self.path = self._directory / name
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - until `close`
+        except OSError as error:
+            _refuse(self.path, error)
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
+        process, wall = " ".join(sys.argv)[:200], 1e6 * (time.time() - time.monotonic())
+        header = FileHead(_VERSION, self._pid, process, platform.node(), boot, wall)
+        self._file.write(msgspec.json.encode(header) + b"\n")
+
+    def close(self) -> None:
+        """Close the file; what ends later is not recorded."""
+        self._file.close()
+
+    def on_begin(self, scheme: str, key: str, started: float) -> Mapping[str, str]:
+        """See `Observer.on_begin`."""
+        self._began.add((scheme, key), 1e6 * started)
+        return {}
+
+    def on_open(self, event: TransferEvent) -> None:
+        """See `Observer.on_open`."""
+        started = _now() - 1e6 * event.total
+        self._streams.add((event.scheme, event.key), started)
+        self._write(_phases(event, started, _about(event)))
+
+    def on_layer(self, event: TransferEvent) -> None:
+        """See `Observer.on_layer`."""
+        phase = "copy" if event.outcome == "written" else "wait for"
+        if event.outcome == "written":
+            self._layered.add((event.scheme, event.key), True)
+        name, about = f"{phase} layer {event.layer}", _about(event)
+        about |= {"layer": event.layer, "branch": event.branch}
+        self._write([_slice(name, _now() - 1e6 * event.total, 1e6 * event.total, about)])
+
+    def on_put(self, event: TransferEvent) -> None:
+        """See `Observer.on_put`."""
+        ended = _now()
+        name = event.scheme, event.key
+        started = self._began.pop(name) or ended - 1e6 * event.total
+        phases = [] if self._layered.pop(name) else _phases(event, started)
+        lines = [_slice("put", started, ended - started, _about(event)), *phases]
+        self._write([*lines, _flow("s", event.key, ended)] if event.error is None else lines)
+
+    def on_get(self, event: TransferEvent) -> None:
+        """See `Observer.on_get`."""
+        ended = _now()
+        stream = self._streams.pop((event.scheme, event.key))
+        started = stream or ended - 1e6 * event.total
+        phases = [] if stream else _phases(event, started)
+        lines = [_slice("get", started, ended - started, _about(event)), *phases]
+        self._write([*lines, _flow("f", event.key, ended)] if event.error is None else lines)
+
+    def on_copy(self, event: TransferEvent) -> None:
+        """See `Observer.on_copy`."""
+        slices = _phases(event, _now() - 1e6 * event.total, _about(event))
+        for each in slices if event.layer >= 0 else ():
+            each["name"] += f" layer {event.layer}"
+            each["args"] |= {"layer": event.layer, "branch": event.branch}
+        self._write(slices)
+
+    def on_receipt(self, event: TransferEvent) -> None:
+        """See `Observer.on_receipt`."""
+        name = {"ph": "i", "s": "t", "name": f"receipt {event.outcome}"}
+        self._write([{**name, "ts": _now(), "args": _about(event)}])
+
+    def _write(self, events: list[TraceEvent]) -> None:
+        if self._pid != os.getpid():
+            self._open()
+        tid = threading.get_native_id()
+        if tid not in self._threads:
+            self._threads.add(tid)
+            name = {"name": threading.current_thread().name}
+            events.insert(0, {"ph": "M", "name": "thread_name", "args": name})
+        common = {"cat": "kvlink", "pid": self._pid, "tid": tid}
+        lines = [msgspec.json.encode({**event, **common}) for event in events]
+        try:
+            self._file.write(b"\n".join([*lines, b""]))
+        except (OSError, ValueError):
+            if not self._file.closed:  # else another thread has closed it now
+                raise
+
+
+def _now() -> float:
+    return time.monotonic_ns() / 1e3
+
+
+def _about(event: TransferEvent) -> TraceEvent:
+    about = {"key": event.key, "scheme": event.scheme, "outcome": event.outcome}
+    if event.error is not None:
+        about["error"] = f"{type(event.error).__name__}: {event.error}"
+    return {**about, "nbytes": event.nbytes, "copies": event.copies}
+
+
+def _slice(name: str, started: float, duration: float, about: TraceEvent) -> TraceEvent:
+    return {"ph": "X", "name": name, "ts": started, "dur": max(0.0, duration), "args": about}
+
+
+def _phases(event: TransferEvent, started: float, about: TraceEvent | None = None) -> Any:
+    slices = []
+    for name, seconds in event.seconds.items():
+        if seconds > 0:
+            slices.append(_slice(name, started, 1e6 * seconds, about or {"key": event.key}))
+        started += 1e6 * seconds
+    return slices
+
+
+def _flow(kind: str, key: str, at: float) -> TraceEvent:
+    """One end of the arrow from a put to its gets."""
+    # 1 ns before the end: it belongs to the slice around it.
+    arrow = {"ph": kind, "name": "payload", "id": _arrow(key), "ts": at - 0.001}
+    return {**arrow, "bp": "e"} if kind == "f" else arrow
+
+
+def _arrow(key: str) -> int:
+    return zlib.crc32(key.encode())
+
+
+class Timeline:
+    """The files of a directory on one time axis.
+
+    Processes of one machine have one clock. What other machines recorded is moved by the
+    difference of their wall clocks, which is right to within what these disagree by.
+
+    Attributes:
+        events: those of the Trace Event Format.
+        processes: how many files there are.
+        machines: how many machines they are of.
+        torn: lines that could not be read: what a process wrote as it was killed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.events: list[TraceEvent] = []
+        self.processes = self.torn = 0
+        paths = sorted(Path(directory).glob(f"*{SUFFIX}"))
+        if not paths:
+            cure = f"set {VARIABLE} to it, or call omni_kvlink.telemetry.timeline.record"
+            raise MissingFileError(f"{os.fspath(directory)}: no *{SUFFIX} file is there; {cure}")
+        files = [self._read(path) for path in paths]
+        machines = list(dict.fromkeys(header.boot for header, _ in files))
+        self.machines = len(machines)
+        taken = set[int]()
+        for header, lines in files:
+            pid = header.pid
+            while pid in taken:  # of another machine, or reused
+                pid += 1 << 22  # above every pid of Linux
+            taken.add(pid)
+            self._add(header, lines, pid, header.wall - files[0][0].wall, machines[0])
+
+    def document(self) -> bytes:
+        """The JSON object that viewers open."""
+        return msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms"})
+
+    def _read(self, path: Path) -> tuple[FileHead, list[TraceEvent]]:
+        try:
+            first, *rest = path.read_bytes().splitlines()
+            header = msgspec.json.decode(first, type=FileHead)
+        except OSError as error:
+            _refuse(path, error)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise FileError(f"{path} is no timeline of a process: {error}") from None
+        if header.kvlink_trace != _VERSION:
+            text = f"{path} has version {header.kvlink_trace}; this library reads {_VERSION}"
+            raise FileError(text)
+        events = list[TraceEvent]()
+        for line in rest:
+            try:
+                events.append(msgspec.json.decode(line, type=dict[str, Any]))
+            except msgspec.DecodeError:  # noqa: PERF203
+                self.torn += 1
+        return header, events
+
+    def _add(
+        self, header: FileHead, lines: list[TraceEvent], pid: int, shift: float, first: str
+    ) -> None:
+        self.processes += 1
+        name = {"name": f"{header.process} ({header.host}, {header.pid})"}
+        self.events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": name})
+        shift = 0.0 if header.boot == first else shift
+        by_thread = defaultdict[int, list[TraceEvent]](list)
+        for event in lines:
+            event["pid"] = pid
+            if "ts" in event:
+                event["ts"] += shift
+            by_thread[event["tid"]].append(event)
+        for events in by_thread.values():
+            self.events += _in_lanes(events)
+
+
+def _in_lanes(events: list[TraceEvent]) -> Iterator[TraceEvent]:
+    """Move slices that overlap others of their thread, without lying in them, beside it."""
+    names = [event for event in events if event["ph"] == "M"]
+    lanes = list[list[float]]()  # of each: the ends of the slices that are open
+    at = dict[int, int]()  # lanes of puts and gets, by the number of their arrow
+    slices = [event for event in events if event["ph"] != "M"]
+    for event in sorted(slices, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
+        if event["ph"] == "X":
+            number = _lane_of(lanes, event["ts"], event["dur"])
+            at[_arrow(event["args"]["key"])] = number
+        else:
+            number = at.get(event.get("id", 0), 0)
+        event["tid"] += number * _LANE
+        yield event
+    for name in names:
+        for number in range(max(1, len(lanes))):
+            beside = {"name": f"{name['args']['name']}{f' ({number + 1})' if number else ''}"}
+            yield {**name, "tid": name["tid"] + number * _LANE, "args": beside}
+
+
+def _lane_of(lanes: list[list[float]], started: float, duration: float) -> int:
+    ended = started + duration
+    for number, lane in enumerate(lanes):
+        while lane and lane[-1] <= started:
+            lane.pop()
+        if not lane or ended <= lane[-1]:
+            lane.append(ended)
+            return number
+    lanes.append([ended])
+    return len(lanes) - 1
+
+
+def _refuse(path: Path, error: OSError) -> NoReturn:
+    raise FileError(f"{path}: {error.strerror}") from error

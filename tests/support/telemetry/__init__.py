@@ -1,0 +1,1 @@
+"""What tests of observers, metrics and traces share."""
