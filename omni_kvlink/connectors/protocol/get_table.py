@@ -202,6 +202,7 @@ class GetTable(Generic[GetT]):
         self._leased: set[int] = set()
         self._last_id = 0
         self._error: KVLinkError | None = None
+        self.path_names = "", ""  # of the connection; see `LinkPath.names`
 
     @property
     def waiting(self) -> int:
@@ -434,6 +435,10 @@ class GetLease(NamedTuple):
     def scheme(self) -> str:
         """The scheme of the connection; see `Delivery.scheme`."""
         return self.get_table.scheme
+
+    def path_name(self, *, is_copy: bool) -> str:
+        """See `DeliveryLease.path_name`."""
+        return self.get_table.path_names[is_copy]
 
     def release(self, outcome: Outcome, reason: str) -> None:
         """See `DeliveryLease.release`."""
