@@ -88,13 +88,16 @@ class AutoConsumer(ControlConsumer):
         return control, ("zmq", "; ".join(reasons))
 
     def _open_shm(self, control: ControlSession, deadline: float) -> tuple[Session, str]:
-        path, cancelled = socket_path(self._name, self._options.directory), self._cancelled
+        allow_uids, cancelled = self._options.allow_uids, self._cancelled
+        path = socket_path(self._name, self._options.directory, allow_uids)
         if cancelled is None:
             raise closed_here(self._url)
         try:
             with translate_errors(path):
                 sock = dial(path, 0.0, cancelled.fd)
-                session = ShmSession(f"shm://{self._name}", sock, deadline, cancelled.fd)
+                session = ShmSession(
+                    f"shm://{self._name}", sock, deadline, cancelled.fd, allow_uids
+                )
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
         if session.incarnation != control.incarnation:
@@ -124,7 +127,7 @@ def _serve(name: str, options: Options) -> PooledProducer:
     make = Mapping.anonymous
     if sys.platform == "linux":
         make = partial(Mapping.shared, f"kvlink-{name}")
-        openers.append(partial(ShmListener, name, options.directory))
+        openers.append(partial(ShmListener, name, options))
     if options.tcp:
         address = ControlAddress("tcp", options.tcp, "auto")
         senders = _senders(address, options)

@@ -22,6 +22,7 @@ from omni_kvlink.system.waits import check_timeout
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
     from typing_extensions import Unpack
 
@@ -37,6 +38,7 @@ class LinkOptions(TypedDict, total=False):
     prefault: int | str | Payload | None
     inline: int | str
     directory: str | os.PathLike[str]
+    allow_uids: Collection[int]
     keys: str | os.PathLike[str]
     peers: str | os.PathLike[str]
     insecure: bool

@@ -65,7 +65,7 @@ from omni_kvlink.system.failures import is_of_system, system_error
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omni_kvlink.memory.region import Region
 
@@ -83,7 +83,8 @@ class ShmConsumer(SessionConsumer):
     def __init__(self, name: str, options: Options):
         super().__init__(f"shm://{name}")
         refuse_keys(self._url, options)
-        self._path = rendezvous.socket_path(name, options.directory)
+        self._allow_uids = options.allow_uids
+        self._path = rendezvous.socket_path(name, options.directory, self._allow_uids)
         self._cancelled: Wake | None = Wake()
 
     def _interrupt(self) -> None:
@@ -97,9 +98,10 @@ class ShmConsumer(SessionConsumer):
             raise closed_here(self._url)
         while True:
             wait = 0.0 if no_wait else deadline - time.monotonic()
-            sock = rendezvous.dial(self._path, wait, cancelled.fd)
+            is_shared = bool(self._allow_uids)
+            sock = rendezvous.dial(self._path, wait, cancelled.fd, is_shared=is_shared)
             try:
-                return ShmSession(self._url, sock, deadline, cancelled.fd)
+                return ShmSession(self._url, sock, deadline, cancelled.fd, self._allow_uids)
             except PeerLostError as error:  # the producer died during the handshake, or is no one
                 wait = deadline - time.monotonic()
                 if no_wait:
@@ -125,7 +127,14 @@ class ShmSession(LeadingReceiver, MappedSession):
         ConnectorError: it is another user's, or refused this process; or there is no descriptor.
     """
 
-    def __init__(self, url: str, sock: socket.socket, deadline: float, cancelled: int):
+    def __init__(
+        self,
+        url: str,
+        sock: socket.socket,
+        deadline: float,
+        cancelled: int,
+        allow_uids: Collection[int],
+    ):
         super().__init__()
         self._url = url
         self._arenas = ReaderArenas(url)
@@ -145,9 +154,10 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
-            pid, uid = rendezvous.peer_identity(sock)
-            if uid != os.geteuid():
-                raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
+            pid, _ = rendezvous.peer_identity(sock)
+            refusal = rendezvous.refusal(sock, allow_uids, "send to")
+            if refusal:
+                raise ConnectorError(f"{url}: {refusal}")
             self._wake = Wake()
             self.incarnation = self._greet(deadline, cancelled).incarnation
             self._pidfd = readable_pidfd(pid)
