@@ -37,6 +37,12 @@ CLONE_NEWUSER = 0x10000000
 def shared() -> Iterator[str]:
     """A directory of root that the group of `NOBODY` may write to; empty at the end."""
     directory = tempfile.mkdtemp(prefix="kvl-")
+    with (  # imports what another user may not be able to read
+        KVLink.serve(URL, directory=directory) as producer,
+        KVLink.connect(URL, timeout=WAIT, directory=directory) as consumer,
+    ):
+        producer.put(RECIPE.make())
+        consumer.get("k", timeout=WAIT).release()
     os.chown(directory, 0, NOBODY)
     os.chmod(directory, 0o2770)
     yield directory
@@ -136,9 +142,11 @@ def test_a_producer_that_is_not_listed(shared: str) -> None:
 
     with open(reading, "rb"), open(writing, "wb") as stop, as_nobody(serve) as is_done:
         until(lambda: os.path.exists(f"{shared}/name.sock"), "it serves")
-        reason = error_of(directory=shared, allow_uids=[7])
-        stop.write(b"x")
-        stop.flush()
+        try:
+            reason = error_of(directory=shared, allow_uids=[7])
+        finally:
+            stop.write(b"x")
+            stop.flush()
         assert is_done()
     assert f"uid {NOBODY} may not send to uid 0" in reason
     assert f"give uid 0 allow_uids={NOBODY}" in reason
