@@ -56,28 +56,36 @@ def contained(
     if uid or maps_root:
         closed = ["setpriv", "--no-new-privs"]
     bounds = ["prlimit", f"--nofile={NOFILE}:{NOFILE}", f"--memlock={MEMLOCK}:{MEMLOCK}"]
-    script = "\n".join([*_root(shared, shm), f'exec {shlex.join([*user, *closed, *bounds])} "$@"'])
+    script = "\n".join(
+        [*root_lines(shared, shm), f'exec {shlex.join([*user, *closed, *bounds])} "$@"']
+    )
     return (*unshared("mount", "pid", "ipc", "net", "uts"), "sh", "-c", script, "sh")
 
 
-def _root(shared: str, shm: str) -> list[str]:
-    """The lines of a shell script that enters a root of its own."""
-    python = {sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix}
-    checkout = {str(Path(omni_kvlink.__file__).parents[1]), str(TESTS.parent)}
+def root_lines(shared: str, shm: str) -> list[str]:
+    """The lines of a shell script that makes a root of its own, and enters it."""
     root = tempfile.gettempdir()  # of this mount namespace alone
-    binds = {path: path for path in [*_SYSTEM, *sorted(python | checkout)] if os.path.exists(path)}
-    lines = ["set -e", f"exec 9< {shlex.quote(shared)}", f"mount -t tmpfs -o mode=755 root {root}"]
-    made = [f"{root}{path}" for path in (*binds, SHARED, "/proc", "/dev")]
-    lines.append(shlex.join(["mkdir", "-p", *made]))
-    lines += [shlex.join(["mount", "--rbind", path, f"{root}{path}"]) for path in binds]
-    lines.append(f"mount --bind /proc/self/fd/9 {root}{SHARED}")
-    lines.append("exec 9<&-")
+    lines = ["set -e", f"exec 9< {shlex.quote(shared)}", *bound_root(root)]
+    lines += [f"mount --bind /proc/self/fd/9 {root}{SHARED}", "exec 9<&-"]
     for name in _DEVICES:
         lines.append(f": > {root}/dev/{name}; mount --bind /dev/{name} {root}/dev/{name}")
     if shm:
         lines.append(f"mkdir {root}/dev/shm; mount -t tmpfs -o size={shm} shm {root}/dev/shm")
     lines.append(f"mount -t proc proc {root}/proc; mount -o remount,bind,ro {root}")
     return [*lines, f"cd {root}", "pivot_root . .", "umount -l ."]
+
+
+def bound_root(root: str) -> list[str]:
+    """The lines that mount a root at a path: the system's programs, Python, and this checkout."""
+    python = {sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix}
+    checkout = {str(Path(omni_kvlink.__file__).parents[1]), str(TESTS.parent)}
+    bound = [path for path in [*_SYSTEM, *sorted(python | checkout)] if os.path.exists(path)]
+    made = [f"{root}{path}" for path in (*bound, SHARED, "/proc", "/dev", "/sys")]
+    return [
+        f"mkdir -p {root}; mount -t tmpfs -o mode=755 root {root}",
+        shlex.join(["mkdir", "-p", *made]),
+        *(shlex.join(["mount", "--rbind", path, f"{root}{path}"]) for path in bound),
+    ]
 
 
 def missing(command: tuple[str, ...]) -> str:
