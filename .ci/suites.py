@@ -37,7 +37,7 @@ SLOW = "test-all"
 SOURCES = ("lint", "mutants-check", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
-TESTS = ("test", SLOW, "asan-tensors", "test-ucx")
+TESTS = ("test", SLOW, "asan-tensors", "test-ucx", "test-containers")
 VLLM = ("test-vllm", "asan-vllm")
 HOSTS = (
     "test-hf-5.24.0",
@@ -68,7 +68,8 @@ ENDING = 60
 """Lines of a failed suite's output that are printed again at the end."""
 _printing = threading.Lock()
 SYSTEM = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}
-"""Programs that the suites of the second architecture need, and Debian's packages of them."""
+SYSTEM |= {"podman": "podman", "crun": "crun"}
+"""Programs that suites need, and Debian's packages of them."""
 
 
 @dataclass
@@ -204,7 +205,7 @@ def main() -> int:
     """Run the suites that are named, or all; print the table; return the exit status."""
     suites = sys.argv[1:] or list(SUITES)
     is_all = set(suites) == set(SUITES)
-    if any("aarch64" in suite for suite in suites):
+    if any("aarch64" in suite or suite == "test-containers" for suite in suites):
         install_system_packages()
     RESULTS.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
