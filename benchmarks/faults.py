@@ -12,6 +12,7 @@ use every feature of the library, and leave on their own, too: a reader by an ex
 `break`, `release_unread` or its death at any chunk, a producer by an exception in its block.
 
 Every reader compares the SHA-256 of the bytes that it got with that of the bytes that were put, and
+the path of its ledger with the configured one, which both ends require, and so do receipts; it
 writes down what it has seen before it leaves. The judge, `tests/support/network/evidence.py`, reads
 the logs of all processes, also of those that were killed: what a receipt says was released, was
 read by so many readers, each chunk of it; what a reader never had, a receipt denies; nothing hung;
@@ -66,6 +67,8 @@ CONNECTORS = (
 )
 NOT_RUN = {("zmq+ipc", "descriptors"), ("ucx", "descriptors")}
 """Kinds of faults that the library beneath a connector does not survive."""
+REQUIRED = {"shm": "shm", "auto": "shm,encrypted", "zmq+ipc": "encrypted", "zmq+tcp": "encrypted"}
+"""Requirements for the path of a connector, at both ends."""
 FAULTS = 24
 """Of one campaign."""
 KEYS = 120
@@ -100,6 +103,7 @@ def run(
         # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
         options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
         options |= {"mode": mode} if mode == "sealed" else {}
+        options |= {"require": REQUIRED[scheme]} if scheme in REQUIRED and mode != "plain" else {}
         logs = Path(folder, "logs")
         logs.mkdir()
         campaign = Campaign(

@@ -368,6 +368,7 @@ class Received(ReceivedPayload):
                 copies=self._delivery.copies,
                 digests="crc32c" if plan.has_digests else "off",
                 seconds={"wait": arrived - started, "view": opened - arrived},
+                path=self._delivery.path,
             )
         return self._ledger
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from urllib.parse import parse_qsl
 
 from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.protocol.path import path_refusal
 from omni_kvlink.connectors.registry import backend, is_known, schemes, split_url
 from omni_kvlink.connectors.runtime.consumer import cancel_connect
 from omni_kvlink.copier import COPIER, Copier, named_copier
-from omni_kvlink.errors import SchemaError
+from omni_kvlink.errors import ConnectorError, SchemaError
 from omni_kvlink.link.consumer import KVConsumer
 from omni_kvlink.link.producer import KVProducer
 from omni_kvlink.payload.bundle import PAYLOAD_TYPES
@@ -22,7 +23,7 @@ from omni_kvlink.system.waits import check_timeout
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from typing_extensions import Unpack
 
@@ -48,6 +49,7 @@ class LinkOptions(TypedDict, total=False):
     ucx_devices: str
     tcp: str
     device: str
+    require: str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
 
         Raises:
             BusyError: the name is served already.
+            ConnectorError: no reader can ever have a path as in `require`.
             UnavailableError: the connector or the copier cannot run here.
             SchemaError: the URL, an option or the copier's name is not valid.
         """
@@ -119,6 +122,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         def open_end() -> KVProducer:
             with translate_errors(url):
                 end = opening.connector.serve(opening.address, opening.options)
+            opening.check_path(end)
             bound, reason = url.replace(*end.bound_url, 1), opening.host_reason(end)
             return KVProducer(bound, end, opening.copier, digests=digests, host_reason=reason)
 
@@ -141,7 +145,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
             TransferTimeout: no producer within `timeout` seconds.
             UnavailableError: the connector or the copier cannot run here.
             VersionError: the producer speaks another major version.
-            ConnectorError: the producer refused this process.
+            ConnectorError: the producer refused this process, or the path is not as in `require`.
             SchemaError: the URL, an option, the timeout or the copier's name is not valid.
         """
         limit = check_timeout(timeout)
@@ -150,6 +154,7 @@ class KVLink(ABC):  # noqa: B024 - it only registers virtual subclasses
         def open_end() -> KVConsumer:
             with translate_errors(url):
                 end = opening.connector.connect(opening.address, opening.options, limit)
+            opening.check_path(end)
             return KVConsumer(url, end, opening.copier, host_reason=opening.host_reason(end))
 
         return uninterrupted(open_end, undo=KVConsumer.close, cancel=cancel_connect)
@@ -172,6 +177,13 @@ class _Opening:
             self.options = dataclasses.replace(self.options, device="")
         with translate_errors(url):
             self.connector = backend(self._scheme)
+
+    def check_path(self, end: Connector) -> None:
+        """Close an end and raise ConnectorError if it does not keep to `require`."""
+        refusal = "" if end.tells_path else path_refusal(None, self.options.require)
+        if refusal:
+            end.close()
+            raise ConnectorError(f"{self._scheme}://{self.address}: {refusal}")
 
     def host_reason(self, end: Connector) -> str:
         """Return why the payloads of this end lie in the host's memory; "" if they do not."""

@@ -15,6 +15,7 @@ from omni_kvlink.connectors.control.link_lanes import LinkLanes
 from omni_kvlink.connectors.control.receive_pool import ReceivePool, SessionResources
 from omni_kvlink.connectors.control.security import find_credentials
 from omni_kvlink.connectors.control.session import ControlSession
+from omni_kvlink.connectors.protocol.messages import own_hello
 from omni_kvlink.connectors.runtime.consumer import Session, SessionConsumer, closed_here
 from omni_kvlink.connectors.runtime.event_loop import EventLoop
 from omni_kvlink.errors import (
@@ -56,7 +57,7 @@ class ControlConsumer(SessionConsumer):
             )
         address.check_directory()
         credentials = find_credentials(address, options)
-        super().__init__(address.url)
+        super().__init__(address.url, options.require)
         self._address, self._options = address, options
         self._may_return = threading.Event()  # `close` need not wait for the loop any longer
         self._closing = self._is_shut_down = False
@@ -95,7 +96,7 @@ class ControlConsumer(SessionConsumer):
         """Connect a session, and wait until its handshake is done."""
         live = (s for s in self._sessions_opened if not s.is_closed)
         self._sessions_opened = [*live, session]
-        session.no_wait = no_wait
+        session.no_wait, session.hello = no_wait, own_hello(require=self._options.require)
         if self._closed:
             raise closed_here(self._url)
         self._loop.call(session.connect_in_loop)

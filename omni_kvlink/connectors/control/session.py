@@ -8,6 +8,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from omni_kvlink.connectors.control.lane import host_of
@@ -20,6 +21,7 @@ from omni_kvlink.connectors.protocol.fetch_plan import CHUNK, WINDOW, FetchLimit
 from omni_kvlink.connectors.protocol.get_table import GetLease, GetTable, get_error
 from omni_kvlink.connectors.protocol.messages import (
     MAX_MESSAGE,
+    PROTOCOL,
     Cancel,
     Chunk,
     Committed,
@@ -35,6 +37,7 @@ from omni_kvlink.connectors.protocol.messages import (
     decode,
     encode,
     own_hello,
+    shorten,
     unexpected,
 )
 from omni_kvlink.connectors.runtime import fault_points
@@ -88,7 +91,9 @@ class ControlSession(LeadingReceiver, FetchingSession):
         self.get_table = GetTable(partial(RemoteGet, self), *sends, fetches=True)
         self.ready: Answer[None] = Answer()  # set with the handshake, or with the error
         self._socket: MonitoredSocket | None = None
-        self._hello = own_hello()
+        self.hello = own_hello()
+        keyed = self._credentials is not None
+        self.path = self._address.path(is_encrypted=keyed)
         self.no_wait = False  # fail if no producer serves, instead of trying again
         self.transports = tuple[str, ...]()  # by which the producer can send bytes
         self._is_greeted = self.was_connected = self._is_handshaken = self._is_lost = False
@@ -109,6 +114,11 @@ class ControlSession(LeadingReceiver, FetchingSession):
         """Fail all gets of a key, also those whose bytes are arriving."""
         super().fail(key, error)
         self._loop.call(partial(self._fail_inbound_in_loop, error, key))
+
+    def refuse(self, reason: str) -> None:
+        """Tell the producer why the path is not as required, and disconnect."""
+        self.send(Refused(shorten(reason), PROTOCOL))
+        self._loop.call(partial(self.disconnect_in_loop, closed_here(self._url)))
 
     def close(self) -> None:
         """Fail all gets; the connection stays until the last payload that is in use is released."""
@@ -192,7 +202,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
     def _send_hello_in_loop(self) -> None:
         if self._socket is not None and not self.ready.is_set():
             _ = self._socket.socket.EVENTS  # lets ZMQ notice that it can send now
-            self._transmit_in_loop(self._hello)
+            self._transmit_in_loop(self.hello)
 
     def _forget_connection_in_loop(self) -> None:
         """Undo what was done since the handshake, of a connection that was lost before `ready`."""
@@ -230,7 +240,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
 
     def _on_hello_in_loop(self, message: Message) -> None:
         hello = check_hello(self._url, message)
-        if hello.incarnation == self._hello.incarnation:
+        if hello.incarnation == self.hello.incarnation:
             # The kernel chose the port that we connect to as our own port, so that TCP connected
             # the socket with itself.
             self._close_connection_in_loop()
@@ -238,6 +248,7 @@ class ControlSession(LeadingReceiver, FetchingSession):
             return
         self._is_greeted = True
         self.incarnation, self.transports = hello.incarnation, hello.transports
+        self.required = hello.require
         self._on_greeted_in_loop()
 
     def _on_greeted_in_loop(self) -> None:
@@ -292,6 +303,11 @@ class ControlSession(LeadingReceiver, FetchingSession):
         inbound = self._inbound_transfers.get(chunk.get_id)
         if inbound is not None:
             inbound.on_chunk(chunk, payload)
+
+    def on_lanes_in_loop(self, lanes: int) -> None:
+        """Take the number of lanes that are open into the path."""
+        assert self.path is not None
+        self.take_path(msgspec.structs.replace(self.path, lanes=lanes), self._url)
 
     def find_inbound_in_loop(self, get_id: int) -> InboundTransfer | None:
         """Return the payload that is being fetched for a get; None if it was released."""

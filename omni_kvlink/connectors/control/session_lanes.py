@@ -36,6 +36,9 @@ class LaneSession(Protocol):
     def fetch_more_in_loop(self, inbound: InboundTransfer) -> None:
         """Request what the window allows."""
 
+    def on_lanes_in_loop(self, lanes: int) -> None:
+        """Learn how many lanes are open now."""
+
     def disconnect_in_loop(self, error: KVLinkError) -> None:
         """End the connection: the producer has sent what it must not."""
 
@@ -127,6 +130,7 @@ class SessionLanes:
     def _on_open_in_loop(self, lane: LaneReader) -> None:
         if lane.number in self._lanes:
             self._open.append(lane)
+            self._session.on_lanes_in_loop(len(self._open))
             self._link.counters["opened"] += 1
 
     def _on_received_in_loop(self, lane: LaneReader, piece: LaneRange) -> None:
@@ -139,6 +143,7 @@ class SessionLanes:
             return
         if lane in self._open:
             self._open.remove(lane)
+            self._session.on_lanes_in_loop(len(self._open))
             self._link.counters["lost"] += 1
         self._failures += 1
         if self._failures < _MAX_FAILURES:

@@ -68,6 +68,7 @@ IS_PAYLOAD = "it is no append stream: use get"
 
 # By name: an attribute of an enum's class takes ten times as long, and a small put asks for nine.
 RESERVED, STREAMING, COMMITTED, LEASED, RELEASED, FAILED, EXPIRED = TransferState
+_NO_NAMES = "", ""
 
 _PHASES = {
     RESERVED: "announced, the producer is still writing it",
@@ -508,6 +509,9 @@ class TransferTable:
             transfer.unclaimed, transfer.leases = transfer.unclaimed - 1, transfer.leases | {claim}
         self._add_lease(transfer, claim)
         peer, get_id = claim
+        path: str = getattr(peer, "path_names", _NO_NAMES)[bool(transfer.inline)]
+        if path not in transfer.path:
+            transfer.path = f"{transfer.path}, {path}" if transfer.path else path
         if transfer.state is not STREAMING:
             transfer.state = LEASED
             inline = memoryview(transfer.inline)

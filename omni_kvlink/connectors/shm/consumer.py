@@ -23,11 +23,13 @@ from omni_kvlink.connectors.protocol.messages import (
     Memory,
     Message,
     Offer,
+    Refused,
     Release,
     Retire,
     Status,
     own_hello,
 )
+from omni_kvlink.connectors.protocol.path import SHM_PATH
 from omni_kvlink.connectors.runtime.consumer import (
     MappedGet,
     MappedSession,
@@ -81,7 +83,7 @@ class ShmConsumer(SessionConsumer):
     """The consuming end of `shm://name`."""
 
     def __init__(self, name: str, options: Options):
-        super().__init__(f"shm://{name}")
+        super().__init__(f"shm://{name}", options.require)
         refuse_keys(self._url, options)
         self._allow_uids = options.allow_uids
         self._path = rendezvous.socket_path(name, options.directory, self._allow_uids)
@@ -101,7 +103,9 @@ class ShmConsumer(SessionConsumer):
             is_shared = bool(self._allow_uids)
             sock = rendezvous.dial(self._path, wait, cancelled.fd, is_shared=is_shared)
             try:
-                return ShmSession(self._url, sock, deadline, cancelled.fd, self._allow_uids)
+                return ShmSession(
+                    self._url, sock, deadline, cancelled.fd, self._allow_uids, self._require
+                )
             except PeerLostError as error:  # the producer died during the handshake, or is no one
                 wait = deadline - time.monotonic()
                 if no_wait:
@@ -134,8 +138,10 @@ class ShmSession(LeadingReceiver, MappedSession):
         deadline: float,
         cancelled: int,
         allow_uids: Collection[int],
+        require: Sequence[str] = (),
     ):
         super().__init__()
+        self.path = SHM_PATH
         self._url = url
         self._arenas = ReaderArenas(url)
         self._watching = threading.Lock()  # held while it is decided what the loop waits for
@@ -159,7 +165,9 @@ class ShmSession(LeadingReceiver, MappedSession):
             if refusal:
                 raise ConnectorError(f"{url}: {refusal}")
             self._wake = Wake()
-            self.incarnation = self._greet(deadline, cancelled).incarnation
+            self._channel.send(own_hello(require=tuple(require)))
+            hello = self._receive_hello(deadline, cancelled)
+            self.incarnation, self.required = hello.incarnation, hello.require
             self._pidfd = readable_pidfd(pid)
             self._loop = EventLoop("kvlink-reader", crashed=self._crashed_in_loop)
         except BaseException as error:
@@ -193,7 +201,7 @@ class ShmSession(LeadingReceiver, MappedSession):
             )
         return mapping.region.slice(location.offset, nbytes)
 
-    def send(self, message: Abort) -> None:
+    def send(self, message: Abort | Refused) -> None:
         """Send a message to the producer; does not block."""
         self._channel.send(message)
 
@@ -258,9 +266,8 @@ class ShmSession(LeadingReceiver, MappedSession):
             self._channel.skip()
         return not self._has_exited
 
-    def _greet(self, deadline: float, cancelled: int) -> Hello:
-        """Send Hello and return the producer's."""
-        self._channel.send(own_hello())
+    def _receive_hello(self, deadline: float, cancelled: int) -> Hello:
+        """Return the producer's Hello, the answer to this side's."""
         while True:
             seconds = deadline - time.monotonic()
             ready = wait_readable(seconds, self._channel.fd, cancelled)

@@ -74,6 +74,7 @@ class UcxSession(ControlSession):
 
     def __init__(self, resources: SessionResources, ucx_transport: UcxTransport):
         super().__init__(resources)
+        self.path = ucx_transport.settings.path
         self._ucx_transport, self._secret = ucx_transport, os.urandom(SECRET_NBYTES)
         self._endpoint: UcxEndpoint | None = None
         self._requests: dict[int, dict[int, UcxRequest]] = {}

@@ -35,7 +35,7 @@ from omni_kvlink import (
 from support.connectors.zmq_addresses import start_garbage_collection
 from support.network.evidence import task_of
 from support.network.lookups import Lookups, connected
-from support.network.receivers import Receiver
+from support.network.receivers import Receiver, is_path
 from support.network.senders import TTL, Sender
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def produce(incarnation: Incarnation, log: Log) -> None:
         for _, task in groupby(incarnation.tasks, lambda pair: task_of(pair[0])):
             waiting += sender.send({key: int(readers) for key, readers in task})
             while len(waiting) >= AHEAD:
-                wait_receipt(*waiting.popleft(), log)
+                wait_receipt(incarnation, *waiting.popleft(), log)
         for key, receipt in waiting:
-            wait_receipt(key, receipt, log)
+            wait_receipt(incarnation, key, receipt, log)
         check_memory(link, log)
         wait_for_term(log)
 
@@ -182,9 +182,11 @@ def exhaust_when_told() -> None:
                 os.close(plug)
 
 
-def wait_receipt(key: str, receipt: Receipt, log: Log) -> None:
+def wait_receipt(incarnation: Incarnation, key: str, receipt: Receipt, log: Log) -> None:
     with contextlib.suppress(TransferFailed, TransferTimeout):  # the state says which
         receipt.wait(timeout=TTL + 60)
+    if receipt.state == "released" and not is_path(incarnation, receipt.ledger.path):
+        log.write(key, "WRONG", incarnation.number)
     log.write(key, receipt.state)
 
 
