@@ -14,7 +14,7 @@ export PIP_NO_COMPILE := 0
 # Hundreds of processes of the tests import the package: compile it once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
+.PHONY: help check mutants-check demo test test-engine test-all gpu docs licences test-ucx test-prometheus test-containers test-hf test-diffusers test-torchao test-ray test-vllm test-vllm-omni \
 	lint format mutants fuzz asan asan-tensors asan-vllm tsan native-aarch64 wheel wheel-aarch64 wheel-aarch64-test wheel-test pythons clean
 
 demo: $(VENV)/.installed
@@ -30,7 +30,7 @@ make lint           ruff, clang-format and mypy over everything
 make format         what lint would change
 make docs           the documentation site, in docs/_build/html
 make test-all       what test leaves out: the slow ones
-make test-hf test-vllm test-vllm-omni test-diffusers test-ray test-ucx test-torchao  one suite for each host
+make test-hf test-vllm test-vllm-omni test-diffusers test-ray test-ucx test-torchao test-containers  one suite for each host
 make test-prometheus  the metrics, by a Prometheus that scrapes a run
 make asan tsan asan-tensors fuzz mutants  sanitizers, random bytes, broken code
 make wheel wheel-test pythons licences    what is published
@@ -121,6 +121,11 @@ test-ucx: $(VENV)/.native
 test-prometheus: $(VENV)/.native
 	command -v prometheus > /dev/null || { echo "prometheus is missing: apt-get install prometheus"; exit 1; }
 	$(BIN)/python -m pytest tests/telemetry/test_prometheus.py $(ARGS)
+
+# Not in `test`: containers of podman, as root; needs Debian's podman and crun.
+test-containers: $(VENV)/.native
+	$(BIN)/python -m pip install -q -c constraints.txt kubernetes-validate
+	$(BIN)/python -m pytest tests/containers $(ARGS)
 
 # An environment which sees the torch of $(VENV), and all else that is there.
 define sharing_torch

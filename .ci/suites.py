@@ -37,7 +37,7 @@ SLOW = "test-all"
 SOURCES = ("lint", "mutants-check", "licences", "docs", "demo", "fuzz")
 NATIVE = ("asan", "tsan")
 WHEELS = ("wheel", "wheel-test", "pythons", "wheel-aarch64", "wheel-aarch64-test")
-TESTS = ("test", SLOW, "asan-tensors", "test-ucx", "test-prometheus")
+TESTS = ("test", SLOW, "asan-tensors", "test-ucx", "test-prometheus", "test-containers")
 VLLM = ("test-vllm", "asan-vllm")
 HOSTS = (
     "test-hf-5.24.0",
@@ -70,6 +70,7 @@ _printing = threading.Lock()
 SYSTEM = {
     "aarch64": {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"},
     "prometheus": {"prometheus": "prometheus"},
+    "containers": {"podman": "podman", "crun": "crun"},
 }
 """Programs that suites need which have these words in their names, and Debian's packages."""
 

@@ -3,6 +3,8 @@
     python benchmarks/faults.py [--faults 100] [--seed 0] [--connector NAME …] [--feature NAME …]
                                 [--kind NAME …] [--run SEED] [--logs DIR] [--json FILE]
 
+The readers of `shm-contained` have PID, IPC and network namespaces of their own, as in containers.
+
 A producer and two readers of each connector are killed and restarted, stopped for up to a second,
 left without a free descriptor for a moment (not over zmq+ipc and ucx: libzmq and UCX end a process
 that has none), or, by root, with so little memory that the kernel ends most, in random order. Over
@@ -55,7 +57,16 @@ from support.network.campaign import (  # noqa: E402
 from support.network.evidence import contradictions  # noqa: E402
 from support.network.features import FEATURES, PLAIN, feature_of, runs_over  # noqa: E402
 
-CONNECTORS = ("shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "zmq+tcp-plain", "ucx", "auto")
+CONNECTORS = (
+    "shm",
+    "shm-sealed",
+    "shm-contained",
+    "zmq+ipc",
+    "zmq+tcp",
+    "zmq+tcp-plain",
+    "ucx",
+    "auto",
+)
 NOT_RUN = {("zmq+ipc", "descriptors"), ("ucx", "descriptors")}
 """Kinds of faults that the library beneath a connector does not survive."""
 REQUIRED = {"shm": "shm", "auto": "shm,encrypted", "zmq+ipc": "encrypted", "zmq+tcp": "encrypted"}
@@ -95,7 +106,7 @@ def run(
         options |= {"directory": folder} if scheme in ("shm", "auto") else {}
         # Over TCP with keys, bytes of large payloads travel by lanes; without, if lanes= says so.
         options |= {"insecure": True, "lanes": 2} if mode == "plain" else {}
-        options |= {"mode": mode} if mode and mode != "plain" else {}
+        options |= {"mode": mode} if mode == "sealed" else {}
         options |= {"require": REQUIRED[scheme]} if scheme in REQUIRED and mode != "plain" else {}
         logs = Path(folder, "logs")
         logs.mkdir()
@@ -109,6 +120,7 @@ def run(
             leaves=0.0 if is_poor else LEAVES,
             seed=seed,
             lookups=lookup_addresses(scheme, folder),
+            are_contained=mode == "contained",
         )
         problems = list[str]()
         try:
@@ -177,6 +189,8 @@ def available(chosen: list[str] | None) -> list[str]:
     for connector in chosen or CONNECTORS:
         try:
             backend(connector.partition("-")[0])
+            if connector == "shm-contained" and os.geteuid():
+                raise UnavailableError("namespaces need root")
             found.append(connector)
         except UnavailableError as error:  # noqa: PERF203 (a handful)
             print(f"{connector}: not run: {error}")

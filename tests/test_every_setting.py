@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import omni_kvlink
 from omni_kvlink import KVLink, KVLinkError, LinkOptions, SchemaError
-from omni_kvlink.connectors.base import Options
+from omni_kvlink.connectors.base import Options, Uids
 from omni_kvlink.engine import config as engine
 from omni_kvlink.engine.entrypoints import deploy
 from omni_kvlink.engine.lora.request import LoRARequest
@@ -101,6 +101,7 @@ def _below(kind: type[Settings]) -> set[type[Settings]]:
 def test_keywords_are_the_options() -> None:
     """And a type checker allows of each what its rule allows."""
     types = {Flag: "bool", Size: "int | str", Integer: "int", FilePath: "str | os.PathLike[str]"}
+    types[Uids] = "Collection[int]"
     types[Choices] = "str | Sequence[str]"
     options = {name: types.get(type(rule), "str") for name, rule in rules(Options).items()}
     options["prefault"] = "int | str | Payload | None"

@@ -91,14 +91,20 @@ class AutoConsumer(ControlConsumer):
     def _open_shm(self, control: ControlSession, deadline: float) -> tuple[Session, str]:
         if not all(map(SHM_PATH.meets, {*self._require, *(control.required or ())})):
             raise ConnectorError("it is not as required")
-        path, cancelled = socket_path(self._name, self._options.directory), self._cancelled
+        allow_uids, cancelled = self._options.allow_uids, self._cancelled
+        path = socket_path(self._name, self._options.directory, allow_uids)
         if cancelled is None:
             raise closed_here(self._url)
         try:
             with translate_errors(path):
                 sock = dial(path, 0.0, cancelled.fd)
                 session = ShmSession(
-                    f"shm://{self._name}", sock, deadline, cancelled.fd, self._require
+                    f"shm://{self._name}",
+                    sock,
+                    deadline,
+                    cancelled.fd,
+                    allow_uids,
+                    self._require,
                 )
         except TransferTimeout:
             raise ConnectorError(f"nobody serves {path} here") from None
@@ -139,7 +145,7 @@ def _serve(name: str, options: Options) -> PooledProducer:
     make = Mapping.anonymous
     if sys.platform == "linux":
         make = partial(Mapping.shared, f"kvlink-{name}")
-        openers.append(partial(ShmListener, name, options.directory))
+        openers.append(partial(ShmListener, name, options))
     if options.tcp:
         address = ControlAddress("tcp", options.tcp, "auto")
         senders = _senders(address, options)

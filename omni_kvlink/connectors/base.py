@@ -17,7 +17,16 @@ from omni_kvlink.connectors.protocol.path import REQUIREMENTS
 from omni_kvlink.errors import ClosedError, KVLinkError, SchemaError
 from omni_kvlink.payload.format import MAX_HEADER
 from omni_kvlink.payload.manifest import LayoutCache
-from omni_kvlink.settings import Choice, Choices, FilePath, Integer, Settings, Size, Text
+from omni_kvlink.settings import (
+    Choice,
+    Choices,
+    FilePath,
+    Integer,
+    ListOf,
+    Settings,
+    Size,
+    Text,
+)
 from omni_kvlink.system import process
 
 if TYPE_CHECKING:
@@ -52,6 +61,20 @@ class Device(Text):
         return text if is_known else self.refuse(value, name)
 
 
+class Uids(ListOf):
+    """A list, a tuple or a set of user ids, which becomes a tuple; in a URL "1000,1001"."""
+
+    def __init__(self) -> None:
+        super().__init__(Integer(least=0, most=(1 << 32) - 2))
+
+    def _read(self, value: Any, name: str) -> tuple[Any, ...]:
+        is_set = isinstance(value, (set, frozenset))
+        return super()._read(list(value) if is_set else value, name)
+
+    def _parse(self, text: str, name: str) -> tuple[Any, ...]:
+        return tuple(self.rule.parse(uid, name) for uid in text.split(","))
+
+
 @dataclasses.dataclass(frozen=True)
 class Options(Settings):
     """The options of a link's end; a connector uses those that concern it.
@@ -75,6 +98,10 @@ class Options(Settings):
             message that offers it, at most 32,768 (default 16,384): its reader gets a copy of its
             own, sooner. Larger ones, and with 0 all, are sent from the link's memory.
         directory: where the shared-memory sockets lie; by default a directory of this user.
+        allow_uids: of a link over shared memory, the users beside this one who may be at the other
+            end: of a producer those who may connect, of a consumer those who may serve. Both need
+            `directory`, one of mode 2770 that is there, of a group that all of them are in. A
+            user namespace shows every user that it does not map as uid 65534.
         keys: of an encrypted link, the file with this side's secret key; without it, both ends on
             loopback use a key of their user.
         peers: of an encrypted link, who the other side may be: for a producer the directory with
@@ -107,6 +134,7 @@ class Options(Settings):
     prefault: Annotated[int, Size()] | None = None
     inline: Annotated[int, Size(most=INLINE)] = DEFAULT_INLINE
     directory: Annotated[str, FilePath()] = ""
+    allow_uids: Annotated[tuple[int, ...], Uids()] = ()
     keys: Annotated[str, FilePath()] = ""
     peers: Annotated[str, FilePath()] = ""
     insecure: bool = False

@@ -23,7 +23,7 @@ from omni_kvlink.system.threads import uninterrupted
 from omni_kvlink.system.waits import check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from typing_extensions import Unpack
 
@@ -39,6 +39,7 @@ class LinkOptions(TypedDict, total=False):
     prefault: int | str | Payload | None
     inline: int | str
     directory: str | os.PathLike[str]
+    allow_uids: Collection[int]
     keys: str | os.PathLike[str]
     peers: str | os.PathLike[str]
     insecure: bool

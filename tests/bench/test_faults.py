@@ -13,7 +13,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", ["shm", "shm-sealed", "zmq+ipc", "zmq+tcp", "auto"])
+@pytest.mark.parametrize(
+    "connector", ["shm", "shm-sealed", "shm-contained", "zmq+ipc", "zmq+tcp", "auto"]
+)
 def test_random_faults(tmp_path: Path, connector: str) -> None:
     document = tmp_path / "faults.json"
     options = ["--connector", connector, "--faults", "4", "--kind", "kill", "--kind", "freeze"]

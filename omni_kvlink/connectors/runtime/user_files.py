@@ -15,11 +15,14 @@ import os
 import select
 import socket
 import stat
-import threading
+from typing import TYPE_CHECKING
 
 from omni_kvlink.errors import BusyError, ConnectorError
 from omni_kvlink.system import process
 from omni_kvlink.system.failures import translate_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 OTHER = "give directory=, or set XDG_RUNTIME_DIR to a directory of this user, on both sides"
 """The cure for a default directory that cannot be used."""
@@ -51,27 +54,43 @@ def _is_directory(path: str) -> bool:
             return False
 
 
-def check_private(directory: str, *, forbidden: int = 0o022, other: str = OTHER) -> None:
+def check_private(
+    directory: str,
+    *,
+    forbidden: int = 0o022,
+    other: str = OTHER,
+    allow_uids: Collection[int] = (),
+) -> None:
     """Create a directory, or check its owner, and that it has no `forbidden` permission bits.
 
-    `other` is what the caller may give instead.
+    `other` is what the caller may give instead. With `allow_uids` it is a directory that this user
+    shares with those: it is there already, of one of them or of root, and has S_ISGID, so that
+    files in it are of its group, which may write to it.
 
     Raises:
         ConnectorError: it belongs to another user, is open to others, or cannot be created.
     """
+    owners = {os.geteuid()}
+    if allow_uids:
+        owners |= {0, *allow_uids}
+        forbidden &= 0o007
     with translate_errors(directory, other):
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        if not allow_uids:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
         status = os.lstat(directory)
     mode = stat.S_IMODE(status.st_mode)
     if status.st_mode & stat.S_ISVTX:
         raise ConnectorError(f"{directory} is for every user (mode {mode:o}): {other}")
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in owners:
         raise ConnectorError(
             f"{directory} must be a directory of uid {os.geteuid()}, it is of uid {status.st_uid}, "
             f"mode {stat.filemode(status.st_mode)}: {other}"
         )
+    if allow_uids and not mode & stat.S_ISGID:
+        raise ConnectorError(f"{directory} has mode {mode:o}: chmod 2770 it, or {other}")
     if mode & forbidden:
         verb, right = ("enter", "700") if forbidden & 0o055 else ("write to", "go-w")
+        right = "o-w" if allow_uids else right
         raise ConnectorError(
             f"{directory} must be a directory that nobody else can {verb}; its mode is "
             f"{mode:o}: chmod {right} it, or {other}"
@@ -161,10 +180,13 @@ _MAX_POLL = 86_400_000  # milliseconds; poll counts them in an int
 
 
 class WakeupFifo:
-    """Wakes its owner when `wake(path)` is called, by any process of this user; for one thread."""
+    """Wakes its owner when `wake(path)` is called, by any process of this user; for one thread.
 
-    def __init__(self, path: str):
-        self._path = path
+    If it `is_shared`, by any user of the directory's group: the directory has S_ISGID.
+    """
+
+    def __init__(self, path: str, *, is_shared: bool = False):
+        self._path, self._is_shared = path, is_shared
         self._fd = -1
 
     def __repr__(self) -> str:
@@ -182,7 +204,7 @@ class WakeupFifo:
         with translate_errors(fifo, "start the producer first, so that nothing is waited for"):
             while self._fd < 0:
                 with contextlib.suppress(FileExistsError):
-                    os.mkfifo(fifo, 0o600)
+                    self._make(fifo)
                 with contextlib.suppress(FileNotFoundError):  # a `wake` came between the two
                     self._fd = os.open(fifo, flags)
         if not stat.S_ISFIFO(os.fstat(self._fd).st_mode):
@@ -196,6 +218,23 @@ class WakeupFifo:
             with contextlib.suppress(ConnectorError):  # a later `wake` removes it
                 wake(self._path)
 
+    def _make(self, fifo: str) -> None:
+        """Make the FIFO; one that is shared appears with its mode, whatever the umask."""
+        if not self._is_shared:
+            os.mkfifo(fifo, 0o600)
+            return
+        draft = f"{fifo}.{_token()}"
+        os.mkfifo(draft, 0o600)
+        try:
+            fd = os.open(draft, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fchmod(fd, 0o660)
+            finally:
+                os.close(fd)
+            os.link(draft, fifo, follow_symlinks=False)
+        finally:
+            os.unlink(draft)
+
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -208,6 +247,11 @@ class WakeupFifo:
         self.close()
 
 
+def _token() -> str:
+    """Return what no other draft's name has, also of a process of another PID namespace."""
+    return os.urandom(8).hex()
+
+
 def wake(path: str) -> None:
     """Wake everybody who waits for `path`, after it has appeared; does not block.
 
@@ -215,7 +259,7 @@ def wake(path: str) -> None:
     """
     fifo = f"{path}.wait"
     # Renamed first, so that nobody can open it any more: all who have it open are woken.
-    taken = f"{fifo}.{os.getpid()}.{threading.get_ident()}"
+    taken = f"{fifo}.{_token()}"
     try:
         os.rename(fifo, taken)
     except OSError:

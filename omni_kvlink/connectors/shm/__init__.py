@@ -13,7 +13,7 @@ from omni_kvlink.memory.mapping import Mapping
 def _serve(name: str, options: Options) -> PooledProducer:
     refuse_keys(f"shm://{name}", options)
     make = partial(Mapping.shared, f"kvlink-{name}")
-    opener = partial(ShmListener, name, options.directory)
+    opener = partial(ShmListener, name, options)
     return PooledProducer(name, options, make, opener, is_shared=True)
 
 

@@ -67,7 +67,7 @@ from omni_kvlink.system.failures import is_of_system, system_error
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omni_kvlink.memory.region import Region
 
@@ -85,7 +85,8 @@ class ShmConsumer(SessionConsumer):
     def __init__(self, name: str, options: Options):
         super().__init__(f"shm://{name}", options.require)
         refuse_keys(self._url, options)
-        self._path = rendezvous.socket_path(name, options.directory)
+        self._allow_uids = options.allow_uids
+        self._path = rendezvous.socket_path(name, options.directory, self._allow_uids)
         self._cancelled: Wake | None = Wake()
 
     def _interrupt(self) -> None:
@@ -99,9 +100,12 @@ class ShmConsumer(SessionConsumer):
             raise closed_here(self._url)
         while True:
             wait = 0.0 if no_wait else deadline - time.monotonic()
-            sock = rendezvous.dial(self._path, wait, cancelled.fd)
+            is_shared = bool(self._allow_uids)
+            sock = rendezvous.dial(self._path, wait, cancelled.fd, is_shared=is_shared)
             try:
-                return ShmSession(self._url, sock, deadline, cancelled.fd, self._require)
+                return ShmSession(
+                    self._url, sock, deadline, cancelled.fd, self._allow_uids, self._require
+                )
             except PeerLostError as error:  # the producer died during the handshake, or is no one
                 wait = deadline - time.monotonic()
                 if no_wait:
@@ -133,6 +137,7 @@ class ShmSession(LeadingReceiver, MappedSession):
         sock: socket.socket,
         deadline: float,
         cancelled: int,
+        allow_uids: Collection[int],
         require: Sequence[str] = (),
     ):
         super().__init__()
@@ -155,9 +160,10 @@ class ShmSession(LeadingReceiver, MappedSession):
         self._pidfd = -1
         self._channel = ShmChannel(sock, lambda: self._loop.call(self._flush_in_loop))
         try:
-            self._pid, uid = rendezvous.peer_identity(sock)
-            if uid != os.geteuid():
-                raise ConnectorError(f"{url} is served by uid {uid}, not by this user")
+            self._pid, _ = rendezvous.peer_identity(sock)
+            refusal = rendezvous.refusal(sock, allow_uids, "send to")
+            if refusal:
+                raise ConnectorError(f"{url}: {refusal}")
             self._wake = Wake()
             self._channel.send(own_hello(require=tuple(require)))
             hello = self._receive_hello(deadline, cancelled)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
+    from omni_kvlink.connectors.base import Options
     from omni_kvlink.connectors.runtime.producer import PooledProducer
 
 MAX_PEERS = 1024
@@ -67,9 +68,10 @@ class ShmListener(Listener):
 
     transports, paths = ("shm",), (SHM_PATH,)
 
-    def __init__(self, name: str, directory: str, producer: PooledProducer):
+    def __init__(self, name: str, options: Options, producer: PooledProducer):
         self._producer, self._loop = producer, producer.loop
-        self._path = rendezvous.socket_path(name, directory)
+        self._allow_uids = options.allow_uids
+        self._path = rendezvous.socket_path(name, options.directory, self._allow_uids)
         self._peers: set[ShmPeerConnection] = set()
         self._greeting: dict[ShmPeerConnection, None] = {}  # those without a Hello, oldest first
         self._detached: set[ShmPeerConnection] = set()
@@ -77,7 +79,7 @@ class ShmListener(Listener):
         self._throttled = TurnCounts()
         self._inbox = Inbox()
         self._accept_again = float("inf")  # when a pause ends (`time.monotonic`)
-        self._listener = rendezvous.NamedListener(self._path)
+        self._listener = rendezvous.NamedListener(self._path, is_shared=bool(self._allow_uids))
 
     def open(self) -> None:
         """Accept connections from now on."""
@@ -182,11 +184,12 @@ class ShmListener(Listener):
 
     def _add_peer_in_loop(self, sock: socket.socket) -> None:
         """Add a connection; OSError if there is no descriptor for its process."""
-        pid, uid = rendezvous.peer_identity(sock)
-        if uid != os.geteuid():
+        pid, _ = rendezvous.peer_identity(sock)
+        refusal = rendezvous.refusal(sock, self._allow_uids, "read from")
+        if refusal:
             self.refused["other user"] += 1
             channel = ShmChannel(sock, lambda: None)
-            channel.send(Refused(f"uid {uid} may not read from uid {os.geteuid()}", PROTOCOL))
+            channel.send(Refused(refusal, PROTOCOL))
             channel.close()
             return
         pidfd = readable_pidfd(pid)

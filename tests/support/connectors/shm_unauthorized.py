@@ -6,6 +6,7 @@ import array
 import contextlib
 import os
 import socket
+import traceback
 from typing import TYPE_CHECKING
 
 from omni_kvlink.connectors.protocol.messages import Message, decode, encode, own_hello
@@ -74,6 +75,8 @@ def as_nobody(act: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
             is_done = act()
             os.write(writing, b"1" if is_done else b"0")
             os.read(stay, 1)
+        except BaseException:
+            traceback.print_exc()  # the parent is told False
         finally:
             os._exit(0)
     os.close(writing)

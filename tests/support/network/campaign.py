@@ -166,7 +166,8 @@ class Campaign:
 
     `patience`: seconds that a reader waits for a payload. `leaves`: how often a reader leaves one
     unread, beside all faults. `seed` decides what is transferred, and what processes draw by lot.
-    `lookups` are the URLs of links for lookups, by the name of the process that serves each.
+    `lookups` are the URLs of links for lookups, by the name of the process that serves each. The
+    readers `are_contained`: they have PID, IPC and network namespaces of their own.
 
     Attributes:
         orders: the readers of each key.
@@ -187,10 +188,11 @@ class Campaign:
         leaves: float = 0.0,
         seed: str = "",
         lookups: Mapping[str, str] | None = None,
+        are_contained: bool = False,
     ):
         self._forker, self._root, self._patience = forker, root, patience
         self._url, self._options = url, options
-        self._leaves, self._seed = leaves, seed
+        self._leaves, self._seed, self._are_contained = leaves, seed, are_contained
         self._pids: dict[str, int] = {}
         self._logs: dict[str, list[Path]] = {name: [] for name in (PRODUCER, *READERS)}
         self._killed: set[Path] = set()
@@ -284,6 +286,7 @@ class Campaign:
             {} if peer == PRODUCER else self._positions(peer),
             self._lookups,
             self._lanes,
+            self._are_contained and peer != PRODUCER,
         )
         incarnations.append(path)
         self._pids[peer] = self._forker.begin(incarnation)

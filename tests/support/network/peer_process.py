@@ -7,6 +7,7 @@ process appends to a log of its own, a line for each event, written at once: it 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -55,6 +56,9 @@ AHEAD = 12
 """Payloads that a producer puts before it waits for the first one's receipt."""
 
 
+_NEWPID, _NEWIPC, _NEWNET = 0x20000000, 0x08000000, 0x40000000
+
+
 @dataclasses.dataclass(frozen=True)
 class Incarnation:
     """One process, from its start to its end.
@@ -72,6 +76,7 @@ class Incarnation:
         positions: Of append streams: the chunk behind the last that this reader has read.
         lookups: The URLs of the links by which caches are looked up, by the server's name.
         lanes: The port of the relay that a reader opens its lanes through; 0 if there is none.
+        is_contained: Whether it has PID, IPC and network namespaces of its own.
     """
 
     role: str
@@ -86,6 +91,7 @@ class Incarnation:
     positions: dict[str, int] = dataclasses.field(default_factory=dict)
     lookups: dict[str, str] = dataclasses.field(default_factory=dict)
     lanes: int = 0
+    is_contained: bool = False
 
     def by_task(self) -> Iterator[tuple[list[str], float]]:
         """The keys that are got together, and their timeout."""
@@ -239,6 +245,20 @@ def run_incarnation(incarnation: Incarnation) -> None:
         raise
 
 
+def fork_contained() -> int:
+    """As `os.fork`; the child has namespaces of its own. Its pid is that of this process's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/ns/pid") as own:
+        if libc.unshare(_NEWPID):
+            raise OSError(ctypes.get_errno(), "unshare")
+        pid = os.fork()
+        if pid == 0 and libc.unshare(_NEWIPC | _NEWNET):
+            os._exit(1)
+        if pid and libc.setns(own.fileno(), _NEWPID):  # of the next child, which may have none
+            raise OSError(ctypes.get_errno(), "setns")
+    return pid
+
+
 def main(run: Callable[[Incarnation], None] = run_incarnation) -> None:
     """Fork a process that calls `run` for each incarnation on standard input."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
@@ -250,7 +270,7 @@ def main(run: Callable[[Incarnation], None] = run_incarnation) -> None:
         elif "reap" in command:
             _, status = os.waitpid(command["reap"], 0)
             print(os.waitstatus_to_exitcode(status), flush=True)
-        elif pid := os.fork():
+        elif pid := fork_contained() if command["is_contained"] else os.fork():
             print(pid, flush=True)
         else:
             os.close(0)

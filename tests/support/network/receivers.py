@@ -495,6 +495,7 @@ class Receiver:
         if how == "die":
             self._log.write("-", "dying")
             os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(1)  # the first process of a PID namespace cannot kill itself
         if how == "raise":
             raise ReaderError
         if how == "give":

@@ -1,0 +1,100 @@
+"""Two containers of podman with nothing in common but a volume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+
+from omni_kvlink import PeerLostError
+from omni_kvlink.testing.caches import Recipe, fingerprint, sized
+from omni_kvlink.testing.peer_harness import PATIENCE, RemoteLink
+from omni_kvlink.testing.rig import expect, until
+from support.containers import podman
+from support.containers.namespaces import SHARED
+from support.containers.podman import Container
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+URL, GROUP = "shm://podman", 3000
+PAYLOAD = sized("k", 8 << 20, seed=4)
+missing = cache(podman.missing)
+
+
+@pytest.fixture
+def shared() -> Iterator[str]:
+    """A volume of mode 2770 of the group of both."""
+    directory = tempfile.mkdtemp(prefix="kvl-")
+    os.chown(directory, 0, GROUP)
+    os.chmod(directory, 0o2770)
+    yield directory
+    left = os.listdir(directory)
+    shutil.rmtree(directory)
+    assert all(name.endswith((".sock", ".sock.lock")) for name in left), left
+
+
+@pytest.fixture
+def begin(shared: str) -> Iterator[Callable[[int], Container]]:
+    """`begin(uid)` runs a container; skips where podman runs none."""
+    why, containers = missing(), list[Container]()
+    if why:
+        pytest.skip(why)
+
+    def run(uid: int) -> Container:
+        containers.append(Container(shared, uid, GROUP))
+        return containers[-1]
+
+    yield run
+    for container in containers:
+        container.close()
+
+
+def serve(container: Container, reader_uid: int) -> RemoteLink:
+    options = {"quota": 64 << 20, "inline": 0, "directory": SHARED, "allow_uids": [reader_uid]}
+    container.peer.call("serve", link="p", url=URL, **options)
+    return RemoteLink(container.peer, "p")
+
+
+def connect(container: Container, producer_uid: int) -> RemoteLink:
+    options = {"directory": SHARED, "allow_uids": [producer_uid], "timeout": PATIENCE}
+    container.peer.call("connect", link="r", url=URL, **options)
+    return RemoteLink(container.peer, "r")
+
+
+def check_transfer(producer: RemoteLink, reader: RemoteLink, recipe: Recipe = PAYLOAD) -> None:
+    producer.call("put", recipe=recipe.to_dict())
+    assert reader.call("get", key=recipe.key, timeout=PATIENCE) == fingerprint(recipe.make())
+    producer.peer.call("wait", key=recipe.key, timeout=PATIENCE)
+    assert producer.call("stats")["memory"]["used"] == 0
+
+
+@pytest.mark.parametrize("users", [(0, 1000), (1000, 0), (1000, 2000)])
+def test_two_users(begin: Callable[[int], Container], users: tuple[int, int]) -> None:
+    producer, reader = (begin(uid) for uid in users)
+    ends = serve(producer, users[1]), connect(reader, users[0])
+    check_transfer(*ends)
+    check_transfer(*ends, Recipe("bundle", bundle=True, seed=5))
+
+
+def test_either_is_killed(begin: Callable[[int], Container]) -> None:
+    """The reader's payload goes to the next one; what the next holds outlives the producer."""
+    producer, reader, other = begin(1000), begin(2000), begin(2000)
+    sending, held = serve(producer, 2000), connect(reader, 1000)
+    sending.call("put", recipe=PAYLOAD.to_dict())
+    held.call("hold", key="k", timeout=PATIENCE)
+    reader.kill()
+    until(lambda: sending.call("stats")["readers"] == 0, "the producer has noticed")
+    reading = connect(other, 1000)
+    reading.call("hold", key="k", timeout=PATIENCE)
+    before = other.peer.call("hash_held", key="k")
+    waiting = reading.submit("get", key="never", timeout=PATIENCE)
+    until(lambda: sending.call("stats")["transfers"]["waiting"] == 1, "the get arrived")
+    producer.kill()
+    expect(PeerLostError, lambda: waiting.result(PATIENCE))
+    assert other.peer.call("hash_held", key="k") == before
+    check_transfer(serve(begin(1000), 2000), reading, sized("next", 8 << 20))

@@ -1,0 +1,1 @@
+"""Processes in namespaces, as container runtimes make them."""
