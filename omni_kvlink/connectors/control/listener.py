@@ -83,8 +83,6 @@ class ControlListener(Listener):
         self._disconnected: list[PeerConnection] = []
         self._outbox: deque[tuple[PeerConnection, Message]] = deque()
         self.refused: Counter[str] = Counter()
-        sending = (lambda frames: self._socket.send(frames)), address, options.require
-        self._refusals = Refusals(self.refused, *sending)
         self._ungreeted = UngreetedConnections(self.refused)
         self._throttled = TurnCounts()
         self._floods = RecentNames()  # hosts
@@ -114,6 +112,9 @@ class ControlListener(Listener):
         with random_routing_ids():
             self._zap_auth = ZapAuth(self._context, credentials, self.loop, self.refused)
             self._socket = RouterSocket(self._context, self.loop, *callbacks, max_frame=MAX_MESSAGE)
+        self._refusals = Refusals(
+            self.refused, self._socket.send, self.address, self.options.require
+        )
         socket = self._socket.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))
